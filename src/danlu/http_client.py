@@ -7,12 +7,14 @@ that was kept would leave open, when it breaks, whether the server has seen the 
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -71,6 +73,11 @@ class HTTPClient:
         """As `get`, with a body that is sent as JSON."""
         return self._call("POST", path, body, query)
 
+    def post_file(self, path: str, file: Path) -> Any:
+        """As `post`, with the bytes of a file."""
+        with file.open("rb") as content:
+            return self._call("POST", path, content, None)
+
     def wait_until_healthy(self, timeout_s: float) -> bool:
         """Whether the server answers GET /health with success at some moment of the next `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
@@ -91,8 +98,14 @@ class HTTPClient:
         headers = {"Accept": "application/json"}
         if self.api_key_variable is not None:
             headers["Authorization"] = f"Bearer {os.environ[self.api_key_variable]}"
-        content = None
-        if body is not None:
+        content: bytes | io.BufferedReader | None = None
+        if isinstance(body, io.BufferedReader):
+            content = body
+            headers |= {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(os.fstat(body.fileno()).st_size),
+            }
+        elif body is not None:
             content = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
         try:

@@ -88,7 +88,7 @@ class Pack:
         return tuple(sample.row for sample in self.samples)
 
 
-SECONDS_OF_ITEMS = frozenset({"rollout_s", "reward_s", "scoring_s"})
+SECONDS_OF_ITEMS = frozenset({"hand_over_s", "rollout_s", "reward_s", "scoring_s"})
 """Metrics of items that models make: how long answering, judging and scoring took."""
 
 

@@ -51,7 +51,7 @@ def serving(
     stand_in = KINDS[kind](model, **settings)
     engine = None
     try:
-        options = ServerOptions(stand_in.url, timeout_s=TIMEOUT_S, **{"reconnect_s": 0.2, **options})
+        options = ServerOptions((stand_in.url,), timeout_s=TIMEOUT_S, **{"reconnect_s": 0.2, **options})
         engine = HTTPEngine(server_of(kind, options), options, model.config, hand_over=hand_over, decode=decode)
         yield engine, stand_in
     finally:

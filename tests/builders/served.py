@@ -20,9 +20,10 @@ from openai import OpenAI
 
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
-from danlu.rollout.load_engine import engine_of
+from danlu.rollout.load_engine import engine_of, rollout_control_of
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
+from danlu.rollout.serving.rollout_control import RolloutControl
 from danlu.rollout.serving.served_models import ServedModels, served_models
 from danlu.rollout.serving.server import Server, ServerOptions, bind, url_of
 
@@ -77,10 +78,28 @@ class Served:
 
 
 @contextmanager
-def serving(models: ServedModels, engine: EmbeddedEngine, **options: Any) -> Iterator[Served]:
+def serving_rollouts(folder: Path, *, port: int = 0, dtype: str = "auto", exact: bool = False) -> Iterator[Served]:
+    """A server of a model folder whose weights a trainer may replace."""
+    resolved = resolve_model(str(folder))
+    tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
+    loaded = load_model(resolved, tokenizer, precision=dtype)  # type: ignore[arg-type]
+    control = rollout_control_of(loaded, EngineOptions(cache_gib=0.01, exact=exact))
+    with serving(served_models(resolved, loaded), control.engine, control=control, port=port) as served:
+        yield served
+
+
+@contextmanager
+def serving(
+    models: ServedModels,
+    engine: EmbeddedEngine,
+    *,
+    control: RolloutControl | None = None,
+    port: int = 0,
+    **options: Any,
+) -> Iterator[Served]:
     """Serves until the block ends."""
-    listener = bind("127.0.0.1", 0)
-    server = Server(models, engine, listener, ServerOptions(**{"seed": 0, "quiet": True, **options}))
+    listener = bind("127.0.0.1", port)
+    server = Server(models, engine, listener, ServerOptions(**{"seed": 0, "quiet": True, **options}), control)
     served = Served(server, url_of(listener))
 
     def listen() -> None:

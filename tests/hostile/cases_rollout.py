@@ -19,7 +19,10 @@ CASES = [
         "rollout engine misspelt",
         TRAIN,
         2,
-        ("error: r.yaml:", "rollout.engine: expected one of embedded, vllm, sglang, not 'vlm'. Did you mean 'vllm'?"),
+        (
+            "error: r.yaml:",
+            "rollout.engine: expected one of embedded, http, vllm, sglang, not 'vlm'. Did you mean 'vllm'",
+        ),
         recipe(**SAMPLED, rollout="vlm"),
     ),
     Case(

@@ -231,8 +231,37 @@ BROKEN = [
         "rollout.url: the embedded engine is no server. Leave it out, or choose engine: vllm or sglang",
     ),
     (
+        SAMPLED | {"rollout": "{urls: ['http://localhost:8000']}"},
+        "rollout.urls: the embedded engine is no server. Leave them out, or choose engine: http",
+    ),
+    (SAMPLED | {"rollout": "http"}, "rollout.urls: missing: say where servers listen, such as [http://node1:8000"),
+    (
+        SAMPLED | {"rollout": "{engine: http, url: 'http://a:1'}"},
+        "rollout.url: engine: http reads urls, for there may be several. Write urls: [http://a:1]",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: http, urls: ['http://a:1', 'a:2']}"},
+        "rollout.urls.1: 'a:2' is no address of a server: it begins with http:// or https://",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: http, urls: ['http://a:1', 'http://a:1/']}"},
+        "rollout.urls.1: http://a:1/ is there twice. Name each server once",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://a:1', urls: ['http://a:1']}"},
+        "rollout.urls: only read with engine: http. Write url for the one server of vllm, or choose engine: http",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: http, urls: ['http://a:1'], server: {hand_over: group}}"},
+        "rollout.server.hand_over: group: with engine: http weights travel as files, which a server that comes back",
+    ),
+    (
+        SAMPLED | {"rollout": "{engine: vllm, url: 'http://a:1', server: {push: true}}"},
+        "rollout.server.push: only read with engine: http, by danlu serve. Leave it out",
+    ),
+    (
         SAMPLED | {"rollout": "{server: {timeout_s: 5}}"},
-        "rollout.server: only read with engine: vllm or sglang. Leave it out",
+        "rollout.server: only read with engine: http, vllm or sglang. Leave it out",
     ),
     (
         SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', server: {hand_over: adapter}}"},

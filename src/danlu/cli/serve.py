@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -46,6 +46,13 @@ def serve(
     seed: Annotated[
         int | None, typer.Option(help="Of requests that bring none. Default: another one each time.")
     ] = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Let a trainer (rollout.engine: http) replace the weights.")
+    ] = False,
+    numerics: Annotated[
+        Literal["fast", "exact"],
+        typer.Option(help="exact: the log-probabilities of a trainer with numerics: exact, to the last bit."),
+    ] = "fast",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -60,6 +67,10 @@ def serve(
     precision = check_flags({}, seed or 0, dtype, device, [], quantization)
     if api_key == "":
         raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
+    if rollouts and adapter:
+        raise RecipeError("--adapter: a trainer brings its adapter itself; leave it out with --rollouts")
+    if rollouts and draft_tokens and numerics == "exact":
+        raise RecipeError("--draft-tokens: drafts change the random numbers of a draw; leave it out with exact")
     try:
         from danlu.rollout.serving import server
     except ModuleNotFoundError as error:
@@ -74,11 +85,16 @@ def serve(
 
     resolved = resolve_model(model, base, adapter or [])
     listener = server.bind(host, port)
+    if rollouts and api_key is None and not server.is_loopback(listener):
+        raise RecipeError(
+            f"--rollouts: anyone who can reach {host} could replace the weights and have files read: say who may with "
+            "--api-key (in DANLU_API_KEY, where other users do not see it)"
+        )
     if api_key is None and not server.is_loopback(listener):
         print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
     print_status_early(f"reading {resolved.given_path}")
     from danlu.rollout.engine import DraftOptions, EngineOptions
-    from danlu.rollout.load_engine import engine_of
+    from danlu.rollout.load_engine import engine_of, rollout_control_of
     from danlu.rollout.load_model import load_chat_tokenizer, load_model
     from danlu.rollout.serving.served_models import served_models
 
@@ -88,6 +104,8 @@ def serve(
     print_notes(loaded)
     models = served_models(resolved, loaded, name, chat_template)
     draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None
-    engine = engine_of(loaded, EngineOptions(cache_gib=cache_gib, sequences=sequences, draft=draft))
+    settings = EngineOptions(cache_gib=cache_gib, sequences=sequences, draft=draft, exact=numerics == "exact")
+    control = rollout_control_of(loaded, settings) if rollouts else None
+    engine = engine_of(loaded, settings) if control is None else control.engine
     options = server.ServerOptions(secrets.randbits(62) if seed is None else seed, api_key, quiet)
-    server.Server(models, engine, listener, options).listen()
+    server.Server(models, engine, listener, options, control).listen()

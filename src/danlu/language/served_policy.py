@@ -22,6 +22,8 @@ from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.engine_adapters import BASE
 from danlu.rollout.ranks import ParallelEngine
 from danlu.rollout.servers.canary import Canary, compare_with_server
+from danlu.rollout.servers.detect import Demands, detect_server
+from danlu.rollout.servers.fleet import ServerFleet
 from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
 from danlu.rollout.servers.http_engine import HTTPEngine
 from danlu.rollout.servers.server_interface import RolloutServer, ServerOptions
@@ -57,9 +59,12 @@ class ServedPolicy:
         def connect() -> None:
             options = self._server_options()
             config = self.placed.subject.model.config
-            engine = HTTPEngine(
-                self._server(options), options, config, hand_over=self._hand_over(options, config), decode=decode
-            )
+            server, hand_over = self._server(options), self._hand_over(options, config)
+            try:
+                engine = HTTPEngine(server, options, config, hand_over=hand_over, decode=decode)
+            except BaseException:
+                server.close()
+                raise
             connected.append(engine)
 
         ranks.world.from_first(connect)
@@ -94,13 +99,19 @@ class ServedPolicy:
         length = max(1, min(CANARY_TOKENS, config.context_length // 2))
         prompts = [tuple(random.integers(0, config.vocab_size, length).tolist()) for _ in range(CANARY_PROMPTS)]
         new_tokens = max(1, min(16, config.context_length - length - 1))
-        tolerance = self.recipe.rollout.server.canary_tolerance
+        tolerance = 0.0 if self.recipe.numerics == "exact" else self.recipe.rollout.server.canary_tolerance
         adapter = ADAPTER if self.route == "adapter" else None
         differing = None
         if adapter is None:  # else the base is the server's own
             from_first = self.placed.parallel.ranks.world.from_first
             differing = compare_with_server(self._spoken_to, config, self._whole, from_first)
-        Canary(prompts, self._score, tolerance, new_tokens, adapter, differing).check(engine)
+        report = Canary(prompts, self._score, tolerance, new_tokens, adapter, differing).check(engine)
+
+        def accept() -> None:
+            if isinstance(self._spoken_to, ServerFleet):
+                self._spoken_to.accept(report.answers)
+
+        self.placed.parallel.ranks.world.from_first(accept)
 
     def _score(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], adapter: str | None
@@ -132,12 +143,13 @@ class ServedPolicy:
 
     def _server_options(self) -> ServerOptions:
         section, server = self.recipe.rollout, self.recipe.rollout.server
-        assert section.url is not None, "the recipe's rules ask for it"
+        urls = section.urls if section.engine == "http" else [section.url or ""]
+        assert all(urls), "the recipe's rules ask for them"
         folder = Path(self.recipe.output) / HAND_OVER_FOLDER
         return ServerOptions(
-            section.url,
+            tuple(urls),
             api_key_variable=server.api_key_variable,
-            connections=server.connections,
+            connections=server.connections * len(urls),
             timeout_s=server.timeout_s,
             reconnect_s=server.reconnect_s,
             hand_over=self.route,
@@ -148,12 +160,19 @@ class ServedPolicy:
         )
 
     def _server(self, options: ServerOptions) -> RolloutServer:
+        if self.recipe.rollout.engine == "http":
+            exact = None
+            if self.recipe.numerics == "exact":
+                exact = str(DTYPES[self.recipe.precision]).removeprefix("torch.")
+            demands = Demands(exact, self.recipe.rollout.server.push, options.bucket_mib << 20)
+            return ServerFleet(options.clients, lambda client: detect_server(client, demands), exact=exact is not None)
         if self.recipe.rollout.engine == "sglang":
             return SGLangServer(options.client)
         return VLLMServer(options.client, bucket_bytes=options.bucket_mib << 20)
 
     def _hand_over(self, options: ServerOptions, config: ModelConfig) -> HandOver:
-        dtype = DTYPES[self.recipe.precision]  # training multiplies by weights of this type
+        # Training multiplies by weights of this type; norms it computes with the trained weights as they are.
+        dtype = None if self.recipe.numerics == "exact" else DTYPES[self.recipe.precision]
         assert options.exchange_folder is not None
         if self.route == "adapter":
             return AdapterHandOver(ADAPTER, options.exchange_folder, self._copy_adapter)

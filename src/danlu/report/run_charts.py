@@ -47,7 +47,7 @@ REINFORCEMENT = (
     ChartKind("Share of answers cut off or without reward", ("truncated", "unrewarded")),
     ChartKind("Share of prompts without signal", ("no_signal",)),
     ChartKind("Prompts asked in a rollout", ("prompts_asked",)),
-    ChartKind("Seconds of a step", ("rollout_s", "reward_s", "scoring_s", "update_s"), unit="s"),
+    ChartKind("Seconds of a step", ("hand_over_s", "rollout_s", "reward_s", "scoring_s", "update_s"), unit="s"),
 )
 """Charts of stage rl, shown where its metrics are there."""
 

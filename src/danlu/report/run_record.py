@@ -126,7 +126,7 @@ def _add_times(record: RunRecord) -> None:
     if not seconds:
         return
     record.steps["step_s"] = seconds
-    parts = [name for name in ("rollout_s", "reward_s", "scoring_s") if name in record.steps]
+    parts = [name for name in ("hand_over_s", "rollout_s", "reward_s", "scoring_s") if name in record.steps]
     if not parts:
         return
     for name in parts:

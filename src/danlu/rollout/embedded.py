@@ -133,7 +133,7 @@ class EmbeddedEngine:
         assert decode is not None or not request.stop_strings, "stop strings are looked for in text: give decode"
         context, virtual = self._config.context_length, self._virtual_tokens(request.adapter)
         self._enqueue(
-            [Answer(request, sample, virtual, context, decode, on_token) for sample in range(request.samples)]
+            [Answer(request, sample, virtual, context, decode, on_token) for sample in request.sample_numbers]
         )
 
     def abort(self, number: int) -> None:
@@ -161,7 +161,7 @@ class EmbeddedEngine:
             raise DataError(f"prompt {repeated}: two requests have this number. Give each its own")
         for request in requests:
             self.submit(request)
-        keys = [(request.number, sample) for request in requests for sample in range(request.samples)]
+        keys = [(request.number, sample) for request in requests for sample in request.sample_numbers]
         expected = set(keys)
         while not expected <= self._done.keys():
             self._advance()

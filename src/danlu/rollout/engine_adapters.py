@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it brings pydantic, half a second that a plain model need not wait
+    import torch
+
+    from danlu.adapters.adapter_config import AdapterFolder
+    from danlu.adapters.adapter_set import AdapterSet
     from danlu.assembly.adapter_stacks import AdapterStacks
 
 BASE = "none"
@@ -35,3 +39,64 @@ class StackedAdapters:
         if name == BASE:
             return ()
         return self._stacks.names[0 if name is None else self.names.index(name)]
+
+
+class ReplaceableAdapters:
+    """An `engine.EngineAdapters` whose adapters come while the engine is there, each in place of one of its name.
+
+    below: adapters of the set that those which come are on top of; what is active at first.
+    """
+
+    def __init__(self, adapters: AdapterSet, below: Sequence[str] = ()) -> None:
+        self.below = tuple(below)
+        self._adapters = adapters
+        self._names_in_set: dict[str, str] = {}
+        self._count = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the adapters that have come."""
+        return tuple(self._names_in_set)
+
+    def put(self, name: str, folder: AdapterFolder) -> None:
+        """Loads an adapter; the one before it is there until the new one is.
+
+        Raises ModelError for one that does not fit the base.
+        """
+        from danlu.adapters.peft_folder import add_adapter
+
+        self._count += 1
+        name_in_set = f"{name}-{self._count}"
+        self._adapters.activate(*self.below)
+        try:
+            add_adapter(self._adapters, name_in_set, folder)
+        except Exception:
+            if name_in_set in self._adapters.added:
+                self._adapters.remove(name_in_set)
+            raise
+        finally:
+            self._adapters.activate(*self.below)
+        before = self._names_in_set.get(name)
+        self._names_in_set[name] = name_in_set
+        if before is not None:
+            self._adapters.remove(before)
+
+    def cast_base(self, dtype: torch.dtype) -> None:
+        """Gives the parameters of the base another type."""
+        for parameter in self._adapters.base_parameters().values():
+            parameter.data = parameter.data.to(dtype)
+
+    def use(self, name: str | None) -> None:
+        """Activates an adapter on top of those below; `BASE`: none at all; None: those below."""
+        active = self._stack(name)
+        if self._adapters.active != active:
+            self._adapters.activate(*active)
+
+    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
+        """What every prompt of an adapter begins with, whether or not it is active."""
+        return self._adapters.virtual_token_ids_of(self._stack(name))
+
+    def _stack(self, name: str | None) -> tuple[str, ...]:
+        if name == BASE:
+            return ()
+        return self.below if name is None else (*self.below, self._names_in_set[name])

@@ -235,7 +235,10 @@ class Experience:
         self._rollout = rollout
         if self.sampler.asynchronous is not None:
             metrics |= _staleness(answered, rollout * self.settings.updates * self.settings.passes)
-        times = {"rollout_s": self.sampler.times.rollout, "reward_s": self.sampler.times.reward, "scoring_s": scoring_s}
+        seconds = self.sampler.times
+        times = {"rollout_s": seconds.rollout, "reward_s": seconds.reward, "scoring_s": scoring_s}
+        if self.sampler.asynchronous is None:  # else weights are handed over between updates, which `rollout_s` has
+            times["hand_over_s"] = seconds.hand_over
         self._metrics = {**metrics, **more, **_reward_statistics(judged), **times}
         if self.log is not None:
             self._write(self.log, rollout, answered)

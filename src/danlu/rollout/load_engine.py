@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from danlu.assembly.frozen_base import adapters_of
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
+from danlu.rollout.engine import EngineAdapters, EngineOptions
+from danlu.rollout.engine_adapters import ReplaceableAdapters
 from danlu.rollout.load_model import LoadedModel, load_model
 from danlu.rollout.request import Request
 from danlu.rollout.resolve_model import resolve_model
+from danlu.rollout.serving.rollout_control import RolloutControl
 
 
-def engine_of(loaded: LoadedModel, options: EngineOptions | None = None) -> EmbeddedEngine:
+def engine_of(
+    loaded: LoadedModel, options: EngineOptions | None = None, adapters: EngineAdapters | None = None
+) -> EmbeddedEngine:
     """An engine that answers with the model, switches between its adapters, and decodes with its tokenizer.
+
+    adapters: in place of the model's.
 
     A draft model that the options name is loaded beside it.
     Raises ResourceError where the options leave no room for a cache, ModelError for a draft model that is none.
@@ -29,9 +36,23 @@ def engine_of(loaded: LoadedModel, options: EngineOptions | None = None) -> Embe
         options,
         dtype=loaded.dtype,
         decode=loaded.chat_tokenizer.decode,
-        adapters=loaded.engine_adapters,
+        adapters=loaded.engine_adapters if adapters is None else adapters,
         draft_model=draft,
     )
+
+
+def rollout_control_of(loaded: LoadedModel, options: EngineOptions) -> RolloutControl:
+    """An engine whose weights a trainer may replace, with what it takes to do so.
+
+    Adapters that the model was loaded with stay, below those that come. Raises what `engine_of` raises.
+    """
+    stacks = loaded.stacks
+    if stacks is None:
+        adapters = ReplaceableAdapters(adapters_of(loaded.model, device=loaded.model.embed_tokens.weight.device))
+    else:
+        adapters = ReplaceableAdapters(stacks.adapters, stacks.names[0])
+    engine = engine_of(loaded, options, adapters)
+    return RolloutControl(engine, loaded.model, loaded.dtype, adapters)
 
 
 def with_room_for(loaded: LoadedModel, requests: Sequence[Request], options: EngineOptions) -> EngineOptions:

@@ -45,9 +45,11 @@ def payload_of(completions: Sequence[Completion], error: Exception | None) -> by
     """What a rank tells: its completions, or its error."""
     if error is None:
         return b"c" + to_bytes(completions)
-    is_known = isinstance(error, DanluError)
-    text = str(error) if is_known else f"{type(error).__name__}: {error}"
-    return b"e" + json.dumps([type(error).__name__ if is_known else TrainingError.__name__, text]).encode()
+    if not isinstance(error, DanluError):
+        return b"e" + json.dumps([TrainingError.__name__, f"{type(error).__name__}: {error}"]).encode()
+    # Of one that is defined elsewhere, such as ConnectionLost, its nearest base that all ranks know.
+    kind = next(kind for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+    return b"e" + json.dumps([kind.__name__, str(error)]).encode()
 
 
 def first_failure(payloads: Sequence[bytes], own: Exception | None) -> Exception | None:

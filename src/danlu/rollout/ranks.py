@@ -282,7 +282,7 @@ class ParallelEngine:
             for request in requests:
                 self.engine.submit(request)
                 submitted.append(request)
-            wanted = {(request.number, sample) for request in requests for sample in range(request.samples)}
+            wanted = {(request.number, sample) for request in requests for sample in request.sample_numbers}
             while wanted:
                 self._before_step()
                 completions = self.engine.step()

@@ -103,6 +103,8 @@ class Request:
     prompt_logprobs: bool = False
     """Whether log-probabilities of the prompt's tokens are wanted, and their `top_logprobs`. Such a prompt is computed
     whole: what the prefix cache has of it is of no use."""
+    first_sample: int = 0
+    """The number of the first of `samples`: a server that is asked for one of several answers draws it as that one."""
     draw_number: int | None = None
     """What random numbers follow from in place of `number`, where the same draws are wanted again: a request to a
     server that brings a seed has the same answer whatever else was asked before it."""
@@ -110,6 +112,11 @@ class Request:
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, f"max_new_tokens is {self.max_new_tokens}"
         assert self.samples > 0, f"{self.samples} samples"
+
+    @property
+    def sample_numbers(self) -> range:
+        """Of its answers."""
+        return range(self.first_sample, self.first_sample + self.samples)
 
     @property
     def random_number(self) -> int:

@@ -124,6 +124,8 @@ class Answered:
 class Times:
     """Seconds that parts of a rollout took."""
 
+    hand_over: float = 0.0
+    """Until the engine had the present weights, with waking it."""
     rollout: float = 0.0
     reward: float = 0.0
     scoring: float = 0.0
@@ -159,9 +161,11 @@ class RolloutSampler:
     def awake(self) -> Iterator[None]:
         """Within it the engine answers with the policy's present weights."""
         self.times, self.failures = Times(), {}
+        start = time.perf_counter()
         self.engine.wake()
         try:
             self.engine.update(self.engine.version + 1)
+            self.times.hand_over = time.perf_counter() - start
             yield
         finally:
             self.engine.sleep()

@@ -243,7 +243,7 @@ def test_versions_of_another_release(version):
 def test_no_server_is_told_with_its_url(small_decoder):
     from builders.remote_engines import server_of
 
-    options = ServerOptions("http://127.0.0.1:9", reconnect_s=0.2, timeout_s=1)
+    options = ServerOptions(("http://127.0.0.1:9",), reconnect_s=0.2, timeout_s=1)
     with pytest.raises(ResourceError, match="http://127.0.0.1:9: no rollout server answers GET /health"):
         HTTPEngine(server_of("vllm", options), options, small_decoder().config)
 

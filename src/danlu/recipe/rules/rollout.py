@@ -12,7 +12,7 @@ from danlu.recipe.yaml_tree import Problem
 KEY_BLOCK = 64
 """Keys that the attention routine of `numerics: exact` looks at together."""
 
-REMOTE_KEYS = ("engine", "url", "server")
+REMOTE_KEYS = ("engine", "url", "urls", "server")
 """What an engine on a server is asked; its cache and its scheduling are its own."""
 
 
@@ -31,8 +31,11 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
         if section.url is not None:
             message = "the embedded engine is no server. Leave it out, or choose engine: vllm or sglang"
             yield Problem("rollout.url", message, reads=("rollout.engine",))
+        if section.urls:
+            message = "the embedded engine is no server. Leave them out, or choose engine: http"
+            yield Problem("rollout.urls", message, reads=("rollout.engine",))
         if section.server != Server():
-            message = "only read with engine: vllm or sglang. Leave it out"
+            message = "only read with engine: http, vllm or sglang. Leave it out"
             yield Problem("rollout.server", message, reads=("rollout.engine",))
         if section.preempt != "swap" and section.swap_gib != Rollout().swap_gib:
             yield Problem("rollout.swap_gib", "only read with preempt: swap", reads=("rollout.preempt",))
@@ -41,17 +44,40 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("rollout.gather", message, reads=("parallel.shard",))
         return
     name = section.engine
+    yield from _servers_have_addresses(section)
+    for key in Rollout.model_fields:
+        if key not in (*REMOTE_KEYS, *SAMPLING_KEYS) and getattr(section, key) != getattr(Rollout(), key):
+            message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
+            yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
+    yield from _hand_over_is_possible(recipe)
+
+
+def _servers_have_addresses(section: Rollout) -> Iterator[Problem]:
+    """It is said where servers listen: `urls` of engine http, `url` of the others."""
+    name, reads = section.engine, ("rollout.engine",)
+    if name == "http":
+        if section.url is not None:
+            message = f"engine: http reads urls, for there may be several. Write urls: [{section.url}]"
+            yield Problem("rollout.url", message, reads=reads)
+        elif not section.urls:
+            message = "missing: say where servers listen, such as [http://node1:8000, http://node2:8000]"
+            yield Problem("rollout.urls", message, reads=reads)
+        for index, url in enumerate(section.urls):
+            if not url.startswith(("http://", "https://")):
+                message = f"{url!r} is no address of a server: it begins with http:// or https://"
+                yield Problem(f"rollout.urls.{index}", message)
+            elif url.rstrip("/") in [other.rstrip("/") for other in section.urls[:index]]:
+                yield Problem(f"rollout.urls.{index}", f"{url} is there twice. Name each server once")
+        return
+    if section.urls:
+        message = f"only read with engine: http. Write url for the one server of {name}, or choose engine: http"
+        yield Problem("rollout.urls", message, reads=reads)
     if section.url is None:
         message = f"missing: {name} runs as a server of its own. Say where it listens, such as http://localhost:8000"
         yield Problem("rollout.url", message, reads=("rollout.engine",))
     elif not section.url.startswith(("http://", "https://")):
         message = f"{section.url!r} is no address of a server: it begins with http:// or https://"
         yield Problem("rollout.url", message)
-    for key in Rollout.model_fields:
-        if key not in (*REMOTE_KEYS, *SAMPLING_KEYS) and getattr(section, key) != getattr(Rollout(), key):
-            message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
-            yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
-    yield from _hand_over_is_possible(recipe)
 
 
 def resolved_hand_over(recipe: Recipe) -> Literal["group", "folder", "adapter"]:
@@ -71,6 +97,15 @@ def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if route != "adapter" and recipe.adapter is not None:
         message = f"{route}: an adapter is trained here, and the server has the base already. Use adapter"
         yield Problem("rollout.server.hand_over", message, reads=("adapter",))
+    if route == "group" and recipe.rollout.engine == "http":
+        message = (
+            "group: with engine: http weights travel as files, which a server that comes back is given again. Use "
+            "folder, with push: true where servers do not see the trainer's disk"
+        )
+        yield Problem("rollout.server.hand_over", message, reads=("rollout.engine",))
+    if server.push and recipe.rollout.engine != "http":
+        message = "only read with engine: http, by danlu serve. Leave it out"
+        yield Problem("rollout.server.push", message, reads=("rollout.engine",))
     unread = {"group": ("exchange_folder",), "folder": ("group_address",), "adapter": ("bucket_mib", "group_address")}
     for key in unread[route]:
         if getattr(server, key) != getattr(Server(), key):
@@ -92,10 +127,10 @@ def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.tensor > 1:
         message = "tensor ranks add their sums in an order of their own. Use parallel.tensor: 1, or numerics: fast"
         yield Problem("parallel.tensor", message, reads=("numerics",))
-    if section.engine != "embedded":
+    if section.engine in ("vllm", "sglang"):
         message = (
             f"{section.engine} has kernels of its own, which do not round as the trainer's do. "
-            "Use engine: embedded, or numerics: fast"
+            "Use engine: embedded, or http with danlu serve, or numerics: fast"
         )
         yield Problem("rollout.engine", message, reads=("numerics",))
     if KEY_BLOCK % section.block:

@@ -38,17 +38,20 @@ class Server(Section):
     api_key_variable: str | None = None
     """The environment variable that holds the server's key; the key itself is in no recipe."""
     connections: PositiveInt = 64
-    """Requests that are under way at a time."""
+    """Requests that are under way at a time, at each server."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The longest wait for one answer."""
     reconnect_s: NonNegative = 120.0
-    """How long a server that is gone is waited for before the run ends."""
+    """How long a server that is gone is waited for before the run ends; with `urls`, where all are gone."""
     hand_over: Literal["auto", "group", "folder", "adapter"] = "auto"
     """How weights get there: over a process group that the server joins (in buckets of one broadcast each), as a model
     folder, or the trained adapter alone as a folder. auto: adapter where one is trained, else folder."""
     exchange_folder: str | None = None
     """hand_over: folder, adapter: a folder on a disk that trainer and server both see; by default `hand-over` in the
     run folder."""
+    push: bool = False
+    """engine: http, danlu serve: files of weights are sent to the servers, in buckets, and need not lie on a disk that
+    these see."""
     bucket_mib: PositiveInt = 512
     """hand_over: group, folder: tensors of one broadcast, or of one file, in MiB."""
     group_address: str = "127.0.0.1"
@@ -90,13 +93,16 @@ class Rollout(Section):
     processes: PositiveInt = 1
     """staleness above 0: how many processes answer, each with a copy of the policy, on GPUs that no trainer has where
     there are some."""
-    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """embedded answers in this process, with the trainer's own tensors; vllm and sglang are servers that run elsewhere,
-    which are handed the weights."""
+    engine: Literal["embedded", "http", "vllm", "sglang"] = "embedded"
+    """embedded answers in this process, with the trainer's own tensors; the others are servers that run elsewhere and
+    are handed the weights. http: one or several at `urls`, of any kind (danlu serve --rollouts, vLLM, SGLang); what one
+    that dies was asked the others answer."""
     url: str | None = None
     """vllm, sglang: where the server listens, such as http://localhost:8000."""
+    urls: list[str] = []
+    """http: where servers listen. Each is asked of what kind it is."""
     server: Server = Server()
-    """vllm, sglang: how the server is spoken to."""
+    """http, vllm, sglang: how the server is spoken to."""
     block: PositiveInt = 16
     """Tokens whose keys and values are kept together (the page size)."""
     cache_gib: Annotated[float, Field(gt=0)] = 2.0

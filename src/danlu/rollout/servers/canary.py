@@ -11,8 +11,11 @@ tells what it has.
 
 from __future__ import annotations
 
+import math
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from danlu.errors import TrainingError
@@ -23,7 +26,7 @@ from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.logprob_gap import RolloutGap, rollout_gap
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.servers.hand_over import folder_weights
-from danlu.rollout.servers.server_interface import RolloutServer
+from danlu.rollout.servers.server_interface import Continuation, RolloutServer, seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,6 +51,46 @@ class CanaryReport:
     """Between the engine's log-probabilities and the trainer's."""
     adapter_gap: float | None
     """Mean |with - without the adapter| by the trainer, of the same tokens; None without an adapter."""
+    answers: CanaryAnswers
+    """What was answered, which any engine with these weights has to answer."""
+
+
+@dataclass(frozen=True)
+class CanaryAnswers:
+    """A canary's requests, and the answers to them of an engine that has the trainer's weights."""
+
+    requests: Sequence[Request]
+    completions: Sequence[Completion]
+    tolerance: float
+
+    def check(self, server: RolloutServer) -> None:
+        """Raises TrainingError where a server answers otherwise: by its log-probabilities as far as its tokens agree.
+
+        Servers that round otherwise may draw another token where two are almost equally likely, and say another text
+        from there on; one with other weights gives the first tokens other log-probabilities.
+        """
+        differences: list[float] = []
+        for request, completion in zip(self.requests, self.completions, strict=True):
+            answer = server.answer(
+                Continuation(
+                    request_id=f"danlu-canary-{uuid.uuid4().hex}",
+                    request=request,
+                    tokens=request.prompt,
+                    max_new_tokens=request.max_new_tokens,
+                    adapter=request.adapter,
+                    seed=seed_of(request, 0, len(request.prompt)),
+                )
+            )
+            both = zip(answer.tokens, completion.tokens, answer.logprobs, completion.logprobs, strict=False)
+            agreeing = takewhile(lambda pair: pair[0] == pair[1], both)
+            differences += [abs(logprob - other) for _, _, logprob, other in agreeing]
+        mean = sum(differences) / len(differences) if differences else math.inf
+        if not mean <= self.tolerance:
+            how = f"log-probabilities differ by {mean:.3g} nats on average" if differences else "no token is the same"
+            raise TrainingError(
+                f"canary: {server.address} does not answer as a server with the trainer's weights did: {how} "
+                f"({self.tolerance:g} is let pass)"
+            )
 
 
 @dataclass(frozen=True)
@@ -82,7 +125,7 @@ class Canary:
                 )
         if differing or not gap.mean <= self.tolerance:
             raise TrainingError(self._mismatch(engine.version, answers, trainer, gap, differing))
-        return CanaryReport(gap, adapter_gap)
+        return CanaryReport(gap, adapter_gap, CanaryAnswers(self.requests(self.adapter), answers, self.tolerance))
 
     def _is_base(
         self, engine: RolloutEngine, answers: Sequence[Completion], mean: float, base: Sequence[Sequence[float]]
@@ -99,7 +142,11 @@ class Canary:
         return said == unadapted_said
 
     def _answers(self, engine: RolloutEngine, adapter: str | None) -> list[Completion]:
-        requests = [
+        return engine.generate(self.requests(adapter))
+
+    def requests(self, adapter: str | None) -> list[Request]:
+        """What is asked."""
+        return [
             Request(
                 number=FIRST_NUMBER + index,
                 prompt=tuple(prompt),
@@ -109,7 +156,6 @@ class Canary:
             )
             for index, prompt in enumerate(self.prompts)
         ]
-        return engine.generate(requests)
 
     def _score(self, answers: Sequence[Completion], adapter: str | None) -> list[list[float]]:
         sequences = [(*prompt, *answer.tokens) for prompt, answer in zip(self.prompts, answers, strict=True)]

@@ -7,6 +7,7 @@ It takes them over a process group that it joins (`GroupHandOver`), or from file
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +21,10 @@ from safetensors.torch import save_file
 from danlu.atomic_write import sync_file
 from danlu.errors import ModelError, ResourceError
 from danlu.models.config import ModelConfig
+from danlu.models.hf_folder import INDEX
 from danlu.models.hf_layout import hf_tensors
 from danlu.rollout.servers.server_interface import RolloutServer, Route, WeightGroup
+from danlu.safetensors_format import read_header
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +104,7 @@ class FolderHandOver:
             for number, bucket in enumerate(buckets(tensors, self._bucket_bytes), start=1):
                 file = folder / f"model-{number:05d}.safetensors"
                 _write(file, {name: tensor.detach().to("cpu").contiguous() for name, tensor in bucket})
+            _write_index(folder)
         with report.timed("load"):
             server.load_folder(folder, label)
         if self._last is not None and self._last != folder:
@@ -258,6 +262,17 @@ def _fresh_folder(folder: Path) -> Path:
     except OSError as error:
         raise ResourceError(f"{folder}: weights cannot be handed over here (exchange_folder): {error}") from error
     return folder
+
+
+def _write_index(folder: Path) -> None:
+    """Says which file has which tensor, as Hugging Face folders do."""
+    files = sorted(folder.glob("*.safetensors"))
+    weight_map = {name: file.name for file in files for name in read_header(file)}
+    try:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+        sync_file(folder / INDEX)
+    except OSError as error:
+        raise ResourceError(f"{folder / INDEX}: cannot be written: {error}") from error
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -37,7 +37,7 @@ ABORT_S = 5.0
 
 
 class HTTPEngine:
-    """Satisfies `engine.RolloutEngine`; its log-probabilities are the trainer's but for rounding.
+    """Satisfies `engine.RolloutEngine`; its log-probabilities are the trainer's but for rounding, or as `exact` says.
 
     A step waits until an answer is complete. `on_token` is called with all tokens of an answer when it arrives.
 
@@ -49,8 +49,6 @@ class HTTPEngine:
     Raises ResourceError where the server is not there within `reconnect_s`, ModelError where its answers could not be
     trusted (see `RolloutServer.check`).
     """
-
-    exact = False
 
     def __init__(
         self,
@@ -67,9 +65,9 @@ class HTTPEngine:
         self.hand_over = hand_over
         self.hand_over_report: HandOverReport | None = None  # of the last update
         self._decode = decode
-        if not server.client.wait_until_healthy(options.reconnect_s):
+        if not server.wait_until_there(options.reconnect_s):
             raise ResourceError(
-                f"{options.url}: no rollout server answers GET /health there within {options.reconnect_s:g} s "
+                f"{server.address}: no rollout server answers GET /health there within {options.reconnect_s:g} s "
                 "(reconnect_s). Start it first, or give its url"
             )
         server.check(config.vocab_size)
@@ -86,6 +84,11 @@ class HTTPEngine:
         self._is_paused = self._is_asleep = False
 
     @property
+    def exact(self) -> bool:
+        """Whether log-probabilities are the trainer's to the last bit."""
+        return self.server.exact
+
+    @property
     def unfinished(self) -> int:
         """Answers that were asked for and that `step` has not returned."""
         return len(self._live) + len(self._done)
@@ -98,7 +101,7 @@ class HTTPEngine:
         """
         decode = decode or self._decode
         self._check(request, decode)
-        for sample in range(request.samples):
+        for sample in request.sample_numbers:
             self._add(Answer(request, sample, (), self._context, decode, on_token))
 
     def abort(self, number: int) -> None:
@@ -137,7 +140,7 @@ class HTTPEngine:
             self._check(request, self._decode)
         for request in requests:
             self.submit(request)
-        wanted = [(request.number, sample) for request in requests for sample in range(request.samples)]
+        wanted = [(request.number, sample) for request in requests for sample in request.sample_numbers]
         completions: dict[tuple[int, int], Completion] = {}
         try:
             while not all(key in completions for key in wanted):
@@ -240,6 +243,7 @@ class HTTPEngine:
         with suppress(ConnectionLost, RequestRefused):
             self._in_flight.abort_abandoned()
         self._in_flight.close()
+        self.server.close()
         if self.hand_over is not None:
             self.hand_over.close()
 
@@ -310,7 +314,7 @@ class HTTPEngine:
         """Takes the tokens of an answer."""
         foreign = {label for label in outcome.version_labels if not label.isdecimal()}
         if foreign:  # of a server that was started anew with the weights of its own
-            self._lost = ResourceError(f"{self.options.url}: an answer was drawn with weights {sorted(foreign)}")
+            self._lost = ResourceError(f"{self.server.address}: an answer was drawn with weights {sorted(foreign)}")
             self._waiting.appendleft(answer)
             return
         for index, token in enumerate(outcome.tokens):
@@ -366,17 +370,16 @@ class HTTPEngine:
     def _reconnect(self) -> None:
         """Waits for a server that was lost. Raises ResourceError if it does not come back with the same weights."""
         lost, self._lost = self._lost, None
-        options = self.options
-        if not self.server.client.wait_until_healthy(options.reconnect_s):
+        reconnect_s = self.options.reconnect_s
+        if not self.server.wait_until_there(reconnect_s):
             raise ConnectionLost(
-                f"{lost}. The server was not back within {options.reconnect_s:g} s (reconnect_s). "
-                f"{self._unfinished_text()}"
+                f"{lost}. The server was not back within {reconnect_s:g} s (reconnect_s). {self._unfinished_text()}"
             )
         self.server.check(self.config.vocab_size)
         label = self.server.version_label()
         if label != str(self.version):
             raise ResourceError(
-                f"{options.url}: the server was started anew and has weights {label!r} in place of version "
+                f"{self.server.address}: the server was started anew and has weights {label!r} in place of version "
                 f"{self.version} ({lost}). Hand the weights over again. {self._unfinished_text()}"
             )
 

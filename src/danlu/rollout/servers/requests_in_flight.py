@@ -43,6 +43,7 @@ class RequestsInFlight:
             max_new_tokens=answer.longest - len(answer.drawn),
             adapter=adapter,
             seed=seed_of(request, answer.sample, len(tokens)),
+            sample=answer.sample,
         )
         self._answers[continuation.request_id] = answer
         self._executor.submit(self._ask, continuation)

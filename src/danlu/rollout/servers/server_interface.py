@@ -25,13 +25,13 @@ folder."""
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a rollout server is spoken to, and handed the weights."""
+    """How rollout servers are spoken to, and handed the weights."""
 
-    url: str
+    urls: tuple[str, ...]
     api_key_variable: str | None = None
     """The environment variable that holds the server's key."""
     connections: int = 64
-    """Requests that are under way at a time."""
+    """Requests that are under way at a time, at all servers together."""
     timeout_s: float = 600.0
     """The longest wait for one answer."""
     reconnect_s: float = 120.0
@@ -47,8 +47,15 @@ class ServerOptions:
     """The mean difference of log-probabilities from the trainer's that the canary lets pass, in nats."""
 
     @property
+    def clients(self) -> list[HTTPClient]:
+        """One for each server."""
+        return [HTTPClient(url, self.timeout_s, self.api_key_variable) for url in self.urls]
+
+    @property
     def client(self) -> HTTPClient:
-        return HTTPClient(self.url, self.timeout_s, self.api_key_variable)
+        """Of the one server that there is."""
+        (client,) = self.clients
+        return client
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Continuation:
     adapter: str | None
     """None: the base."""
     seed: int
+    sample: int = 0
+    """Which of the request's answers."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +105,18 @@ class RolloutServer(Protocol):
     """
 
     @property
-    def client(self) -> HTTPClient: ...
-
-    @property
     def name(self) -> str: ...  # for messages
 
     @property
+    def address(self) -> str: ...  # likewise
+
+    @property
+    def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
+
+    @property
     def context(self) -> int: ...  # tokens of a prompt and its answer; known after `check`
+
+    def wait_until_there(self, timeout_s: float) -> bool: ...  # whether it answers at some moment of these seconds
 
     def check(self, vocab_size: int) -> None: ...
 
@@ -148,6 +162,30 @@ class RolloutServer(Protocol):
     # Those of these tensors of a model folder, in the type that was handed over, that are others on the server. A
     # tensor that the server has in a form of its own cannot be compared, and passes.
 
+    def close(self) -> None: ...  # nothing is asked any more; the server itself goes on
+
+
+class ServerClient:
+    """What servers with one address have in common."""
+
+    exact = False
+
+    def __init__(self, client: HTTPClient) -> None:
+        self.client = client
+        self.context = 0
+
+    @property
+    def address(self) -> str:
+        """The server's url."""
+        return self.client.url
+
+    def wait_until_there(self, timeout_s: float) -> bool:
+        """Whether it answers GET /health with success at some moment of the next `timeout_s` seconds."""
+        return self.client.wait_until_healthy(timeout_s)
+
+    def close(self) -> None:
+        """There is nothing to let go of: each call has a connection of its own."""
+
 
 def seed_of(request: Request, sample: int, position: int) -> int:
     """A server's seed from one position of an answer on: a hash of the options' seed, the request's number, the sample
@@ -157,6 +195,33 @@ def seed_of(request: Request, sample: int, position: int) -> int:
     """
     key = f"{request.sampling.seed}/{request.random_number}/{sample}/{position}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class TakesFiles:
+    """What servers say that weights reach by files alone, not over a process group."""
+
+    @property
+    def address(self) -> str:
+        raise NotImplementedError
+
+    def open_group(self, address: str) -> WeightGroup:
+        """Raises ModelError."""
+        raise ModelError(
+            f"{self.address}: hand_over: group: danlu serve, and several servers, take files of weights. Use "
+            "hand_over: folder, with push: true where a server does not see the trainer's disk"
+        )
+
+    def begin_update(self) -> None:
+        """There is no group to send weights over."""
+        raise AssertionError("no group was opened")
+
+    def send_bucket(self, group: WeightGroup, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """There is no group to send weights over."""
+        raise AssertionError("no group was opened")
+
+    def finish_update(self, label: str) -> None:
+        """There is no group to send weights over."""
+        raise AssertionError("no group was opened")
 
 
 @dataclass(frozen=True)

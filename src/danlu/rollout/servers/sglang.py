@@ -26,6 +26,7 @@ from danlu.rollout.request import Request
 from danlu.rollout.servers.server_interface import (
     Continuation,
     ServerAnswer,
+    ServerClient,
     WeightGroup,
     check_version,
     check_vocabulary,
@@ -45,14 +46,13 @@ the width of a head in every model."""
 _PROBE_TEMPERATURES = (1.0, 2.0)
 
 
-class SGLangServer:
+class SGLangServer(ServerClient):
     """A `RolloutServer`."""
 
     name = "SGLang"
 
     def __init__(self, client: HTTPClient) -> None:
-        self.client = client
-        self.context = 0
+        super().__init__(client)
         self._vocab_size = 0
         self._workers = 1
         self._replicas = 1

@@ -27,6 +27,7 @@ from danlu.rollout.request import Request
 from danlu.rollout.servers.server_interface import (
     Continuation,
     ServerAnswer,
+    ServerClient,
     WeightGroup,
     check_version,
     check_vocabulary,
@@ -60,14 +61,13 @@ def open_nccl_group(address: str, world_size: int) -> tuple[dict[str, Any], Call
     return info, lambda: NCCLGroup(unique_id, world_size)
 
 
-class VLLMServer:
+class VLLMServer(ServerClient):
     """A `RolloutServer`."""
 
     name = "vLLM"
 
     def __init__(self, client: HTTPClient, *, bucket_bytes: int, open_group: OpenGroup = open_nccl_group) -> None:
-        self.client = client
-        self.context = 0
+        super().__init__(client)
         self._bucket_bytes = bucket_bytes
         self._open_group = open_group
         self._model = ""

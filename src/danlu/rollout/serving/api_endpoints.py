@@ -166,7 +166,7 @@ class Api:
         except EngineStopped as error:
             raise ApiError(str(error), status=503) from None
         if any(completion.finish == "abort" for completion in completions):
-            raise ApiError("the server is ending", status=503)
+            raise ApiError("the answer was ended: the server ends, or has other weights now", status=503)
         return JSONResponse(writer.whole(completions))
 
     async def _tokenize(self, encode: Callable[[], list[int]], param: str) -> list[int]:
@@ -218,7 +218,7 @@ class Api:
         return PlainTextResponse(metrics_text(self._engine.statistics), media_type="text/plain; version=0.0.4")
 
 
-def build_app(api: Api) -> Starlette:
+def build_app(routes: Sequence[Route]) -> Starlette:
     """The application, for an engine thread that runs."""
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         ApiError: _refuse,
@@ -226,7 +226,7 @@ def build_app(api: Api) -> Starlette:
         ClientDisconnect: _give_up,
         Exception: _fail,
     }
-    return Starlette(routes=api.routes, exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:

@@ -91,8 +91,29 @@ class Abort:
     call: Call
 
 
+class Work:
+    """Something that the engine is to do between two steps, and who waits for it in the event loop."""
+
+    def __init__(self, do: Callable[[], list[Completion]]) -> None:
+        self.do = do
+        """What is done; answers that it completed go to those who wait for them."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def put(self, event: Event) -> None:
+        """Takes that it is done, or what it raised."""
+        if self.done.done():  # nobody waits any more
+            return
+        if isinstance(event, Exception):
+            self.done.set_exception(event)
+        else:
+            self.done.set_result(None)
+
+
 class Stop:
     """Ends the thread; unfinished answers end as they are."""
+
+
+Command = Submit | Abort | Work | Stop
 
 
 class EngineThread:
@@ -110,10 +131,12 @@ class EngineThread:
         self._engine = engine
         self._on_failure = on_failure
         self._ended = False
-        self._commands: SimpleQueue[Submit | Abort | Stop] = SimpleQueue()
+        self.is_paused = False
+        """Whether no step is made; changed by work that is done between two steps."""
+        self._commands: SimpleQueue[Command] = SimpleQueue()
         self._calls: dict[int, Call] = {}  # by the numbers of unfinished requests
         self._growing: dict[int, int] = {}  # answers of each that are not complete
-        self._outbox: list[tuple[Call, Event]] = []
+        self._outbox: list[tuple[Call | Work, Event]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- in the thread of the event loop -------------------------------------------------------------------------------
@@ -139,6 +162,14 @@ class EngineThread:
         if call.missing:
             self._commands.put(Abort(call))
 
+    async def do(self, work: Callable[[], list[Completion]]) -> None:
+        """Has the engine's thread do something between two steps, and waits until it is done. Raises what it raises."""
+        if self._ended:
+            raise EngineStopped(self._reason)
+        command = Work(work)
+        self._commands.put(command)
+        await command.done
+
     async def stop(self) -> None:
         """Ends unfinished answers as they are, and waits for the step that is going on."""
         self._ended = True
@@ -151,8 +182,11 @@ class EngineThread:
         self._ended = True
         with suppress(Empty):
             while True:
-                if isinstance(command := self._commands.get_nowait(), Submit):
-                    command.call.put(EngineStopped(self._reason))
+                match self._commands.get_nowait():
+                    case Submit(call):
+                        call.put(EngineStopped(self._reason))
+                    case Work() as work:
+                        work.put(EngineStopped(self._reason))
         if self.failure is not None and self._on_failure is not None:
             self._on_failure()
 
@@ -165,7 +199,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not any(isinstance(command, Stop) for command in self._carry_out_commands()):
-                if self._engine.unfinished:
+                if self._is_growing:
                     self._step()
                 self.statistics = self._engine.statistics
                 self._flush()
@@ -178,9 +212,13 @@ class EngineThread:
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._end)
 
-    def _carry_out_commands(self) -> list[Submit | Abort | Stop]:
+    @property
+    def _is_growing(self) -> bool:
+        return not self.is_paused and self._engine.unfinished > 0
+
+    def _carry_out_commands(self) -> list[Command]:
         """Those that are there, carried out; the next one is waited for where the engine has nothing else to do."""
-        commands = [] if self._engine.unfinished else [self._commands.get()]
+        commands: list[Command] = [] if self._is_growing else [self._commands.get()]
         with suppress(Empty):
             while True:
                 commands.append(self._commands.get_nowait())
@@ -190,7 +228,17 @@ class EngineThread:
                     self._submit(call)
                 case Abort(call):
                     self._abort(call.requests)
+                case Work() as work:
+                    self._work(work)
         return commands
+
+    def _work(self, work: Work) -> None:
+        try:
+            self._post(work.do())
+        except Exception as error:
+            self._outbox.append((work, error))
+        else:
+            self._outbox.append((work, None))
 
     def _submit(self, call: Call) -> None:
         on_token = (lambda token: self._outbox.append((call, token))) if call.stream else None
@@ -254,6 +302,6 @@ def _said(error: Exception) -> str:
     return str(error) if isinstance(error, DanluError) else f"{type(error).__name__}: {error}"
 
 
-def _deliver(outbox: Iterable[tuple[Call, Event]]) -> None:
-    for call, event in outbox:
-        call.put(event)
+def _deliver(outbox: Iterable[tuple[Call | Work, Event]]) -> None:
+    for receiver, event in outbox:
+        receiver.put(event)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -21,15 +22,22 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from danlu.errors import ResourceError
+from danlu.rollout.servers.danlu_protocol import PREFIX
 from danlu.rollout.serving.api_endpoints import CLIENT_GONE, Api, build_app
 from danlu.rollout.serving.engine_thread import EngineThread, ServedEngine
 from danlu.rollout.serving.openai_answers import AnswerWriter
 from danlu.rollout.serving.openai_api import ApiError
+from danlu.rollout.serving.rollout_endpoints import RolloutEndpoints
 from danlu.rollout.serving.served_models import ServedModels
 from danlu.terminal import print_status
 
+if TYPE_CHECKING:  # it brings torch
+    from danlu.rollout.serving.rollout_control import RolloutControl
+
 OPEN_PATHS = ("/health", "/metrics")
 """Answered without an API key, and not logged: what watches a server asks every few seconds."""
+UNLOGGED_PATHS = (*OPEN_PATHS, f"{PREFIX}/answer", f"{PREFIX}/info")
+"""Those, and what a trainer asks hundreds of times."""
 
 GRACE_S = 5
 """How long answers that were ended have for reaching their clients."""
@@ -119,7 +127,7 @@ class Guard:
             is_cut_off = True
             raise
         finally:
-            if not self._options.quiet and scope["path"] not in OPEN_PATHS:
+            if not self._options.quiet and scope["path"] not in UNLOGGED_PATHS:
                 print_status(_log_line(scope, status, time.monotonic() - began_s, is_cut_off=is_cut_off))
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -164,15 +172,28 @@ def _log_line(scope: Scope, status: int, duration_s: float, *, is_cut_off: bool)
 class Server(uvicorn.Server):
     """uvicorn's server, which ends unfinished answers when it is to end, so that their streams can close.
 
-    A second SIGINT while it ends cuts off what has not ended by then.
+    A second SIGINT while it ends cuts off what has not ended by then. With `rollouts` a trainer may replace the
+    weights: the endpoints for that are there too.
     """
 
-    def __init__(self, models: ServedModels, engine: ServedEngine, listener: socket.socket, options: ServerOptions):
+    def __init__(
+        self,
+        models: ServedModels,
+        engine: ServedEngine,
+        listener: socket.socket,
+        options: ServerOptions,
+        rollouts: RolloutControl | None = None,
+    ) -> None:
         self.engine = EngineThread(engine, on_failure=self._leave)
         self._models = models
         self._listener = listener
         self._api = Api(models, self.engine, options.seed)
-        guard = Guard(build_app(self._api), options, local=is_loopback(listener))
+        self._rollouts: RolloutEndpoints | None = None
+        routes = self._api.routes
+        if rollouts is not None:
+            self._rollouts = RolloutEndpoints(rollouts, self.engine, models.find(None).chat_tokenizer.decode)
+            routes += self._rollouts.routes
+        guard = Guard(build_app(routes), options, local=is_loopback(listener))
         # websockets are not spoken, and lines for requests are written by the guard.
         super().__init__(
             uvicorn.Config(
@@ -227,6 +248,8 @@ class Server(uvicorn.Server):
             await asyncio.wait((stopping,), timeout=0.1)
         await super().shutdown(sockets)
         self._api.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
         if cut_off := len(self.server_state.tasks):
             why = "Ctrl-C came again" if self.force_exit else f"their answers were not read within {GRACE_S} s"
             print_status(f"requests cut off: {cut_off} ({why})")

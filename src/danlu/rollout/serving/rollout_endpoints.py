@@ -1,0 +1,264 @@
+"""The endpoints of `danlu serve --rollouts`: answers as a trainer needs them, and the weights that they are drawn with.
+
+They are spoken to by `servers.danlu_server.DanluServer`. Whoever reaches them can replace the weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from danlu import __version__
+from danlu.errors import DanluError
+from danlu.rollout import request as engine_request
+from danlu.rollout.request import Completion, SamplingOptions
+from danlu.rollout.servers.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
+from danlu.rollout.serving.api_endpoints import collect, read_body, unless_gone
+from danlu.rollout.serving.engine_thread import Call, EngineFailed, EngineStopped, EngineThread
+from danlu.rollout.serving.openai_api import ApiError, Body, Positive, TokenId, parse_body
+from danlu.rollout.serving.rollout_control import RolloutControl
+from danlu.rollout.stopping import Decode
+
+Result = TypeVar("Result")
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+
+
+class AnswerBody(Body):
+    """One answer, or the rest of one; see `servers.server_interface.Continuation`."""
+
+    request_id: str
+    prompt: Annotated[list[TokenId], Field(min_length=1)]
+    sample: Annotated[int, Field(ge=0)]
+    random_number: Annotated[int, Field(ge=0)]
+    max_new_tokens: Positive
+    sampling: dict[str, Any]
+    stop_ids: list[TokenId]
+    stop_strings: list[str]
+    adapter: str | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] = 0
+
+    def engine_request(self, number: int) -> engine_request.Request:
+        """What the engine is asked. Raises ApiError for sampling options that there are none of."""
+        fields = dict(self.sampling)
+        if (allowed := fields.get("allowed_ids")) is not None:
+            fields["allowed_ids"] = tuple(allowed)
+        try:
+            sampling = SamplingOptions(**fields)
+        except (TypeError, DanluError) as error:
+            raise ApiError(f"sampling: {error}", param="sampling") from None
+        return engine_request.Request(
+            number=number,
+            prompt=tuple(self.prompt),
+            sampling=sampling,
+            max_new_tokens=self.max_new_tokens,
+            stop_ids=frozenset(self.stop_ids),
+            stop_strings=tuple(self.stop_strings),
+            adapter="none" if self.adapter is None else self.adapter,
+            top_logprobs=self.top_logprobs,
+            first_sample=self.sample,
+            draw_number=self.random_number,
+        )
+
+
+class PauseBody(Body):
+    mode: Literal["abort", "keep"]
+
+
+class AbortBody(Body):
+    request_ids: list[str]
+
+
+class LabelBody(Body):
+    label: str
+
+
+class WeightsBody(Body):
+    """Where weights lie: in a folder that both sides see, or in files that were sent."""
+
+    folder: str | None = None
+    upload: str | None = None
+
+
+class FolderBody(WeightsBody):
+    label: str
+
+
+class AdapterBody(WeightsBody):
+    name: str
+
+
+class DigestsBody(Body):
+    names: list[str]
+
+
+class RolloutEndpoints:
+    """The endpoints, over the engine's thread. decode: token ids to text, in which stop strings are looked for."""
+
+    def __init__(self, control: RolloutControl, thread: EngineThread, decode: Decode) -> None:
+        self._control, self._thread, self._decode = control, thread, decode
+        self._numbers = itertools.count(1 << 62)  # of engine requests, above those of other endpoints
+        self._under_way: dict[str, int] = {}  # engine requests by the trainer's ids
+        self._uploads = Path(tempfile.mkdtemp(prefix="danlu-uploads-"))
+
+    def close(self) -> None:
+        """Deletes what was sent."""
+        shutil.rmtree(self._uploads, ignore_errors=True)
+
+    @property
+    def routes(self) -> list[Route]:
+        posts: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            "answer": self.answer,
+            "abort": self.abort,
+            "pause": self.pause,
+            "resume": self.resume,
+            "sleep": self.sleep,
+            "wake": self.wake,
+            "drop_prefix_cache": self.drop_prefix_cache,
+            "label": self.label,
+            "weights": self.weights,
+            "adapter": self.adapter,
+            "digests": self.digests,
+            "uploads/{upload}/{file}": self.upload,
+        }
+        routes = [Route(f"{PREFIX}/{path}", handler, methods=["POST"]) for path, handler in posts.items()]
+        return [Route(f"{PREFIX}/info", self.info), *routes]
+
+    async def info(self, request: Request) -> Response:
+        return JSONResponse({"server": "danlu", "version": __version__, "protocol": PROTOCOL, **self._description})
+
+    @property
+    def _description(self) -> dict[str, Any]:
+        return {**self._control.description(), "paused": self._thread.is_paused}
+
+    # -- answers
+
+    async def answer(self, request: Request) -> Response:
+        body = parse_body(AnswerBody, await read_body(request))
+        number = next(self._numbers)
+        call = Call([body.engine_request(number)], self._decode, stream=False)
+        self._under_way[body.request_id] = number
+        try:
+            await self._refusing(self._thread.submit(call))
+            (completion,) = await self._refusing(unless_gone(request, collect(call)))
+        finally:
+            self._under_way.pop(body.request_id, None)
+            self._thread.abort(call)
+        return JSONResponse(completion_to_json(completion, self._control.label_of))
+
+    async def abort(self, request: Request) -> Response:
+        body = parse_body(AbortBody, await read_body(request))
+        numbers = [self._under_way[name] for name in body.request_ids if name in self._under_way]
+        return await self._do(lambda: self._control.abort(numbers, paused=self._thread.is_paused))
+
+    # -- when answers are given
+
+    async def pause(self, request: Request) -> Response:
+        mode = parse_body(PauseBody, await read_body(request)).mode
+        return await self._do(partial(self._control.pause, mode), paused=True)
+
+    async def resume(self, request: Request) -> Response:
+        return await self._do(self._control.resume, paused=False)
+
+    async def sleep(self, request: Request) -> Response:
+        return await self._do(self._control.sleep, paused=True)
+
+    async def wake(self, request: Request) -> Response:
+        return await self._do(self._control.wake, paused=False)
+
+    async def drop_prefix_cache(self, request: Request) -> Response:
+        return await self._do(self._control.drop_prefix_cache)
+
+    # -- weights
+
+    async def label(self, request: Request) -> Response:
+        body = parse_body(LabelBody, await read_body(request))
+        return await self._do(partial(self._control.name_weights, body.label))
+
+    async def weights(self, request: Request) -> Response:
+        body = parse_body(FolderBody, await read_body(request))
+        return await self._load(body, lambda folder: self._control.load_folder(folder, body.label))
+
+    async def adapter(self, request: Request) -> Response:
+        body = parse_body(AdapterBody, await read_body(request))
+        return await self._load(body, lambda folder: self._control.load_adapter(body.name, folder))
+
+    async def digests(self, request: Request) -> Response:
+        body = parse_body(DigestsBody, await read_body(request))
+        digests: dict[str, str] = {}
+
+        def ask() -> list[Completion]:
+            digests.update(self._control.digests(body.names))
+            return []
+
+        await self._do(ask)
+        return JSONResponse({"digests": digests})
+
+    async def upload(self, request: Request) -> Response:
+        """Takes one file of a folder of weights. An upload that is begun takes the place of any other."""
+        upload, file = request.path_params["upload"], request.path_params["file"]
+        if not (FILE_NAME.fullmatch(upload) and FILE_NAME.fullmatch(file)):
+            raise ApiError(f"{upload}/{file}: names of files that are sent have letters, digits, '-', '_' and '.'")
+        if request.headers.get("content-type") != "application/octet-stream":
+            raise ApiError("a file is sent with the header Content-Type: application/octet-stream", status=415)
+        for other in self._uploads.iterdir():
+            if other.name != upload:
+                shutil.rmtree(other, ignore_errors=True)
+        folder = self._uploads / upload
+        try:
+            folder.mkdir(exist_ok=True)
+            with (folder / file).open("wb") as written:
+                async for chunk in request.stream():
+                    written.write(chunk)
+        except OSError as error:
+            raise ApiError(f"{folder}: what is sent cannot be kept: {error}", status=500) from None
+        return JSONResponse({})
+
+    async def _load(self, body: WeightsBody, load: Callable[[Path], list[Completion]]) -> Response:
+        if (body.folder is None) == (body.upload is None):
+            raise ApiError("weights: either a folder or an upload says where they are")
+        if body.folder is not None:
+            return await self._do(partial(load, Path(body.folder)))
+        folder = self._uploads / str(body.upload)
+        if not FILE_NAME.fullmatch(str(body.upload)) or not folder.is_dir():
+            raise ApiError(f"upload: nothing was sent as {body.upload!r}", param="upload")
+        try:
+            return await self._do(partial(load, folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # -- the engine's thread
+
+    async def _do(self, work: Callable[[], list[Completion]], *, paused: bool | None = None) -> Response:
+        """Has the engine's thread do something. paused: whether it makes no step from then on."""
+
+        def do() -> list[Completion]:
+            completions = work()
+            if paused is not None:
+                self._thread.is_paused = paused
+            return completions
+
+        await self._refusing(self._thread.do(do))
+        return JSONResponse({})
+
+    async def _refusing(self, work: Awaitable[Result]) -> Result:
+        """What work comes to. Raises ApiError where the engine refuses it, fails at it, or is not there any more."""
+        try:
+            return await work
+        except DanluError as error:
+            raise ApiError(str(error)) from None
+        except EngineFailed as error:
+            raise ApiError(str(error), status=500) from None
+        except EngineStopped as error:
+            raise ApiError(str(error), status=503) from None

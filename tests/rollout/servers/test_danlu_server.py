@@ -1,0 +1,229 @@
+"""`danlu serve --rollouts` as a rollout engine: it answers as the embedded engine does, with weights it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders.served import ask, serving_rollouts
+from builders.tiny_adapters import adapter_set, perturb
+from builders.tiny_world import World
+
+from danlu.adapters.peft_folder import write_adapter
+from danlu.errors import DataError, ModelError
+from danlu.http_client import HTTPClient, RequestRefused
+from danlu.models.decoder import Decoder
+from danlu.models.loading import load
+from danlu.recipe.sections.adapters import Lora
+from danlu.rollout.completion_bytes import to_bytes
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.engine import EngineOptions
+from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.servers.danlu_server import DanluServer
+from danlu.rollout.servers.detect import Demands, detect_server
+from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, HandOver, folder_weights
+from danlu.rollout.servers.http_engine import HTTPEngine
+from danlu.rollout.servers.server_interface import ServerOptions
+
+FILTERED = SamplingOptions(temperature=0.8, top_k=7, top_p=0.9, seed=4)
+PROMPTS = [(3, 9, 4), (7,), (11, 12, 13, 14)]
+
+
+def requests(options: SamplingOptions = FILTERED, count: int = 8, samples: int = 2, **more: Any) -> list[Request]:
+    return [Request(number, prompt, options, count, samples, **more) for number, prompt in enumerate(PROMPTS)]
+
+
+@contextmanager
+def engine_at(
+    url: str, model: Decoder, hand_over: HandOver | None = None, *, exact: str | None = None, push: bool = False
+) -> Iterator[HTTPEngine]:
+    options = ServerOptions((url.removesuffix("/v1"),), timeout_s=20, reconnect_s=0.2)
+    server = detect_server(options.client, Demands(exact, push))
+    engine = HTTPEngine(server, options, model.config, hand_over=hand_over)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def embedded(model: Decoder, *, exact: bool = False, dtype: torch.dtype | None = None) -> EmbeddedEngine:
+    return EmbeddedEngine(model, EngineOptions(cache_gib=0.01, exact=exact), dtype=dtype)
+
+
+def bits(completions: Sequence[Completion]) -> bytes:
+    """All that answers have but their text, for which these engines have no tokenizer."""
+    return to_bytes([replace(completion, text="") for completion in completions])
+
+
+def changed(model: Decoder) -> Decoder:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5).add_(0.02)
+    return model
+
+
+def test_it_answers_as_the_embedded_engine_does_to_the_last_bit(tiny_world: World, tmp_path: Path) -> None:
+    model = load(tiny_world.base)
+    with (
+        serving_rollouts(tiny_world.base, exact=True) as served,
+        engine_at(served.url, model, exact="float32") as engine,
+    ):
+        assert isinstance(engine.server, DanluServer) and engine.exact
+        answers = engine.generate(requests(top_logprobs=2))
+        others = engine.generate(requests(replace(FILTERED, seed=5), top_logprobs=2))
+    own = embedded(model, exact=True)
+    expected = own.generate(requests(top_logprobs=2))
+    assert bits(answers) == bits(expected)
+    assert all(answer.support is not None and answer.drawn != answer.logprobs for answer in answers)
+    assert [answer.tokens for answer in others] != [answer.tokens for answer in answers]  # control
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["folder", "push"])
+def test_weights_arrive_whole_and_in_float32_where_numerics_are_exact(
+    tiny_world: World, tmp_path: Path, push: bool
+) -> None:
+    model = changed(load(tiny_world.base))
+    hand_over = FolderHandOver(model.config, tmp_path / "exchange", 1)
+    hand_over._bucket_bytes = 20_000  # several files
+    with (
+        serving_rollouts(tiny_world.base, exact=True, dtype="bf16") as served,
+        engine_at(served.url, model, hand_over, exact="bfloat16", push=push) as engine,
+    ):
+        before = engine.generate(requests())
+        engine.update(1, model.named_parameters())
+        assert len(list((tmp_path / "exchange" / "weights-1").iterdir())) > 3
+        answers = engine.generate(requests())
+        assert engine.server.version_label() == "1"
+        tensors = dict(folder_weights(model.config, model.named_parameters()))
+        assert engine.server.differing(tensors) == []
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-2
+        assert engine.server.differing(tensors) == ["model.norm.weight"]
+    assert not (tmp_path / "exchange" / "weights-1").exists()
+    expected = embedded(model, exact=True, dtype=torch.bfloat16).generate(requests())
+    expected = [replace(answer, versions=[1] * len(answer.tokens)) for answer in expected]
+    assert bits(answers) == bits(expected)
+    assert [answer.tokens for answer in before] != [answer.tokens for answer in answers]  # control
+
+
+def test_a_running_answer_goes_on_with_new_weights_and_says_which(tiny_world: World, tmp_path: Path) -> None:
+    model = load(tiny_world.base)
+    hand_over = FolderHandOver(model.config, tmp_path, 1)
+    with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model, hand_over) as engine:
+        for request in requests(SamplingOptions(seed=1), count=40, samples=1):
+            engine.submit(request)
+        assert engine.pause("keep") == []
+        engine._dispatch()  # asked for while the server is paused, and answered by the weights that come
+        engine.update(1, changed(model).named_parameters())
+        engine.resume()
+        done = []
+        while engine.unfinished:
+            done += engine.step()
+    assert {version for completion in done for version in completion.versions} == {1}
+    assert all(len(completion.tokens) == 40 for completion in done)
+
+
+def test_pausing_to_abort_gives_what_there_is_and_sleep_gives_the_cache_back(tiny_world: World) -> None:
+    model = load(tiny_world.base)
+    with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model) as engine:
+        expected = engine.generate(requests(count=60, samples=1))
+        for request in requests(count=60, samples=1):
+            engine.submit(request)
+        engine._dispatch()
+        aborted = engine.pause("abort")
+        assert {completion.finish for completion in aborted} == {"abort"} and engine.unfinished == 0
+        for completion in aborted:
+            assert completion.tokens == expected[completion.number].tokens[: len(completion.tokens)]
+        engine.resume()
+        for request in requests(count=60, samples=1):
+            engine.submit(request)
+        engine._dispatch()
+        engine.sleep()
+        assert served.blocks_used == 0 and engine.unfinished == 3
+        engine.wake()
+        done = []
+        while engine.unfinished:
+            done += engine.step()
+    done.sort(key=lambda completion: completion.number)
+    assert [completion.tokens for completion in done] == [completion.tokens for completion in expected]
+
+
+def test_one_request_is_aborted(tiny_world: World) -> None:
+    model = load(tiny_world.base)
+    with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model) as engine:
+        engine.server.pause("keep")
+        engine.submit(Request(0, (3,), max_new_tokens=60))
+        engine._dispatch()
+        while not (served.server._rollouts and served.server._rollouts._under_way):
+            pass
+        engine.abort(0)
+        (completion,) = engine.step()
+        assert completion.finish == "abort"
+
+
+def test_an_adapter_is_replaced_by_its_name(tiny_world: World, tmp_path: Path) -> None:
+    model = load(tiny_world.base)
+    adapters = adapter_set(model)
+    adapters.add("policy", Lora(rank=2, targets=["q_proj", "down_proj"]))
+
+    def write(folder: Path) -> None:
+        write_adapter(adapters, "policy", folder, base="base", base_fingerprint=None)
+
+    hand_over = AdapterHandOver("policy", tmp_path, write)
+    own = embedded(model)
+    with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model, hand_over, push=True) as engine:
+        answers = []
+        for version in (1, 2):
+            perturb(adapters, "policy", seed=version, size=0.5)
+            engine.update(version)
+            answers.append(engine.generate(requests()))
+            own.update(version)
+            tokens = [answer.tokens for answer in own.generate(requests())]
+            assert [answer.tokens for answer in answers[-1]] == tokens
+            assert {each for answer in answers[-1] for each in answer.versions} == {version}
+        base = engine.generate(requests(adapter="none"))
+    assert answers[0] != answers[1]
+    with adapters.disabled():
+        own.update(3)
+        assert [answer.tokens for answer in base] == [answer.tokens for answer in own.generate(requests())]
+        assert [answer.tokens for answer in base] != [answer.tokens for answer in answers[1]]  # control
+
+
+def test_what_a_server_is_not_started_for_is_said(tiny_world: World, tmp_path: Path) -> None:
+    model = load(tiny_world.base)
+    with serving_rollouts(tiny_world.base) as served:
+        exact = detect_server(HTTPClient(served.root, 20), Demands(exact="bfloat16"))
+        with pytest.raises(ModelError, match="fast in float32. Start it with --numerics exact --dtype bf16"):
+            exact.check(model.config.vocab_size)
+        smaller = replace(model.config, vocab_size=model.config.vocab_size - 1)
+        server = detect_server(HTTPClient(served.root, 20), Demands())
+        with pytest.raises(ModelError, match="larger than that of the model in training"):
+            server.check(smaller.vocab_size)
+        with pytest.raises(RequestRefused, match="no such folder on the server's machine.*push: true"):
+            server.load_folder(tmp_path / "missing", "1")
+        with pytest.raises(RequestRefused, match="either a folder or an upload"):
+            server.client.post("/rollouts/weights", {"label": "1"})
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(RequestRefused, match="no weights"):
+            server.load_folder(tmp_path / "empty", "1")
+        assert server.version_label() == "as started"
+        with pytest.raises(DataError, match="no adapter 'missing'"), engine_at(served.url, model) as engine:
+            engine.generate(requests(adapter="missing"))
+        status, _ = ask(f"{served.root}/rollouts/uploads/a/..%2fb", b"x", Content_Type="application/octet-stream")
+        assert status in (400, 404)
+        status, _ = ask(f"{served.root}/rollouts/uploads/a/b", b"x", Content_Type="text/plain")
+        assert status == 415
+
+
+def test_a_server_without_the_flag_has_no_such_endpoints(tiny_world: World) -> None:
+    from builders.served import Loaded, serving
+
+    loaded = Loaded.of(tiny_world.base)
+    with serving(loaded.served, loaded.engine()) as served:
+        assert ask(f"{served.root}/rollouts/info")[0] == 404
+        with pytest.raises(ModelError, match="started without --rollouts"):
+            detect_server(HTTPClient(served.root, 20), Demands())
