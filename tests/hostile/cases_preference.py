@@ -275,6 +275,23 @@ CASES = [
         lambda place: place.recipe(teacher="@base"),
     ),
     Case(
+        "own answers to texts",
+        TRAIN,
+        3,
+        ("error: ", "rows.jsonl:1: has no prompt that the policy could answer", "on_policy needs conversations"),
+        after(
+            lambda place: place.rows({"text": "The fox is red."}, {"text": "The owl is not."}),
+            distil(on_policy=True, data={"train": "@/rows.jsonl", "cache": "@/cache"}),
+        ),
+    ),
+    Case(
+        "own answers and a cached teacher",
+        TRAIN,
+        2,
+        ("error: r.yaml:", "teacher.0.cache: true: what the policy will answer is not known before training"),
+        distil(on_policy=0.5, teacher={"model": "@base", "top_k": 8, "cache": True}),
+    ),
+    Case(
         "cached teacher without top_k",
         TRAIN,
         2,

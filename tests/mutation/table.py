@@ -695,7 +695,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_self_check.py",
         only="silent",
     ),
+    Mutation(
+        "recipe/stage_names.py",
+        'if name == "distill" and on_policy is not None and on_policy.value:',
+        'if name == "distill" and on_policy is not None:',
+        "recipe/test_on_policy_rules.py",
+    ),
     # -- rollout
+    Mutation(
+        "rollout/on_policy_rows.py",
+        "weights[length:] = row.weights[length]",
+        "weights[length:] = 1",
+        "rollout/test_on_policy_rows.py",
+    ),
+    Mutation(
+        "rollout/on_policy_rows.py",
+        "self._lines_before if begun and not place else lines",
+        "lines",
+        "rollout/test_on_policy_rows.py",
+    ),
+    Mutation(
+        "rollout/on_policy_rows.py",
+        "min(settings.max_new_tokens, settings.max_length - length)",
+        "settings.max_new_tokens",
+        "rollout/test_on_policy_rows.py",
+    ),
+    Mutation(
+        "rollout/on_policy_rows.py",
+        "int(trained[0] if not len(breaks) else trained[breaks[-1] + 1])",
+        "int(trained[0])",
+        "rollout/test_on_policy_rows.py",
+    ),
+    Mutation(
+        "rollout/on_policy_rows.py",
+        "if step != self._step or not place:",
+        "if True:",
+        "rollout/test_on_policy_rows.py",
+    ),
     Mutation(
         "rollout/filters.py",
         "rows = sorted(by_width.pop(width))",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import TextIO, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from danlu.data.tokenizing import tokenizer_info
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.language.builder import DecoderBuilder
 from danlu.language.frozen_models import check_frozen_model
+from danlu.language.on_policy import longest_prompt
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
 from danlu.models.config import ModelConfig
@@ -37,6 +38,13 @@ class DistillationBuilder(DecoderBuilder):
         """Also raises a DanluError for teachers that this policy cannot learn from."""
         super().check(start)
         check_teachers(self.recipe)
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """Also raises DataError for a row without a prompt, where the policy answers rows itself."""
+        if self.recipe.on_policy:
+            assert material.stored is not None, "the recipe's rules refuse streaming"
+            longest_prompt(material.stored)
+        return super().with_columns(ranks, device, material, stream)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The decoder and the teachers that are not cached, on the processes of a layout."""

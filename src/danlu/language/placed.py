@@ -27,6 +27,7 @@ from danlu.language.learner import (
     trained_weights,
 )
 from danlu.language.moving import MovingWeights, moving_tensors
+from danlu.language.on_policy import on_policy_rows
 from danlu.language.reinforcement import experience_items, recipe_rewards
 from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs, forward_of
 from danlu.language.rollout_processes import rollout_processes
@@ -220,10 +221,14 @@ class PlacedDecoder:
             check_exact(self.model, self.dtype, virtual_token_ids=virtual, world=self.parallel.ranks.world)
 
     def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
-        """The rows that were read, or answers to the prompts that were."""
-        if material.prompts is None:
-            return material.items()
-        return experience_items(self, material.prompts, learner, folder)
+        """The rows that were read, with own answers to a share of them, or answers to the prompts that were."""
+        if material.prompts is not None:
+            return experience_items(self, material.prompts, learner, folder)
+        source, held_out = material.items()
+        if self.recipe.on_policy:
+            assert material.stored is not None, "the recipe's rules refuse streaming"
+            source = on_policy_rows(self, source, material.stored, folder)
+        return source, held_out
 
     def generate(self) -> Generate | None:
         """Writes texts with the policy, where the recipe asks for samples."""

@@ -44,12 +44,19 @@ def expand_stage(tree: Node) -> None:
         for term in objective.value if isinstance(objective.value, list) else [objective]:
             if isinstance(term.value, dict) and "kind" not in term.value:
                 term.value = {"kind": Node(kind, term.origin), **term.value}
-    if name not in DEFAULT_BATCHES:
-        return
-    _count_in(tree, *DEFAULT_BATCHES[name], stage.origin)
+    if name in DEFAULT_BATCHES:
+        _count_in(tree, *DEFAULT_BATCHES[name], stage.origin)
+        _without_packing(tree, stage.origin)  # a row is a tree, and stays by itself
+    on_policy = tree.child("on_policy")
+    if name == "distill" and on_policy is not None and on_policy.value:
+        _without_packing(tree, on_policy.origin)  # each row is answered by itself
+
+
+def _without_packing(tree: Node, origin: Origin) -> None:
+    """Writes that rows are not packed, unless the recipe says how they are."""
     data = tree.child("data")
     if data is not None and isinstance(data.value, dict) and data.child("packing") is None:
-        data.value["packing"] = Node("none", stage.origin)  # a row is a tree, and stays by itself
+        data.value["packing"] = Node("none", origin)
 
 
 def _count_in(tree: Node, unit: str, default: int, origin: Origin) -> None:

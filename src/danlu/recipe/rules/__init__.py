@@ -54,6 +54,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     reference.reference_is_consistent,
     distillation.distillation_has_teacher,
     distillation.distillation_has_one_divergence,
+    distillation.own_answers_are_possible,
     rl.rl_keys_fit_stage,
     rl.prompt_template_is_valid,
     rl.rows_hold_prompts,

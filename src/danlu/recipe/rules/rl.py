@@ -19,7 +19,7 @@ from danlu.recipe.sections import (
     Section,
     value_at,
 )
-from danlu.recipe.sections.rollout import SAMPLING_KEYS
+from danlu.recipe.sections.rollout import ON_POLICY_KEYS, SAMPLING_KEYS
 from danlu.recipe.yaml_tree import Problem
 
 _RL_KEYS = (
@@ -32,8 +32,9 @@ _FILTERS = ("top_p", "top_k", "min_p")
 def rl_keys_fit_stage(recipe: Recipe) -> Iterator[Problem]:
     """Keys of stage rl keep their defaults elsewhere, and so do those that stage rl does not read."""
     if recipe.stage != "rl":
+        own = [f"rollout.{key}" for key in ON_POLICY_KEYS] if recipe.on_policy else []
         for key in _RL_KEYS:
-            if _is_given(recipe, key):
+            if _is_given(recipe, key) and key not in own:
                 samples = key.startswith("rollout.") and recipe.evaluation.samples is not None
                 hint = "; evaluation.samples has settings of its own" if samples else ""
                 yield Problem(key, f"only read with stage rl; this is {recipe.stage}{hint}", reads=("stage",))

@@ -31,7 +31,7 @@ from danlu.recipe.sections.adapters import (
     RsLora,
     Vera,
 )
-from danlu.recipe.sections.base import NonNegative, PositiveInt, RowType, Section, value_at
+from danlu.recipe.sections.base import NonNegative, PositiveInt, RowType, Section, Share, value_at
 from danlu.recipe.sections.data import Data, Packing, Source
 from danlu.recipe.sections.distillation import (
     DistillationObjective,
@@ -301,6 +301,9 @@ class Recipe(Section):
     """Stage rl with objective ppo: the model of values; by default a head on the policy."""
     teacher: list[Teacher] | None = None
     """Stage distill: whose distribution is learnt."""
+    on_policy: Share | bool = False
+    """Stage distill: the share of the items that have the policy's own answers in the place of the rows', drawn with
+    the weights of the step as `rollout` says (GKD, arXiv:2306.13649); true: all of them."""
     adapter: Adapter | None = None
     """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
     mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""

@@ -64,6 +64,9 @@ class Server(Section):
 SAMPLING_KEYS = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "staleness")
 """Keys of `rollout` that say which answers stage `rl` draws; the others say how the engine computes them."""
 
+ON_POLICY_KEYS = tuple(key for key in SAMPLING_KEYS if key not in ("samples", "staleness"))
+"""Those of them that stage `distill` reads with `on_policy`."""
+
 
 class Rollout(Section):
     """The engine that samples from the policy, and for stage rl how. Of the engine's own settings none but `draft`

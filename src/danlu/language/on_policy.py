@@ -1,0 +1,59 @@
+"""Stage distill with `on_policy`: the policy's own answers to a share of the rows, drawn while it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from danlu.language.reader import tokenizer_of
+from danlu.language.reinforcement import sampling_options
+from danlu.language.rollout import engine_options, rollout_engine
+from danlu.line_log import LineLog
+from danlu.plan.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.rollout.cache_size import cache_gib
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
+from danlu.stage_protocols import StoredRows
+from danlu.train.position import ItemSource
+from danlu.train.run_folder import ROLLOUTS
+
+if TYPE_CHECKING:
+    from danlu.language.placed import PlacedDecoder
+
+
+def on_policy_settings(recipe: Recipe, chat: ChatTokenizer) -> OnPolicySettings:
+    """Which rows the policy of a recipe answers itself, and how."""
+    rollout = recipe.rollout
+    stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
+    return OnPolicySettings(
+        share=float(recipe.on_policy),
+        per_step=recipe.batch.packs(recipe.data.max_length),
+        sampling=sampling_options(recipe),
+        max_new_tokens=rollout.max_new_tokens,
+        max_length=recipe.data.max_length,
+        stop_ids=chat.stop_ids | stop_ids,
+        stop_strings=tuple(stop_strings),
+        seed=recipe.seed,
+    )
+
+
+def longest_prompt(rows: StoredRows) -> int:
+    """Tokens of the longest prompt that the policy may have to answer. Raises DataError for a row without a prompt."""
+    samples = rows.train
+    return max(prompt_tokens(samples.sample(number)) for number in range(len(samples)))
+
+
+def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, folder: Path) -> OnPolicyRows:
+    """`rows` with the policy's own answers to a share of them; stored: the same rows, to be asked for by number."""
+    recipe = placed.recipe
+    chat = ChatTokenizer(tokenizer_of(recipe))
+    settings = on_policy_settings(recipe, chat)
+    virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
+    length = virtual + min(longest_prompt(stored) + settings.max_new_tokens, settings.max_length)
+    options = engine_options(recipe)
+    needed = cache_gib(placed.model, DTYPES[recipe.precision], [length] * settings.per_step, options)
+    engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
+    engine.sleep()
+    log = LineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None
+    return OnPolicyRows(rows, engine, settings, chat.decode, log)
