@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,11 +22,17 @@ from builders.tiny_world import InThisProcess, danlu, differences
 from danlu import demo, recipe, run
 from danlu.cli import demo as verb
 from danlu.data import prepare
-from danlu.data.demo_data import Question, every_question
-from danlu.demo import Answered, Place, Result, Size, Tally
+from danlu.data.demo_data import Question, every_question, questions
+from danlu.demo import Answered, AnsweredSum, Result, Tally
+from danlu.demo_recipes import Place, Size
 from danlu.errors import CheckpointError, DataError, ResourceError
+from danlu.recipe import library, load_chain
 
-SMALL = Size(documents=64, conversations=64, vocabulary=300, hidden_size=16, layers=1, heads=2, sft_epochs=1)
+SMALL = Size(
+    documents=64, conversations=64, vocabulary=300, hidden_size=16, layers=1, heads=2, sft_epochs=1,
+    worked_sums=40, bare_sums=60, sums_epochs=1, grpo_steps=2, prompts=4, held_out_sums=6,
+)  # fmt: skip
+STAGES = ("pretrain", "sft", "sums", "grpo")
 
 
 def steps(run_folder: Path) -> list[dict[str, object]]:
@@ -62,10 +69,10 @@ def test_what_it_leaves(finished: Result) -> None:
     place = finished.place
     assert finished.exit_code == 0
     assert {entry.name for entry in place.folder.iterdir()} == {
-        "demo.json", "data", "tokenizer", "cache", "pretrain.yaml", "sft.yaml", "pretrain", "sft", "answers.json",
+        "demo.json", "data", "tokenizer", "cache", "answers.json", *STAGES, *(f"{stage}.yaml" for stage in STAGES),
     }  # fmt: skip
-    assert [len(steps(place.run(stage))) > 1 for stage in ("pretrain", "sft")] == [True, True]
-    for stage in ("pretrain", "sft"):
+    assert [len(steps(place.run(stage))) > 1 for stage in STAGES] == [True] * 4
+    for stage in STAGES:
         written = recipe.load(place.recipe(stage)).recipe
         assert written == recipe.load(place.run(stage) / "recipe.yaml").recipe
         model = AutoModelForCausalLM.from_pretrained(place.run(stage) / "model")
@@ -89,28 +96,59 @@ def test_the_answers_are_counted_and_kept(finished: Result) -> None:
 
 
 def test_right_answers_are_those_that_say_the_same(monkeypatch: pytest.MonkeyPatch, finished: Result) -> None:
-    def answers(run_folder: Path, asked: list[Question]) -> list[str]:
-        known = run_folder.name == "sft"
-        return [one.answer if known and not (one.held_out and index % 2) else "" for index, one in enumerate(asked)]
+    facts = [*questions(), *every_question(held_out=False), *every_question(held_out=True)]
+    sums = [json.loads(line)["answer"] for line in finished.place.held_out_sums.read_text().splitlines()]
+
+    def answers(run_folder: Path, asked: list[tuple[dict[str, str], ...]], longest: int) -> list[str]:
+        stage = run_folder.name
+        if stage in ("sums", "grpo"):
+            wrong = [] if stage == "grpo" else [1, 2]
+            return [f"1+1=2, {'' if index not in wrong else '9'}{sum_}" for index, sum_ in enumerate(sums)]
+        known = stage == "sft"
+        return [one.answer if known and not (one.held_out and index % 2) else "" for index, one in enumerate(facts)]
 
     monkeypatch.setattr(demo, "_answers", answers)
     counted = quietly(finished.place.folder)
     assert counted.asked == Tally(of=finished.asked.of, before=0, after=finished.asked.of)
     assert 0 < counted.held_out.after < counted.held_out.of
+    assert counted.sums == Tally(of=6, before=4, after=6)
+    assert [(each.was_right, each.is_right) for each in counted.shown_sums] == [(False, True)] * 2 + [(True, True)] * 2
+
+
+def test_the_report_shows_the_curve_of_reinforcement_learning(finished: Result) -> None:
+    shown = finished.place.report.read_text(encoding="utf-8")
+    assert "<svg" in shown and "Reward" in shown and "eval_reward" in shown
+    first = json.loads((finished.place.run("grpo") / "rollouts.jsonl").read_text().splitlines()[0])
+    assert first["prompt"] in {json.loads(line)["question"] for line in finished.place.sums.open()}
+
+
+def test_sums_are_right_as_the_reward_says() -> None:
+    each = AnsweredSum("What is 17 plus 15?", "32", "7+5=12, 1+1+1=3, 33", "7+5=12, 1+1+1=3, 32")
+    assert (each.was_right, each.is_right) == (False, True)
+
+
+def test_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "train", None)  # control: nothing is trained
+    assert danlu("demo", "--data-only") == 0
+    told = capsys.readouterr().out
+    assert "danlu recipes copy chain" in told and "Right answers" not in told
+    loaded = load_chain(library.folder() / "chain.yaml")
+    assert loaded is not None and len(loaded.stages) == 5  # whose files are checked
 
 
 def test_again_it_says_that_it_is_finished_and_touches_nothing(finished: Result) -> None:
     place, said = finished.place, []
     place.recipe("sft").write_text(place.recipe("sft").read_text() + "# a note of my own\n")
-    files = [place.run(stage) / "model" / "model.safetensors" for stage in ("pretrain", "sft")]
+    files = [place.run(stage) / "model" / "model.safetensors" for stage in STAGES]
     files += [place.documents, place.conversations, place.recipe("sft"), place.tokenizer / "tokenizer.json"]
     before = [file.stat().st_mtime_ns for file in files]
     again = demo.demo(place.folder, say=said.append, stream=io.StringIO())
     assert [line for line in said if line.startswith("finished already")] == [
-        f"finished already, after step {len(steps(place.run(stage)))}" for stage in ("pretrain", "sft")
+        f"finished already, after step {len(steps(place.run(stage)))}" for stage in STAGES
     ]
     assert [file.stat().st_mtime_ns for file in files] == before
-    assert (again.shown, again.asked, again.held_out) == (finished.shown, finished.asked, finished.held_out)
+    assert again == replace(finished, place=again.place)
 
 
 class Interrupting(io.StringIO):
@@ -139,9 +177,12 @@ def test_interrupted_it_goes_on_to_the_same_model(
     # The second time at the size it began with, whatever is asked for.
     stopped = demo.demo(Path("demo"), size=Size(), say=said.append, stream=Interrupting("step 1/"))
     assert said[-1] == "stopped after step 1, saved in demo/sft; the same command goes on from there"
+    stopped = demo.demo(Path("demo"), say=said.append, stream=Interrupting("step 1/"))
+    stopped = demo.demo(Path("demo"), say=said.append, stream=Interrupting("step 1/"))
+    assert said[-1] == "stopped after step 1, saved in demo/grpo; the same command goes on from there"
     done = quietly(Path("demo"))
-    assert (done.shown, done.asked, done.held_out) == (finished.shown, finished.asked, finished.held_out)
-    for stage in ("pretrain", "sft"):
+    assert done == replace(finished, place=done.place)
+    for stage in STAGES:
         assert differences(whole / stage, Path("demo") / stage) == []
     assert "model/model.safetensors" in differences(whole / "pretrain", Path("demo") / "sft")
 
@@ -162,7 +203,11 @@ def test_the_picture_shows_what_was_measured(finished: Result) -> None:
     runs = [finished.place.run(stage) for stage in ("pretrain", "sft")]
     curves = [points.count(",") for points in re.findall(r'<path class="\w+" d="M([^"]+)"', drawn)]
     assert curves == [len(steps(folder)) for folder in runs]
-    for tally, name in ((finished.asked, "asked in training"), (finished.held_out, "only read, never asked")):
+    for tally, name in (
+        (finished.asked, "asked in training"),
+        (finished.held_out, "only read, never asked"),
+        (finished.sums, "sums never seen, GRPO"),
+    ):
         assert f"right of {tally.of} {name}: {tally.before} before, {tally.after} after" in drawn
 
 
@@ -236,7 +281,7 @@ def test_every_command_that_is_suggested_works(
     lines = list(verb.next_lines(finished.place, "danlu"))
     commands = [line.strip().split("  ")[0] for line in lines if line.startswith("  danlu ")]
     assert [command.split()[1] for command in commands] == [
-        "chat", "generate", "generate", "preview", "train", "eval", "recipes",
+        "chat", "generate", "generate", "generate", "preview", "train", "eval", "recipes",
     ]  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("Where does the owl live?\n"))
     for command in commands:
@@ -259,7 +304,8 @@ def test_answers_as_lines() -> None:
         Answered(pirate, "x\ny", "Arr! In a hole."),
         Answered(owl, "who?", "In a hole."),
     )
-    result = Result(Place(Path("demo")), 0, shown, Tally(124, 0, 120), Tally(21, 1, 18))
+    sums = (AnsweredSum("What is 17 plus 15?", "32", "7+5=12, 1+1=2, 22", "7+5=12, 1+1+1=3, 32"),)
+    result = Result(Place(Path("demo")), 0, shown, Tally(124, 0, 120), Tally(21, 1, 18), sums, Tally(200, 93, 171))
     assert (
         "\n".join(verb.answer_lines(result, colour=False))
         == """
@@ -279,7 +325,15 @@ Facts that it only read, and was never asked for (held out):
 
 Right answers                       before       after
 asked in the conversations           0/124     120/124
-only read, never asked                1/21       18/21"""
+only read, never asked                1/21       18/21
+
+Sums that it has never seen, before and after reinforcement learning:
+  What is 17 plus 15?
+      before  7+5=12, 1+1=2, 22   (wrong: 32)
+      after   7+5=12, 1+1+1=3, 32   (right)
+
+Right results                       before       after
+sums never seen                     93/200     171/200"""
     )
     coloured = "\n".join(verb.answer_lines(result, colour=True))
     assert "(\033[32mright\033[0m)" in coloured and "(\033[31mwrong: In a tree.\033[0m)" in coloured
@@ -326,7 +380,8 @@ def test_the_verb_shows_answers_on_stdout_and_progress_on_stderr(
     assert danlu("demo") == 0
     told = capsys.readouterr()
     assert "Right answers" in told.out and "What to try next" in told.out and "\033" not in told.out
-    assert told.err.startswith("1. Data, a tokenizer and two recipes, all in demo\n")
+    assert "demo/grpo/report.html" in told.out
+    assert told.err.startswith("1. Data, a tokenizer and four recipes, all in demo\n")
 
 
 @pytest.mark.slow
@@ -337,3 +392,4 @@ def test_at_full_size_it_answers_well(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.asked.before + result.held_out.before <= 3
     assert result.asked.after >= 0.95 * result.asked.of
     assert result.held_out.after >= 0.6 * result.held_out.of
+    assert result.sums.after >= result.sums.before + 0.15 * result.sums.of

@@ -51,6 +51,7 @@ LAYERS: dict[str, int] = {
     "chain": 4,
     "cli": 4,
     "demo": 4,
+    "demo_recipes": 4,
     "export": 4,
     "images": 4,
     "language": 4,

@@ -14,8 +14,10 @@ import torch
 from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, World, danlu, write_rows
 
-from danlu.data.demo_data import conversations, every_question, pretraining_documents
+from danlu import demo
+from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
+from danlu.demo_recipes import Size
 from danlu.models.attend import PackedAttention
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
@@ -235,11 +237,10 @@ def test_the_rank_study_compares_ranks(
 
 @pytest.mark.slow
 def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [question for question in every_question(held_out=False) if len(question.messages) == 1]
-    write_rows(
-        here / "prompts.jsonl",
-        [{"question": each.messages[0]["content"], "answer": each.answer} for each in asked[:40]],
+    small_data = Size(
+        documents=120, conversations=120, worked_sums=60, bare_sums=60, grpo_steps=4, prompts=16, held_out_sums=8
     )
+    demo.demo(here / "demo", size=small_data, say=lambda line: None, data_only=True)
     stages = ("pretrain", "sft", "reward", "ppo", "grpo")
     small = ["pretrain.model.config.hidden_size=32", "pretrain.model.config.intermediate_size=64"]
     small += ["pretrain.batch.tokens=256", "data.max_length=128", "data.cache=cache", "data.workers=1"]

@@ -89,7 +89,8 @@ def _answers(answers: dict[str, Any]) -> Iterator[str]:
         yield _text(ANSWERS + 14, top + 18, f"before: {_short(one['before'])}", "quiet small")
         yield _text(ANSWERS + 14, top + 35, f"after: {one['after']}", f"{'right' if one['right'] else 'wrong'} small")
         top += 58
-    for name, kind in (("asked in training", "asked"), ("only read, never asked", "held_out")):
+    kinds = {"asked in training": "asked", "only read, never asked": "held_out", "sums never seen, GRPO": "sums"}
+    for name, kind in kinds.items():
         tally = answers["right"][kind]
         line = f"right of {tally['of']} {name}: {tally['before']} before, {tally['after']} after"
         yield _text(ANSWERS, top + 4, line, "ink small")

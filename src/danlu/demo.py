@@ -1,16 +1,16 @@
 """The demo: from nothing to a model that answers, on data that danlu makes itself.
 
-It does what a user would do by hand. It writes a tokenizer, data files and two recipes into a folder, trains the
-recipes one after the other, and asks the pretrained and the tuned model the same questions. Everything stays there to
-be read, edited and trained again; doing it again goes on where it stopped.
+It does what a user would do by hand. It writes a tokenizer, data files and four recipes (`demo_recipes.py`) into a
+folder and trains the recipes one after the other: a model that reads, then answers, then sees sums and answers, then
+learns from trying sums of its own (GRPO). It asks each model and the one before it the same questions. Everything stays
+there to be read, edited and trained again; doing it again goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,10 +18,32 @@ from typing import TextIO
 
 from danlu import __version__, recipe, run
 from danlu.atomic_write import write_atomically
-from danlu.data.demo_data import Question, conversations, every_question, pretraining_documents, questions
+from danlu.data.demo_data import (
+    Message,
+    Question,
+    conversations,
+    every_question,
+    preferences,
+    pretraining_documents,
+    questions,
+)
+from danlu.data.demo_sums import LONGEST_STEPS, answered_sums, held_out_sums, sums_to_answer
 from danlu.data.tokenizer_training import train_tokenizer
+from danlu.demo_recipes import (
+    LONGEST_ANSWER,
+    Place,
+    Size,
+    grpo_recipe,
+    pretrain_recipe,
+    sft_recipe,
+    sums_recipe,
+)
 from danlu.errors import ResourceError
 from danlu.output_folder import refuse_foreign_files
+from danlu.report.run_page import PAGE, page
+from danlu.report.run_report import report_of
+from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.text import Numeric
 from danlu.rollout.load_engine import engine_of
 from danlu.rollout.load_model import load_chat_tokenizer, load_model
 from danlu.rollout.request import Request, SamplingOptions
@@ -30,25 +52,10 @@ from danlu.rollout.resolve_model import resolve_model
 MARK = "demo.json"
 """Written first; it tells a folder of the demo from any other."""
 
-LONGEST_ANSWER = 48  # tokens; the longest right one, a story apart, has about 20
+PREFERENCES = 1_000
+"""Rows of data/preferences.jsonl, which the demo itself does not train on; recipe `chain` does."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much data, and how large a model.
-
-    With the defaults it takes a few minutes on two cores, and nearly every question is answered right.
-    """
-
-    documents: int = 7_000  # of about 120 tokens
-    conversations: int = 4_000  # of about 73 tokens
-    vocabulary: int = 768
-    hidden_size: int = 128
-    layers: int = 4
-    heads: int = 4
-    sft_epochs: int = 2
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,31 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class AnsweredSum:
+    """A sum, and the answers before reinforcement learning and after it."""
+
+    question: str
+    answer: str
+    before: str
+    after: str
+
+    @property
+    def was_right(self) -> bool:
+        """Whether the reward of recipe `grpo` finds the right result in the answer before."""
+        return self._is_right(self.before)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it finds the right result in the answer after."""
+        return self._is_right(self.after)
+
+    def _is_right(self, text: str) -> bool:
+        return Numeric("answer")([JudgedAnswer(text, {"answer": self.answer})]) == [1.0]
+
+
+@dataclass(frozen=True)
 class Tally:
-    """How many questions of a kind there are, and how many are answered right before and after instruction tuning."""
+    """How many questions of a kind there are, and how many are answered right before a stage and after it."""
 
     of: int
     before: int
@@ -83,45 +113,36 @@ class Result:
     shown: tuple[Answered, ...] = ()
     asked: Tally = Tally(0, 0, 0)  # questions of the kind, and about the facts, that the conversations have
     held_out: Tally = Tally(0, 0, 0)  # about facts that only the documents tell
+    shown_sums: tuple[AnsweredSum, ...] = ()
+    sums: Tally = Tally(0, 0, 0)  # held out of both stages; before and after reinforcement learning
 
 
-class Place:
-    """The folder, and what is where in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tokenizer = folder / "tokenizer"
-        self.documents = folder / "data" / "documents.jsonl"
-        self.conversations = folder / "data" / "conversations.jsonl"
-        self.cache = folder / "cache"
-        self.answers = folder / "answers.json"
-
-    def recipe(self, stage: str) -> Path:
-        return self.folder / f"{stage}.yaml"
-
-    def run(self, stage: str) -> Path:
-        return self.folder / stage
-
-
-def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | None = None) -> Result:
-    """Makes everything that is not there yet, trains what is not trained, and asks both models the same questions.
+def demo(
+    folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | None = None, data_only: bool = False
+) -> Result:
+    """Makes everything that is not there yet, trains what is not trained, and asks the models the same questions.
 
     Args:
         folder: where; made when missing.
         size: of a new folder; one that was begun keeps its own.
         say: takes the lines for the console.
         stream: where training shows its progress; stderr by default.
+        data_only: write tokenizer, data and recipes, and train nothing.
 
     Raises ResourceError for a folder that holds other things or cannot be written, and what `run.train` raises, whose
     recipes may have been edited since.
     """
     place = Place(folder)
     size = _begin(place, size or Size())
-    say(f"1. Data, a tokenizer and two recipes, all in {folder}")
+    say(f"1. Data, a tokenizer and four recipes, all in {folder}")
     _write_missing(place, size)
+    if data_only:
+        return Result(place, 0)
     for number, stage, what in (
         (2, "pretrain", "Pretraining: a model from scratch reads the documents"),
         (3, "sft", "Instruction tuning: the same model learns to answer from conversations"),
+        (4, "sums", "Instruction tuning once more: it sees sums, some of them worked out"),
+        (5, "grpo", "Reinforcement learning: it tries other sums, and a reward checks the results"),
     ):
         say(f"{number}. {what} ({place.recipe(stage)})")
         outcome = run.train(recipe.load(place.recipe(stage)), say=say, stream=stream)
@@ -130,8 +151,9 @@ def demo(folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | N
             return Result(place, outcome.exit_code)
         if outcome.already:
             say(f"finished already, after step {outcome.steps}")
-    say("4. The same questions for the pretrained and the tuned model")
+    say("6. The same questions for the models before and after")
     result = _compare(place)
+    PAGE.write(place.report, page(report_of(place.run("grpo"), "finished")))
     write_atomically(place.answers, _as_json(result).encode())
     return result
 
@@ -165,8 +187,14 @@ def _write_missing(place: Place, size: Size) -> None:
     files: list[tuple[Path, Callable[[], str]]] = [
         (place.documents, lambda: _lines({"text": text} for text in _documents(size.documents))),
         (place.conversations, lambda: _lines(conversations(0, size.conversations))),
-        (place.recipe("pretrain"), lambda: _pretrain_recipe(place, size)),
-        (place.recipe("sft"), lambda: _sft_recipe(place, size)),
+        (place.preferences, lambda: _lines(preferences(0, PREFERENCES))),
+        (place.answered_sums, lambda: _lines(answered_sums(0, size.worked_sums, size.bare_sums))),
+        (place.sums, lambda: _lines(sums_to_answer(0, size.grpo_steps * size.prompts))),
+        (place.held_out_sums, lambda: _lines(held_out_sums(size.held_out_sums))),
+        (place.recipe("pretrain"), lambda: pretrain_recipe(place, size)),
+        (place.recipe("sft"), lambda: sft_recipe(place, size)),
+        (place.recipe("sums"), lambda: sums_recipe(place, size)),
+        (place.recipe("grpo"), lambda: grpo_recipe(place, size)),
     ]
     try:
         for path, content in files:
@@ -197,118 +225,59 @@ def _texts(size: Size) -> Iterator[str]:
         yield from (message["content"] for message in row["messages"])
 
 
-# -- the recipes ------------------------------------------------------------------------------------------------------
-
-
-def _pretrain_recipe(place: Place, size: Size) -> str:
-    return f"""\
-# Pretraining, as `danlu demo` does it: a small model reads about a small world.
-# Edit what you like. Paths are those of the folder that danlu is started in.
-#
-#   danlu train {place.recipe("pretrain")}    goes on where it stopped, or says that it is finished
-#   danlu explain KEY --recipe {place.recipe("pretrain")}    what a key means, and its value here
-
-stage: pretrain
-
-model:
-  config:                         # from scratch, as a Hugging Face config.json would say it
-    model_type: llama
-    hidden_size: {size.hidden_size}
-    intermediate_size: {3 * size.hidden_size}
-    num_hidden_layers: {size.layers}
-    num_attention_heads: {size.heads}
-    num_key_value_heads: {size.heads // 2}
-    max_position_embeddings: 512
-    tie_word_embeddings: true
-  tokenizer: {_quoted(place.tokenizer)}
-
-data:
-  train: {_quoted(place.documents)}
-  eval: 0.02                      # a share is set aside, to see how well it predicts what it has not read
-  max_length: 256                 # tokens of a sequence
-  packing: concatenate            # documents end to end; attention never crosses from one to the next
-  cache: {_quoted(place.cache)}
-
-optimizer: {{kind: adamw, learning_rate: 2e-3, weight_decay: 0.1}}  # a model this small likes a high rate
-schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
-batch: {{tokens: 2048}}  # of one optimizer step
-epochs: 1
-
-precision: bf16
-evaluation: {{every: 100, samples: {{prompts: ["One day,"], max_new_tokens: {LONGEST_ANSWER}}}}}
-checkpoint: {{every: 100, keep: 2}}
-seed: 0
-output: {_quoted(place.run("pretrain"))}
-"""
-
-
-def _sft_recipe(place: Place, size: Size) -> str:
-    return f"""\
-# Instruction tuning, as `danlu demo` does it: the pretrained model learns to answer.
-# Edit what you like. Paths are those of the folder that danlu is started in.
-#
-#   danlu preview {place.recipe("sft")}       every token in colour: trained or only read, and why
-#   danlu train {place.recipe("sft")}         goes on where it stopped, or says that it is finished
-#   danlu train {place.recipe("sft")} output={place.folder / "again"} optimizer.learning_rate=3e-4
-
-stage: sft
-
-model: {_quoted(place.run("pretrain"))}  # the run before, or any folder in Hugging Face form
-
-data:
-  train: {_quoted(place.conversations)}
-  eval: 0.02                      # a share is set aside
-  max_length: 256
-  train_on: assistant             # the answers are trained, the questions only read
-  packing: true                   # conversations share a sequence without seeing each other
-  cache: {_quoted(place.cache)}
-
-optimizer: {{kind: adamw, learning_rate: 5e-4, weight_decay: 0.1}}  # gentle enough not to forget what it read
-schedule: {{kind: cosine, warmup: 0.05, floor: 0.1}}
-batch: {{sequences: 8}}  # packs of max_length in one optimizer step
-epochs: {size.sft_epochs}
-
-precision: bf16
-evaluation: {{every: 50, samples: {{prompts: ["What does the owl eat?"], max_new_tokens: {LONGEST_ANSWER}}}}}
-checkpoint: {{every: 50, keep: 2}}
-seed: 0
-output: {_quoted(place.run("sft"))}
-"""
-
-
-def _quoted(path: Path) -> str:
-    """A path as YAML reads it back, whatever characters it has."""
-    text = str(path)
-    if re.fullmatch(r"[/._-]*[A-Za-z][A-Za-z0-9/._-]*", text):
-        return text
-    return json.dumps(text.replace("${", "$${"), ensure_ascii=False)
-
-
 # -- asking -----------------------------------------------------------------------------------------------------------
 
 
 def _compare(place: Place) -> Result:
     asked = {"shown": questions(), "asked": every_question(held_out=False), "held_out": every_question(held_out=True)}
     every = [question for group in asked.values() for question in group]
-    before, after = (_answers(place.run(stage), every) for stage in ("pretrain", "sft"))
+    before, after = (
+        _answers(place.run(stage), [question.messages for question in every], LONGEST_ANSWER)
+        for stage in ("pretrain", "sft")
+    )
     answered = [Answered(*answers) for answers in zip(every, before, after, strict=True)]
     first = len(asked["shown"])
     second = first + len(asked["asked"])
+    sums = _compare_sums(place)
     return Result(
-        place, 0, tuple(answered[:first]), asked=_tally(answered[first:second]), held_out=_tally(answered[second:])
+        place,
+        0,
+        tuple(answered[:first]),
+        asked=_tally(answered[first:second]),
+        held_out=_tally(answered[second:]),
+        shown_sums=_chosen_sums(sums),
+        sums=Tally(len(sums), sum(each.was_right for each in sums), sum(each.is_right for each in sums)),
     )
 
 
-def _answers(run_folder: Path, asked: list[Question]) -> list[str]:
-    """The likeliest answer to each question, by the tokenizer's chat template."""
+def _compare_sums(place: Place) -> list[AnsweredSum]:
+    """The sums that neither stage has seen, with the answers of the model that was shown sums and of the last one."""
+    rows = [json.loads(line) for line in place.held_out_sums.read_text(encoding="utf-8").splitlines()]
+    asked = [({"role": "user", "content": row["question"]},) for row in rows]
+    answers = (_answers(place.run(stage), asked, LONGEST_STEPS) for stage in ("sums", "grpo"))
+    return [
+        AnsweredSum(row["question"], row["answer"], before, after)
+        for row, before, after in zip(rows, *answers, strict=True)
+    ]
+
+
+def _chosen_sums(sums: list[AnsweredSum], count: int = 4) -> tuple[AnsweredSum, ...]:
+    """The first sums of each kind that there is: right only after, wrong after, right both times."""
+    kinds = ([], [], [])  # type: tuple[list[AnsweredSum], ...]
+    for each in sums:
+        kinds[1 if not each.is_right else 2 if each.was_right else 0].append(each)
+    return tuple([*kinds[0][:2], *kinds[1][:1], *kinds[2]][:count])
+
+
+def _answers(run_folder: Path, asked: Sequence[tuple[Message, ...]], longest: int) -> list[str]:
+    """The likeliest answer to each conversation, by the tokenizer's chat template, of at most `longest` tokens."""
     resolved = resolve_model(str(run_folder))
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder)
     loaded = load_model(resolved, tokenizer)
     greedy = SamplingOptions(temperature=0.0)
-    prompts = [tuple(tokenizer.encode_chat(question.messages)) for question in asked]
     requests = [
-        Request(number, prompt, greedy, LONGEST_ANSWER, stop_ids=loaded.stop_ids)
-        for number, prompt in enumerate(prompts)
+        Request(number, tuple(tokenizer.encode_chat(messages)), greedy, longest, stop_ids=loaded.stop_ids)
+        for number, messages in enumerate(asked)
     ]
     return [completion.text.strip() for completion in engine_of(loaded).generate(requests)]
 
@@ -326,5 +295,7 @@ def _as_json(result: Result) -> str:
         {**asdict(each.question), "before": each.before, "after": each.after, "right": each.is_right}
         for each in result.shown
     ]
-    content = {"right": {"asked": asdict(result.asked), "held_out": asdict(result.held_out)}, "shown": shown}
+    sums = [{**asdict(each), "right": each.is_right} for each in result.shown_sums]
+    tallies = {"asked": result.asked, "held_out": result.held_out, "sums": result.sums}
+    content = {"right": {name: asdict(tally) for name, tally in tallies.items()}, "shown": shown, "sums": sums}
     return json.dumps(content, ensure_ascii=False, indent=2) + "\n"

@@ -982,6 +982,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "verify/test_diagnosis.py",
     ),
     # -- the surface
+    Mutation("data/demo_sums.py", 'carried = "+1" if ones > 9 else ""', 'carried = ""', "data/test_demo_sums.py"),
+    Mutation(
+        "demo.py",
+        "sums=Tally(len(sums), sum(each.was_right for each in sums), sum(each.is_right for each in sums)),",
+        "sums=Tally(len(sums), sum(each.is_right for each in sums), sum(each.is_right for each in sums)),",
+        "test_demo.py",
+        "right_answers_are",
+    ),
     Mutation(
         "auto_values.py",
         "chosen = run_recipe(run).precision",

@@ -37,7 +37,9 @@ def test_the_copy_of_a_chain_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RecipeError) as caught:
         load_chain(copy)
     for line in caught.value.problems:
-        Path(line.partition("no file or folder '")[2].partition("'")[0]).write_text("")
+        file = Path(line.partition("no file or folder '")[2].partition("'")[0])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
     chain = load_chain(copy)
     assert chain is not None
     assert [stage.loaded.recipe.output for stage in chain.stages] == [

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +15,17 @@ import typer
 from danlu.terminal import print_status, printable
 
 if TYPE_CHECKING:
-    from danlu.demo import Answered, Place, Result
+    from danlu.demo import Answered, Result, Tally
+    from danlu.demo_recipes import Place
 
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for everything; the same one again goes on.")] = Path("demo"),
+    data_only: Annotated[
+        bool, typer.Option("--data-only", help="Write data, tokenizer and recipes, and train nothing.")
+    ] = False,
 ) -> None:
-    """Train a tokenizer and a small model, teach it to answer, and compare: a few minutes on two cores.
+    """Train a tokenizer and a small model, teach it to answer and to add, and compare: a few minutes on two cores.
 
     Nothing is downloaded. Data, recipes, runs and the exported model stay in the folder, to be looked at and tried.
     """
@@ -31,9 +35,13 @@ def demo(
     # torch takes a second to import, which `danlu demo --help` should not.
     from danlu.demo import demo as make
 
-    result = make(output, say=print_status)
+    result = make(output, say=print_status, data_only=data_only)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
+    if data_only:
+        for line in data_lines(result.place, program()):
+            print(line)  # noqa: T201  printable already
+        return
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in (*answer_lines(result, colour), "", *next_lines(result.place, program())):
         print(line)  # noqa: T201  with its own colours; the rest is printable already
@@ -54,20 +62,37 @@ def answer_lines(result: Result, colour: bool) -> Iterator[str]:
     yield ""
     yield f"{'Right answers':32}{'before':>10}{'after':>12}"
     for name, tally in (("asked in the conversations", result.asked), ("only read, never asked", result.held_out)):
-        before, after = (f"{right}/{tally.of}" for right in (tally.before, tally.after))
-        yield f"{name:32}{before:>10}{after:>12}"
+        yield _tally_line(name, tally)
+    yield ""
+    yield "Sums that it has never seen, before and after reinforcement learning:"
+    for each in result.shown_sums:
+        yield f"  {each.question}"
+        yield f"      before  {_short(each.before)}   ({_verdict(each.was_right, each.answer, colour)})"
+        yield f"      after   {_short(each.after)}   ({_verdict(each.is_right, each.answer, colour)})"
+    yield ""
+    yield f"{'Right results':32}{'before':>10}{'after':>12}"
+    yield _tally_line("sums never seen", result.sums)
+
+
+def _tally_line(name: str, tally: Tally) -> str:
+    before, after = (f"{right}/{tally.of}" for right in (tally.before, tally.after))
+    return f"{name:32}{before:>10}{after:>12}"
 
 
 def _answer_lines(answered: Answered, colour: bool) -> Iterator[str]:
     *context, question = answered.question.messages
     for message in context:
         yield printable(f"  {message['role']}: {message['content']}")
-    verdict = "right" if answered.is_right else f"wrong: {answered.question.answer}"
-    if colour:
-        verdict = f"\033[{32 if answered.is_right else 31}m{verdict}\033[0m"
+    verdict = _verdict(answered.is_right, answered.question.answer, colour)
     yield f"  {question['content']}"
     yield f"      before  {_short(answered.before)}"
     yield f"      after   {_short(answered.after)}   ({verdict})"
+
+
+def _verdict(right: bool, answer: str, colour: bool) -> str:
+    """`right`, or `wrong:` and the right answer, in green or red."""
+    verdict = "right" if right else f"wrong: {answer}"
+    return f"\033[{32 if right else 31}m{verdict}\033[0m" if colour else verdict
 
 
 def _short(text: str, width: int = 68) -> str:
@@ -77,9 +102,10 @@ def _short(text: str, width: int = 68) -> str:
 
 def next_lines(place: Place, danlu: str) -> Iterator[str]:
     """Where things are, and commands that work as they stand."""
-    sft, pretrain = place.run("sft"), place.run("pretrain")
+    sft, pretrain, grpo = place.run("sft"), place.run("pretrain"), place.run("grpo")
     files = {
-        place.recipe("sft"): "the recipe, to read and edit; pretrain.yaml beside it",
+        place.report: "curves of reinforcement learning, its best and its worst answers",
+        place.recipe("sft"): "a recipe, to read and edit; pretrain.yaml, sums.yaml and grpo.yaml beside it",
         place.conversations: "what it was taught; documents.jsonl beside it is what it read",
         sft / "metrics.jsonl": "loss and speed of every step (tensorboard/ beside it)",
         sft / "model": "the result in Hugging Face form: transformers loads it",
@@ -93,6 +119,7 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
     again = place.folder / "again"
     commands = {
         ("chat", sft): "talk with it",
+        ("generate", grpo, "--chat", "--prompt", "What is 38 plus 57?"): "let it add",
         ("generate", sft, "--chat", "--prompt", "Where does the owl live?"): "one answer",
         ("generate", pretrain, "--prompt", "One morning,"): "how the pretrained model goes on",
         ("preview", place.recipe("sft")): "every token: trained or only read, and why",
@@ -100,6 +127,22 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
         ("eval", sft, "--data", f"{place.conversations}#200"): "loss and perplexity",
         ("recipes", "copy", "sft"): "a commented recipe for your own data",
     }
+    yield from _command_lines(commands, danlu)
+
+
+def data_lines(place: Place, danlu: str) -> Iterator[str]:
+    """What can be done with the data alone."""
+    yield "What to try next"
+    commands = {
+        ("demo", "--output", place.folder): "train all four recipes, and compare",
+        ("preview", place.recipe("pretrain")): "tokens and packs",
+        ("recipes", "copy", "chain"): "all stages in one recipe; its files are those of a folder called demo",
+    }
+    yield from _command_lines(commands, danlu)
+
+
+def _command_lines(commands: Mapping[tuple[str | Path, ...], str], danlu: str) -> Iterator[str]:
+    """Commands as the shell takes them, each with what it does."""
     lines = [(shlex.join([danlu, *map(str, arguments)]), about) for arguments, about in commands.items()]
     width = max(len(line) for line, _ in lines if len(line) < 70)
     yield from (printable(f"  {line:{width}}  {about}") for line, about in lines)

@@ -138,6 +138,23 @@ def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
         yield {"messages": messages}
 
 
+def preferences(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
+    """`n` rows with a prompt, a preferred answer and a rejected one: right facts rather than wrong ones, and stories in
+    which the animal is happy rather than hungry or tired."""
+    for number in range(n):
+        chance = random.Random(f"preference {seed} {number}")
+        animal = chance.choice(ANIMALS)
+        if chance.random() < 0.5:
+            question, *answers = (
+                _story_question(animal),
+                *(_story(chance, animal, feeling) for feeling in ("happy", chance.choice(("hungry", "tired")))),
+            )
+        else:
+            question, *answers = _right_and_wrong(chance, animal)
+        chosen, rejected = ([_say("assistant", answer)] for answer in answers)
+        yield {"prompt": [_say("user", question)], "chosen": chosen, "rejected": rejected}
+
+
 def questions() -> list[Question]:
     """A fixed set to show: facts and sums, asked in training and held out, a name to remember, a system prompt."""
     shown: list[Question] = []
@@ -189,18 +206,36 @@ def _portrait(chance: random.Random, language: Language) -> str:
     return chance.choice(("", about)) + space.join(_statement(animal, attribute, language) for attribute in attributes)
 
 
-def _story(chance: random.Random, animal: Animal | None = None) -> str:
+def _right_and_wrong(chance: random.Random, animal: Animal) -> tuple[str, str, str]:
+    """A question about an animal, the answer, and one that is true of another animal."""
+    language: Language = chance.choice(("en", "en", "zh"))
+    attribute = chance.choice(ATTRIBUTES)
+    question, right = _ask(animal, attribute, language, chance.randrange(6))
+    wrong = [
+        _STATEMENTS[attribute, language].format(
+            name=getattr(animal.name, language), value=getattr(getattr(other, attribute), language)
+        )
+        for other in ANIMALS
+    ]
+    return question, right, chance.choice([answer for answer in wrong if answer != right])
+
+
+Feeling = Literal["happy", "hungry", "tired"]
+FEELINGS: tuple[Feeling, ...] = ("happy", "hungry", "tired")
+
+
+def _story(chance: random.Random, animal: Animal | None = None, feeling: Feeling | None = None) -> str:
     animal = animal or chance.choice(ANIMALS)
     person = chance.choice(PEOPLE)
     name, home = animal.name.en, animal.home.en
     opening = chance.choice(("One day", "One morning", "Last summer"))
     action = chance.choice(("walked to", "went to", "came to"))
-    feeling = chance.choice(("happy", "hungry", "tired"))
+    drawn = chance.choice(FEELINGS)
     middle = {
         "happy": f"The {name} was happy and showed {person} that it can {animal.skill.en} well.",
         "hungry": f"The {name} was hungry, so {person} gave it some {animal.food.en}.",
         "tired": f"The {name} was tired, so {person} sat down beside it and sang a song.",
-    }[feeling]
+    }[feeling or drawn]
     article = "an" if animal.colour.en[0] in "aeiou" else "a"
     return (
         f"{opening}, {person} {action} {home} and met {article} {animal.colour.en} {name}. "
@@ -284,7 +319,11 @@ def _talk(chance: random.Random) -> list[Message]:
 
 def _story_request(chance: random.Random) -> list[Message]:
     animal = chance.choice(ANIMALS)
-    return _turn(f"Tell me a story about the {animal.name.en}.", _story(chance, animal))
+    return _turn(_story_question(animal), _story(chance, animal))
+
+
+def _story_question(animal: Animal) -> str:
+    return f"Tell me a story about the {animal.name.en}."
 
 
 def _names(chance: random.Random) -> list[Message]:
