@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from builders.tiny_world import World, metrics
 from builders.train_worker import train
 from test_rl_runs import recipe_file, run, steps
 
-from danlu.errors import TrainingError
+from danlu.errors import CheckpointError, TrainingError
 from danlu.recipe import load
+from danlu.replay import replay
 from danlu.rollout.rollout_processes import MOST_DEATHS, RolloutProcesses
 from danlu.run import train as train_here
 from danlu.train import loop
@@ -107,6 +109,34 @@ def test_a_run_that_is_stopped_goes_on_with_the_answers_it_has(
     assert train_here(load(file), say=lambda line: None).exit_code == 0
     assert [line["step"] for line in steps(tmp_path / "run")] == list(range(1, 9))
     assert [line["number"] for line in rollouts(tmp_path / "run")] == list(range(16))
+
+
+def test_a_rollout_is_replayed_with_the_weights_that_drew_each_token(tiny_world: World, tmp_path: Path) -> None:
+    more: dict[str, Any] = {
+        "numerics": "exact",
+        "checkpoint": {"every": 3, "keep": 20},
+        "objective": {"importance": {}},
+    }
+    folder = tmp_path / "run"
+    # Two at a time: while they grow there are updates.
+    run(tiny_world, folder, **more, rollout={"samples": 4, "max_new_tokens": 24, "staleness": 2, "sequences": 2})
+    recorded = rollouts(folder)
+    assert any(len(answer["versions"]) > 1 for line in recorded[16:] for answer in line["answers"])
+    result = replay(folder, 6, say=lambda line: None)
+    assert result.difference is None and (result.from_step, result.rollouts, result.answers) == (3, 3, 16)
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    result = replay(folder, 6, say=lambda line: None)
+    assert result.difference is None and (result.from_step, result.rollouts) == (0, 6)
+    for line in recorded:  # control: with the weights of an update before
+        for answer in line["answers"]:
+            answer["versions"] = [[max(0, version - 1), tokens] for version, tokens in answer["versions"]]
+    (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in recorded))
+    assert replay(folder, 6, say=lambda line: None).difference is not None
+    del recorded[5]["answers"][1]["versions"]
+    (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in recorded))
+    with pytest.raises(CheckpointError, match="does not say with which weights sample 1 of prompt 5 was drawn"):
+        replay(folder, 6, say=lambda line: None)
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(2, {"shard": "zero3"}), (2, {"tensor": 2, "sequence": True})])

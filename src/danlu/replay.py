@@ -19,11 +19,17 @@ import torch
 from danlu.errors import CheckpointError, RecipeError, TrainingError
 from danlu.language.placed import PlacedDecoder
 from danlu.language.prompt_reader import RolloutBuilder
+from danlu.language.reader import tokenizer_of
 from danlu.language.reinforcement import objective_section
+from danlu.language.rollout import rollout_engine
 from danlu.parallel.ranks import Ranks
+from danlu.placing import Placed
 from danlu.recipe import Loaded, Recipe, load
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.recorded_engine import RecordedEngine, RunLengths
 from danlu.rollout.rollout_sampler import GREEDY_NUMBERS
 from danlu.run import Say, train
 from danlu.small_files import parse_json
@@ -40,6 +46,8 @@ from danlu.train.summary import SUMMARY
 
 RecordedRollouts = Mapping[int, Sequence[Mapping[str, Any]]]
 """The lines of rollouts.jsonl by the first step that is trained on their rollout."""
+RecordedVersions = Mapping[tuple[int, int], RunLengths]
+"""Of answers of asynchronous rollouts, by the number of the prompt and the sample."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +138,25 @@ def _not_asked(answers: Sequence[JudgedAnswer]) -> Sequence[float | None]:
 
 
 class ReplayBuilder(RolloutBuilder):
-    """A `ModelBuilder` whose policy is given recorded rewards."""
+    """A `ModelBuilder` whose policy is given recorded rewards, and whose asynchronous answers are drawn with the
+    weights of recorded versions."""
 
-    def __init__(self, recipe: Recipe, stage: Stage, rewards: RecordedRewards) -> None:
+    def __init__(self, recipe: Recipe, stage: Stage, rewards: RecordedRewards, versions: RecordedVersions) -> None:
         super().__init__(recipe, stage)
-        self.rewards = rewards
+        self.rewards, self.versions = rewards, versions
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The policy that is trained, and the frozen models beside it."""
-        return replace(super().place(ranks, device, start, material), rewards=lambda recipe: self.rewards)
+        placed = super().place(ranks, device, start, material)
+        return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
+
+    def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
+        decode = ChatTokenizer(tokenizer_of(recipe)).decode
+        engine = rollout_engine(recipe, placed, decode=decode, cache_gib=cache_gib)
+        assert isinstance(engine, EmbeddedEngine), (
+            "one process replays, and the recipe's rules ask for the embedded one"
+        )
+        return RecordedEngine(engine, self.versions)
 
 
 class _Comparison:
@@ -171,11 +189,6 @@ def replay(run: Path, step: int, *, say: Say, stream: TextIO | None = None) -> R
         raise RecipeError(
             f"{run}: a run of stage {recipe.stage}, which has no rollouts. `danlu replay` is for stage rl"
         )
-    if recipe.rollout.staleness > 0:
-        raise RecipeError(
-            f"{run}: its rollouts are asynchronous (rollout.staleness {recipe.rollout.staleness}): with which weights "
-            "a token was drawn followed from time. `danlu replay` is for staleness 0"
-        )
     per_rollout = recipe.batch.updates * recipe.batch.passes
     first = (step - 1) // per_rollout * per_rollout + 1
     checkpoint = _checkpoint_before(run, first)
@@ -184,9 +197,10 @@ def replay(run: Path, step: int, *, say: Say, stream: TextIO | None = None) -> R
     wanted = [between for between in range(from_step + 1, first + 1) if (between - 1) % per_rollout == 0]
     _check_complete(run, recipe, recorded, wanted, from_start=checkpoint is None)
     _refuse_rewinds(run, from_step, first)
+    versions = _recorded_versions(run, recipe, recorded) if recipe.rollout.staleness > 0 else {}
     stage = STAGES["rl"]
     rewards = RecordedRewards(recipe, recorded)
-    stage = replace(stage, builder=lambda recipe, stage: ReplayBuilder(recipe, stage, rewards))
+    stage = replace(stage, builder=lambda recipe, stage: ReplayBuilder(recipe, stage, rewards, versions))
     resume = "never" if checkpoint is None else str(checkpoint[1])
     outcome: list[Replayed] = []
 
@@ -314,6 +328,29 @@ def _check_complete(
         )
 
 
+def _recorded_versions(run: Path, recipe: Recipe, recorded: RecordedRollouts) -> RecordedVersions:
+    """With which weights the answers of asynchronous rollouts were drawn.
+
+    Raises CheckpointError where that is not recorded of all answers that the steps depend on.
+    """
+    if objective_section(recipe).resample:
+        raise CheckpointError(
+            f"{run}: prompts without signal were replaced (objective.resample), and with which weights their answers "
+            f"were drawn is not in {ROLLOUTS}: asynchronous rollouts after them cannot be made again"
+        )
+    versions = {}
+    for line in (line for lines in recorded.values() for line in lines):
+        for sample, answer in enumerate(line["answers"]):
+            own = answer.get("versions")
+            if own is None or sum(count for _, count in own) != len(answer["tokens"]):
+                raise CheckpointError(
+                    f"{run / ROLLOUTS}: does not say with which weights sample {sample} of prompt {line['number']} was "
+                    "drawn, whose rollout was asynchronous"
+                )
+            versions[line["number"], sample] = own
+    return versions
+
+
 def _refuse_rewinds(run: Path, from_step: int, first: int) -> None:
     """Raises CheckpointError where the run went back in between: rows that it left out then were trained on before."""
     for line in read_metrics(run / METRICS) if (run / METRICS).is_file() else ():
@@ -325,8 +362,11 @@ def _refuse_rewinds(run: Path, from_step: int, first: int) -> None:
 
 
 def _warn_of_changes(run: Path, rehearsed: Run, say: Say) -> None:
-    """Says what differs between the machine that trained and this one, and where several processes did."""
+    """Says what differs between the machine that trained and this one, and what followed from the moment."""
     warning = "tokens may differ where nothing is wrong"
+    recipe = run_recipe(run)
+    if recipe.rollout.staleness > 0 and recipe.numerics != "exact":
+        say(f"{warning}: what is computed together followed from time, and numerics: {recipe.numerics} rounds by that")
     if (run / ENVIRONMENT).is_file():
         current = describe_environment(rehearsed.learner.device)
         for line in changes_that_matter(json.loads((run / ENVIRONMENT).read_text()), current):

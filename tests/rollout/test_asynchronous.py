@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from builders.lock_step import LockStepEngine
+from builders.asynchronous_policy import LengthRewards
+from builders.asynchronous_policy import asynchronous_policy as policy
 from builders.rollout_requests import SAMPLED, check_same, requests
 
-from danlu.data.prompts import Prompt
 from danlu.errors import TrainingError
-from danlu.line_log import LineLog
-from danlu.parallel.comm import ALONE
-from danlu.rewards.runner import RewardPart, RewardTable
-from danlu.rollout.asynchronous import AsynchronousRollouts, rollouts_admitted
+from danlu.rewards.runner import RewardTable
+from danlu.rollout.asynchronous import rollouts_admitted
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine_state import completion_state, request_to_json
-from danlu.rollout.estimators import GroupEstimator
-from danlu.rollout.experience import Experience, run_lengths
-from danlu.rollout.request import Completion, SamplingOptions
-from danlu.rollout.rollout_sampler import ExperienceSettings, RolloutSampler
-
-MODEL_SEED = 3
+from danlu.rollout.experience import run_lengths
+from danlu.rollout.request import Completion
 
 
 @pytest.mark.parametrize(
@@ -40,81 +33,6 @@ def test_a_rollout_may_begin_so_many_updates_before_it_is_trained_on(updates, pe
     assert rollouts_admitted(updates, per_rollout, staleness) == admitted
     last = admitted - 1
     assert last * per_rollout - updates <= staleness < (last + 1) * per_rollout - updates
-
-
-@dataclass
-class InOrder:
-    """Prompts in their order, over and over."""
-
-    prompts: list
-
-    def at(self, number):
-        return self.prompts[number % len(self.prompts)]
-
-    def state(self):
-        return {"prompts": len(self.prompts)}
-
-    def restore(self, state):
-        assert state == self.state()
-
-
-@dataclass
-class LengthRewards:
-    """Rewards answers by their lengths; raises as often as `fails` says."""
-
-    fails: int = 0
-    parts: tuple = (RewardPart("length", None, 1.0),)
-
-    def score(self, answers):
-        if self.fails > 0:
-            self.fails -= 1
-            raise TrainingError("a judge that is gone")
-        return RewardTable(np.array([[float(answer.tokens)] for answer in answers]), [])
-
-    def close(self):
-        pass
-
-
-@dataclass
-class Policy:
-    """A model whose weights change with each update by so much, and the experience that it is trained on."""
-
-    model: object
-    change: float
-    made: Experience
-    trained: list = field(default_factory=list)
-
-    def take(self, updates):
-        """Takes the items of updates, and makes the updates."""
-        per_update = self.made.settings.items_per_update
-        for number in updates:
-            items = [self.made.at(number * per_update + place) for place in range(per_update)]
-            self.trained += [(number, item.samples[0]) for item in items]
-            generator = torch.Generator().manual_seed(number)
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.add_(self.change * torch.randn(parameter.shape, generator=generator))
-
-    @property
-    def answers(self):
-        """Tokens of the trees by prompt."""
-        return [sample.tokens.tolist() for _, sample in self.trained]
-
-
-def policy(small_decoder, staleness=1, change=0.0, folder=None, passes=(3,), rollouts=None, rewards=None, **changes):
-    """staleness None: synchronous."""
-    prompts = [Prompt((1, 2, 3 + number % 40), {}, f"prompt {number}", f"row {number}") for number in range(60)]
-    settings = {"prompts": 4, "samples": 2, "vocab_size": 61, "max_new_tokens": 10, "stop_ids": frozenset(range(9))}
-    settings |= {"sampling": SamplingOptions(temperature=1.0, seed=3), **changes}
-    model = small_decoder(seed=MODEL_SEED)
-    rewards = rewards or LengthRewards()
-    own = ExperienceSettings(**settings)
-    sampler = RolloutSampler(InOrder(prompts), EmbeddedEngine(model), rewards, own, ALONE)
-    if staleness is not None:
-        beside = LockStepEngine(EmbeddedEngine(small_decoder(seed=7)), passes)  # it is handed the policy's weights
-        sampler.asynchronous = AsynchronousRollouts(beside, model.named_parameters, staleness, ALONE, rollouts)
-    log = None if folder is None else LineLog(folder / "rollouts.jsonl")
-    return Policy(model, change, Experience(sampler, GroupEstimator(scale="none"), None, log))
 
 
 def lengths(trained):
@@ -209,7 +127,7 @@ def test_prompts_are_asked_in_order_and_none_after_the_last_rollout(small_decode
     made = policy(small_decoder, 3, 0.02, rollouts=5)
     made.take(range(5))
     assert made.made.sampler.asynchronous.engine.submitted == list(range(5 * 4))
-    assert [sample.row for _, sample in made.trained] == [f"row {number}" for number in range(5 * 4)]
+    assert made.rows == [f"row {number}" for number in range(5 * 4)]
 
 
 def test_prompts_without_signal_are_replaced_by_those_that_were_asked_next(small_decoder):
@@ -221,7 +139,7 @@ def test_prompts_without_signal_are_replaced_by_those_that_were_asked_next(small
     for staleness in (None, 2):
         made = policy(small_decoder, staleness, rewards=Alternating(), resample=3)
         made.take(range(4))
-        trained[staleness] = [sample.row for _, sample in made.trained]
+        trained[staleness] = made.rows
     assert trained[2] == trained[None] and "row 3" not in trained[2] and "row 1" in trained[2]
 
 
@@ -242,8 +160,7 @@ def test_a_restored_run_trains_on_each_prompt_once_and_keeps_what_was_drawn(smal
         again.made.restore_tensors(tensors)
     again.trained = made.trained[: taken * per_update]
     again.take(range(taken, 8))
-    rows = sorted(sample.row for _, sample in again.trained)
-    assert rows == sorted(f"row {number}" for number in range(8 * per_update))
+    assert sorted(again.rows) == sorted(f"row {number}" for number in range(8 * per_update))
     again.made.close()
     lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert [line["number"] for line in lines] == list(range(8 * per_update))
@@ -268,9 +185,12 @@ def test_answers_whose_rewards_fail_are_asked_for_again(small_decoder):
         made.take([2])
     state = json.loads(json.dumps(made.made.state(2 * 4)))
     assert state["next_prompt"] == 8
-    assert [entry["request"]["number"] for entry in state["asynchronous"]["requests"]][:4] == [8, 9, 10, 11]
+    entries = state["asynchronous"]["requests"][:4]
+    assert [entry["request"]["number"] for entry in entries] == [8, 9, 10, 11]
+    assert all(len(answer["drawn"]) > 0 for entry in entries for answer in entry["answers"])
+    assert all([answer["sample"] for answer in entry["answers"]] == [0, 1] for entry in entries)
     made.take(range(2, 5))
-    assert [sample.row for _, sample in made.trained] == [f"row {number}" for number in range(20)]
+    assert made.rows == [f"row {number}" for number in range(20)]
 
 
 def test_an_engine_completes_again_what_was_complete(small_decoder):

@@ -121,6 +121,13 @@ def ratio_is_to_sampled(recipe: Recipe) -> bool:
     return recipe.rollout.staleness > 0 and objective_section(recipe).importance is None
 
 
+def has_old_logprobs(recipe: Recipe) -> bool:
+    """Whether the engine's log-probabilities are those that the ratio is to, so that the trainer need not make its own:
+    by being these to the bit, or by choice."""
+    is_exact = recipe.numerics == "exact" and recipe.rollout.staleness == 0
+    return is_exact or ratio_is_to_sampled(recipe)
+
+
 def experience_items(
     placed: PlacedDecoder, prompts: Prompts, learner: AnyLearner, folder: Path
 ) -> tuple[ItemSource, HeldOut | None]:
@@ -217,9 +224,7 @@ def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
     section = objective_section(recipe)
     reference = section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0
     values = isinstance(section, Ppo)
-    # The engine's log-probabilities are the trainer's, or are what the ratio is to.
-    has_old = (recipe.numerics == "exact" and recipe.rollout.staleness == 0) or ratio_is_to_sampled(recipe)
-    old = not has_old and (not has_one_update(recipe) or reference or values)
+    old = not has_old_logprobs(recipe) and (not has_one_update(recipe) or reference or values)
     if not (old or reference or values):
         return None
     assert isinstance(learner, DecoderLearner), "a decoder learns from answers"

@@ -36,6 +36,11 @@ def request_from_json(fields: dict[str, Any]) -> Request:
     )
 
 
+def fresh_answer_state(sample: int) -> dict[str, Any]:
+    """The state of an answer that has no token."""
+    return {"sample": sample, "reported": 0, "aborted": False, "prompt_scores": [], "drawn": []}
+
+
 def completion_state(completion: Completion) -> dict[str, Any]:
     """A complete answer as the state of an unfinished one has it: an engine that restores it completes it again."""
     supports = [None] * len(completion.tokens) if completion.support is None else completion.support

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from danlu import errors
 from danlu.errors import TrainingError
 from danlu.rollout.completion_bytes import from_bytes
-from danlu.rollout.engine_state import completion_state, request_from_json, request_to_json
+from danlu.rollout.engine_state import completion_state, fresh_answer_state, request_from_json, request_to_json
 from danlu.rollout.request import Completion, Request
 from danlu.rollout.rollout_worker import (
     COMPLETIONS,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 MOST_DEATHS = 3
 """Processes that die one after the other without an answer in between; the last one ends the run."""
 _STDERR_CHARACTERS = 2000
-_WAIT_S = 1.0
+_WAIT_S, _END_S = 1.0, 30.0
 
 
 class RolloutProcesses:
@@ -215,16 +215,11 @@ class RolloutProcesses:
         entries = []
         for number, samples in process.samples.items():
             new.ask(self._requests[number], samples)
-            answers = [_fresh_answer(sample) for sample in sorted(samples)]
+            answers = [fresh_answer_state(sample) for sample in sorted(samples)]
             entries.append({"request": request_to_json(self._requests[number]), "answers": answers})
         new.send(TakeUp({"requests": entries}))
         if self._version is not None:
             new.send(NewWeights(self._version))
-
-
-def _fresh_answer(sample: int) -> dict[str, Any]:
-    """The state of an answer that has no token."""
-    return {"sample": sample, "reported": 0, "aborted": False, "prompt_scores": [], "drawn": []}
 
 
 class _Process:
@@ -289,7 +284,7 @@ class _Process:
     def ending(self) -> str:
         """How it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_WAIT_S)
+            self._process.wait(_END_S)  # it may still be giving memory back
         code = self._process.poll()
         if code is None:
             return "does not speak any more"

@@ -1,0 +1,61 @@
+"""Engines for rollout processes of tests: over a small random decoder, and one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.rollout.embedded import EmbeddedEngine
+from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.request import Request
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8,
+    rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512, rope_scaling=None,
+)  # fmt: skip
+
+
+def small_decoder_of(seed: int) -> Decoder:
+    """With weights that are large enough that text varies."""
+    decoder = Decoder(CONFIG)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return decoder.requires_grad_(False)
+
+
+class FailingEngine(EmbeddedEngine):
+    """Fails when it is asked the request with a number."""
+
+    dies_at: int | None = None
+
+    def submit(self, request: Request, *arguments: Any, **more: Any) -> None:
+        if request.number == self.dies_at:
+            raise ValueError(f"at {request.number}")
+        super().submit(request, *arguments, **more)
+
+    def restore(self, state: dict[str, Any], *arguments: Any) -> None:
+        if any(entry["request"]["number"] == self.dies_at for entry in state["requests"]):
+            raise ValueError(f"at {self.dies_at}")
+        super().restore(state, *arguments)
+
+
+@dataclass(frozen=True)
+class SmallDecoderJob:
+    """A `rollout_worker.EngineJob`. dies_at: the request at which its process ends."""
+
+    dies_at: int | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[RolloutEngine]:
+        torch.set_num_threads(1)
+        engine = FailingEngine(small_decoder_of(0))
+        engine.dies_at = self.dies_at
+        yield engine
