@@ -17,12 +17,23 @@ from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
 from danlu.models.loading import load
+from danlu.models.score_head import head_tensors, new_score_head
 
 
 def adapter_folder(
-    base: Path, folder: Path, section: Any, *, seed: int = 1, size: float = 0.05, below: tuple[Path, ...] = ()
+    base: Path,
+    folder: Path,
+    section: Any,
+    *,
+    seed: int = 1,
+    size: float = 0.05,
+    below: tuple[Path, ...] = (),
+    scores: bool = False,
 ) -> Path:
-    """An adapter of a base with numbers as after training, in danlu's form; upon others where there are some."""
+    """An adapter of a base with numbers as after training, in danlu's form; upon others where there are some.
+
+    scores: that of a reward model, with a head.
+    """
     adapters = adapters_of(load(base))
     adapters.add("made", section)
     adapters.train_only("made")
@@ -30,7 +41,17 @@ def adapter_folder(
     folder.mkdir(parents=True)
     named_base = find_base(base)
     paths = [str(path.resolve()) for path in below]
-    write_adapter(adapters, "made", folder, base=named_base.named, base_fingerprint=named_base.fingerprint, below=paths)
+    head = new_score_head(load(base).config.hidden_size, 1, bias=False, seed=seed, std=1.0) if scores else None
+    write_adapter(
+        adapters,
+        "made",
+        folder,
+        base=named_base.named,
+        base_fingerprint=named_base.fingerprint,
+        below=paths,
+        task="sequence-classification" if scores else "causal-lm",
+        head=None if head is None else head_tensors(head),
+    )
     return folder
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders.tiny_run import tiny_model
 from builders.tiny_world import World
+from safetensors.torch import load_file, save_file
 
 from danlu.errors import DataError, ModelError
 from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
@@ -127,4 +128,11 @@ def test_what_gives_no_score_is_refused(tiny_world: World, tmp_path: Path) -> No
         resolve_reward_model(str(tmp_path / "language"))
     path = folder(tiny_world, tmp_path / "model", "sequence-classification", 3)
     with pytest.raises(ModelError, match="its head has 3 labels. A reward is one score"):
-        load_reward_model(resolve_reward_model(str(path)), device="cpu")
+        resolve_reward_model(str(path))
+    headless = folder(tiny_world, tmp_path / "headless", "sequence-classification", 1)
+    tensors = load_file(headless / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != "score.weight"}, headless / "model.safetensors"
+    )
+    with pytest.raises(ModelError, match="and its weights have no score.weight"):
+        resolve_reward_model(str(headless))

@@ -680,6 +680,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not any(math.isfinite(norm) for norm in norms.values()):",
         "train/test_trained_roles.py",
     ),
+    Mutation(
+        "language/rewards_on_base.py",
+        "switched_on = partial(adapters.switched_to, names)",
+        "switched_on = partial(adapters.switched_to, ())",
+        "test_reward_on_base.py",
+        only="scores",
+    ),
+    Mutation(
+        "language/rewards_on_base.py",
+        "if stack[-1].quantization != quantization:",
+        "if False and stack[-1].quantization != quantization:",
+        "test_reward_on_base.py",
+        only="told",
+    ),
+    Mutation(
+        "language/reward_model.py",
+        "if shape != (labels, config.hidden_size):",
+        "if shape[1:] != (config.hidden_size,):",
+        "language/test_reward_model.py",
+        only="refused",
+    ),
     Mutation("data/batch.py", ".view(array.shape)", ".flatten()", "data/test_batch.py", only="copy"),
     Mutation(
         "rollout/self_check.py",

@@ -346,15 +346,14 @@ class AdapterSet:
     @contextmanager
     def switched_to(self, names: Sequence[str]) -> Iterator[None]:
         """Within it exactly these adapters are active, lowest first."""
-        if self.active == tuple(names):
-            yield
-            return
         active = self.active
-        self.activate(*names)
+        if active != tuple(names):
+            self.activate(*names)
         try:
             yield
         finally:
-            self.activate(*active)
+            if self.active != active:
+                self.activate(*active)
 
     def train_only(self, *names: str) -> None:
         """Makes the parameters of these adapters trainable, except those that never train, and freezes all others."""

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from torch import nn
 
-from danlu.adapters.adapter_config import AdapterFolder
+from danlu.adapters.adapter_config import WEIGHTS, AdapterFolder
 from danlu.adapters.peft_folder import read_head
+from danlu.adapters.peft_values import PREFIX
 from danlu.errors import ModelError
+from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_layout import SCORE
 from danlu.models.score_head import head_of, stored_score_head
+from danlu.safetensors_format import read_header
 
 
 def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear | None:
@@ -23,6 +26,17 @@ def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear 
         if tensors := read_head(adapter):
             return head_of(tensors)
     return stored_score_head(folder)
+
+
+def score_head_shape(folder: Path, adapters: Sequence[AdapterFolder]) -> tuple[int, ...] | None:
+    """The shape [labels, D] of what `score_head_of` would read, from the headers of files alone."""
+    for adapter in reversed(adapters):
+        if adapter.task != "causal-lm":
+            header = read_header(adapter.path / WEIGHTS)
+            stored = header.get(f"{PREFIX}{SCORE}")
+            return None if stored is None else tuple(stored.shape)
+    stored = read_tensors(folder).get(SCORE)
+    return None if stored is None else tuple(stored.shape)
 
 
 def required_score_head(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear:

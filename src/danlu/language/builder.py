@@ -23,6 +23,8 @@ from danlu.language.moving import MovingWeights, moving_weights, with_moving
 from danlu.language.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
+from danlu.language.reinforcement import recipe_rewards
+from danlu.language.rewards_on_base import rewards_on_base
 from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
@@ -121,12 +123,15 @@ class DecoderBuilder:
         subject = subject_of(
             recipe, config, device, saved=saved, resumed=start is not None, encode=self._encode, ranks=ranks
         )
+        judges, lines = rewards_on_base(recipe, subject, ranks)
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
+        placed = replace(placed, notes=(*placed.notes, *lines))
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
         alone = ranks.alone and recipe.parallel.workers != "threads"
         placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
+        decoder = replace(decoder, rewards=partial(recipe_rewards, judges=judges))
         if material.empty is None:
             return decoder
         assert isinstance(material.empty, Pack), "the items of a decoder are packs"

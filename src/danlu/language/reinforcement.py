@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo
 from danlu.rewards.build import build_rewards, build_runner
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardPart
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.cache_size import cache_gib
@@ -54,10 +54,15 @@ if TYPE_CHECKING:
     from danlu.language.placed import PlacedDecoder
 
 
-def reward_parts(recipe: Recipe) -> list[RewardPart]:
-    """The rewards of a recipe. Raises RecipeError with all that is wrong with them."""
+def reward_parts(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None) -> list[RewardPart]:
+    """The rewards of a recipe. Raises RecipeError with all that is wrong with them.
 
-    def reward_model(section: ModelReward) -> DeferredRewardModel:
+    judges: reward models that are there already, by their path.
+    """
+
+    def reward_model(section: ModelReward) -> Reward:
+        if judges is not None and section.path in judges:
+            return judges[section.path]
         return DeferredRewardModel(resolve_reward_model(section.path), recipe)
 
     return build_rewards(recipe.rewards or (), reward_model)
@@ -83,9 +88,9 @@ class DeferredRewardModel:
         return self.model(answers)
 
 
-def recipe_rewards(recipe: Recipe) -> Rewards:
+def recipe_rewards(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None) -> Rewards:
     """What judges the policy's answers, as the recipe says. Raises RecipeError as `reward_parts` does."""
-    return build_runner(reward_parts(recipe), recipe.reward_limits)
+    return build_runner(reward_parts(recipe, judges), recipe.reward_limits)
 
 
 def objective_section(recipe: Recipe) -> PolicyGradientSection:

@@ -5,12 +5,14 @@ Unlike other rewards it runs in the training process, on its device, and is give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from danlu.assembly.score_head import score_head_shape
 from danlu.data.answer_trees import render_answers
 from danlu.data.messages import Message, parse_turns
 from danlu.data.preference_rows import AnswerRow, StepwiseAnswer, parse_answers
@@ -21,12 +23,13 @@ from danlu.data.tree_length import cut_answers, shorten_prompt
 from danlu.data.trees import path_lengths
 from danlu.errors import DataError, ModelError
 from danlu.language.scoring import row_values, scored_rows, scoring_learner
+from danlu.models.hf_layout import SCORE
 from danlu.recipe.sections import QuantizationSection
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rollout.generation_config import Precision
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
-from danlu.types import Pack, Sample
+from danlu.types import Pack, Sample, Task
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class RewardModel:
     loaded: LoadedModel
     context: int
     """Tokens of prompt and answer that the model sees."""
+    task: Task
+    switched_on: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context in which the model has its adapters, where it is one that another model has too."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
         samples: dict[int, Sample] = {}
@@ -51,7 +57,9 @@ class RewardModel:
                 where = f"answer {number}"
                 samples[number] = Sample(tree.tokens, tree.weights, where, branches=tree.branches, facts=tree.facts)
         scores: list[float | None] = [None] * len(answers)
-        rows = scored_rows(scoring_learner(self.loaded), [Pack((sample,)) for sample in samples.values()])
+        with self.switched_on():
+            packs = [Pack((sample,)) for sample in samples.values()]
+            rows = list(scored_rows(scoring_learner(self.loaded), packs))
         for number, row in zip(samples, rows, strict=True):
             scores[number] = (
                 float(np.min(row_values(row, steps=True)["steps"])) if self._judges_steps else float(row.scores[-1])
@@ -60,7 +68,7 @@ class RewardModel:
 
     @property
     def _judges_steps(self) -> bool:
-        return self.loaded.model.config.task == "token-classification"
+        return self.task == "token-classification"
 
     def _rendered(self, answers: Sequence[JudgedAnswer]) -> dict[int, RenderedSample]:
         """The tokens of each answer behind its prompt, by its number; those that cannot be rendered are left out."""
@@ -101,12 +109,29 @@ class RewardModel:
 def resolve_reward_model(path: str) -> ResolvedModel:
     """The folders of a reward model, with what can be told without its weights.
 
-    Raises ModelError for a language model, and for what is none.
+    Raises ModelError for a language model, for what is none, and for a model whose head is missing or gives an answer
+    more than one number.
     """
     resolved = resolve_model(path, may_classify=True)
     if resolved.config.task == "causal-lm":
         raise ModelError(f"{resolved.given_path}: a language model, which gives no score. Name a reward model")
+    _check_head(resolved)
     return resolved
+
+
+def _check_head(resolved: ResolvedModel) -> None:
+    """Raises ModelError for a head that is no reward's, by the headers of its files."""
+    config, path = resolved.config, resolved.given_path
+    shape = score_head_shape(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
+    if shape is None:
+        raise ModelError(f"{path}: its config is of a model that classifies, and its weights have no {SCORE}")
+    labels = 2 if config.task == "token-classification" else 1
+    if shape != (labels, config.hidden_size):
+        wrong = f"has {shape[0]} labels" if shape[1:] == (config.hidden_size,) else f"is {list(shape)}"
+        raise ModelError(
+            f"{path}: its head {wrong}. A reward is one score (sequence classification with 1 label), or that of steps "
+            f"(token classification with 2), of hidden states of width {config.hidden_size}"
+        )
 
 
 def load_reward_model(
@@ -119,16 +144,9 @@ def load_reward_model(
     """A reward model, ready to judge.
 
     quantization: by which the base of an adapter is packed, as when the adapter was trained; None: as it is stored.
-    Raises ModelError for a model whose head gives an answer more than one number.
+    Raises ModelError for weights that cannot be read.
     """
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
     loaded = load_model(resolved, tokenizer, precision=precision, device=device, quantization=quantization)
-    head, task = loaded.score_head, loaded.model.config.task
-    assert head is not None, "a model that classifies has a score head"
-    labels = 2 if task == "token-classification" else 1
-    if head.out_features != labels:
-        raise ModelError(
-            f"{resolved.given_path}: its head has {head.out_features} labels. A reward is one score (sequence "
-            "classification with 1 label), or that of steps (token classification with 2)"
-        )
-    return RewardModel(loaded, loaded.model.config.context_length - resolved.virtual_tokens_per_prompt)
+    task = resolved.config.task
+    return RewardModel(loaded, loaded.model.config.context_length - resolved.virtual_tokens_per_prompt, task)
