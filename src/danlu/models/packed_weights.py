@@ -32,8 +32,8 @@ LEAST_OF_ONE_ROW = 1 << 18
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """The weights of layers that share one x, one below the other, in the type of activations."""
+class Product:
+    """A copy of the weights of layers that share one x, one below the other, in the type of activations."""
 
     weights: tuple[Tensor, ...]  # with the biases kept, so that their ids are no others'
     biases: tuple[Tensor | None, ...]
@@ -52,7 +52,14 @@ class _Copy:
         sources = weights if self.bias is None else (*weights, *self.biases)
         return self.versions == tuple([source._version for source in sources if source is not None])
 
-    def product(self, x: Tensor) -> Tensor:
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [M, I] -> [M, O], plus a residual [M, O], which is left as it is."""
+        weight, *more = self.weights
+        if not more and self.bias is None and weight.dtype == x.dtype and _is_read_at_once(x, weight.numel()):
+            return torch.addmm(residual, x, weight.t())
+        return self(x).add_(residual)
+
+    def __call__(self, x: Tensor) -> Tensor:
         """x [M, I] -> [M, O]."""
         if not self.packed:
             return F.linear(x, self.weight, self.bias)
@@ -72,7 +79,7 @@ class PackedWeights:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._taken_bytes = 0
-        self._copies: dict[tuple[int, ...], _Copy] = {}  # by the ids of the weights
+        self._copies: dict[tuple[int, ...], Product] = {}  # by the ids of the weights
 
     @property
     def copies(self) -> int:
@@ -101,7 +108,7 @@ class PackedWeights:
         copy = self._copy_of(rows, (weight,), (bias,))
         if copy is None:
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        y = copy.product(rows)
+        y = copy(rows)
         return y.unflatten(0, x.shape[:-1]) if x.ndim > 2 else y
 
     def products(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -110,25 +117,31 @@ class PackedWeights:
         elements = sum([weight.numel() for weight in weights])
         if _is_read_at_once(x, elements) and all(weight.dtype == x.dtype for weight in weights):
             return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        alike = all((bias is None) == (biases[0] is None) for bias in biases)
-        copy = self._copy_of(x, tuple(weights), tuple(biases)) if alike else None
+        copy = self._copy_of(x, weights, biases)
         if copy is None:
             return tuple(self.product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        return copy.product(x).split([len(weight) for weight in weights], dim=-1)
+        return copy(x).split([len(weight) for weight in weights], dim=-1)
 
-    def _copy_of(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> _Copy | None:
-        """A copy for products with x [M, I]; None where the weights as they are do as well, or room is lacking."""
-        dtype = x.dtype
-        if x.shape[0] == 0:
+    def product_of(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> Product | None:
+        """The product of activations of a type with weights [O, I], one below the other; None where there is no room
+        for a copy, or some have a bias and others not."""
+        if len({bias is None for bias in biases}) > 1:
             return None
-        copy = self._copies.get(tuple(map(id, weights)))
-        if copy is not None and copy.follows(weights, biases, dtype):
+        key, of = tuple(weights), tuple(biases)
+        copy = self._copies.get(tuple(map(id, key)))
+        if copy is not None and copy.follows(key, of, dtype):
             return copy
-        return self._new_copy(weights, biases, dtype, can_pack(dtype, x.device))
+        return self._new_copy(key, of, dtype, can_pack(dtype, weights[0].device))
+
+    def _copy_of(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Product | None:
+        """A copy for products with x [M, I]; None where the weights as they are do as well, or room is lacking."""
+        return None if x.shape[0] == 0 else self.product_of(weights, biases, x.dtype)
 
     def _new_copy(
         self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], dtype: torch.dtype, packed: bool
-    ) -> _Copy | None:
+    ) -> Product | None:
         key = tuple(map(id, weights))
         if not all(isinstance(weight, nn.Parameter) for weight in weights):
             return None  # made for this product alone, such as an adapter's effective weight
@@ -142,7 +155,7 @@ class PackedWeights:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
         bias = None if biases[0] is None else _stacked([bias for bias in biases if bias is not None], dtype)
         versions = tuple(source._version for source in (*weights, *biases) if source is not None)
-        copy = self._copies[key] = _Copy(weights, biases, versions, weight, bias, packed)
+        copy = self._copies[key] = Product(weights, biases, versions, weight, bias, packed)
         return copy
 
 

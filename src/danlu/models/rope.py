@@ -16,7 +16,9 @@ from torch import Tensor
 from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 
 
-def rotary_tables(config: ModelConfig, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    config: ModelConfig, positions: Tensor, lengths: Tensor | None = None, *, frequencies: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants them.
 
     Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length:
@@ -27,7 +29,8 @@ def rotary_tables(config: ModelConfig, positions: Tensor, lengths: Tensor | None
     """
     if lengths is None and isinstance(config.rope_scaling, DynamicScaling):
         lengths = document_lengths(positions)
-    frequencies = inverse_frequencies(config, lengths, device=positions.device)  # [R/2] or [T, R/2]
+    if frequencies is None:
+        frequencies = inverse_frequencies(config, lengths, device=positions.device)  # [R/2] or [T, R/2]
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # [T, R]
     scaling = config.rope_scaling.attention_scaling if isinstance(config.rope_scaling, YarnScaling) else 1.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,14 +26,18 @@ BUFFER_BYTES = 128 << 20
 MOST_PADDING = 1.25
 # Room for so many more tokens than there are when sequences are gathered, so that it is done seldom.
 ROOM = 128
+# With beta 0 the first argument of baddbmm is not read: a product and its scale in one call.
+_NOT_READ = torch.zeros(())
 
 
-@dataclass
 class _Layer:
-    """The buffers of one layer, [Q, K, capacity, C] of each kind, and the pass that wrote to them last."""
+    """The buffers of one layer, [2, Q, K, capacity, C], views of them, and the pass that wrote to them last."""
 
-    buffers: tuple[Tensor, ...]
-    written: int
+    def __init__(self, buffers: Tensor, written: int) -> None:
+        self.buffers, self.written = buffers, written
+        self.keys, self.values = buffers.unbind(0)  # [Q, K, capacity, C]
+        self.keys_of_heads = self.keys.flatten(0, 1).transpose(1, 2)  # [Q*K, C, capacity]
+        self.values_of_heads = self.values.flatten(0, 1)  # [Q*K, capacity, C]
 
 
 class DecodeBuffers:
@@ -43,7 +46,7 @@ class DecodeBuffers:
     def __init__(self, block: int, device: torch.device) -> None:
         self._block, self._device = block, device
         self._layers: dict[int, _Layer] = {}
-        self._storage: dict[tuple[int, int], Tensor] = {}  # by layer and kind, flat; used again by other sequences
+        self._storage: dict[int, Tensor] = {}  # by layer, flat; used again by other sequences
         self._sequences: list[int] = []
         self._positions: list[int] = []
         self._capacity = 0
@@ -76,25 +79,26 @@ class DecodeBuffers:
         self._pass += 1
         return DecodeRows(self, chunks, self._capacity, self._pass)
 
-    def layer(self, number: int, written: int) -> tuple[Tensor, ...] | None:
+    def layer(self, number: int, written: int) -> _Layer | None:
         """The buffers of a layer, if the pass before this one left them as they should be."""
         own = self._layers.get(number)
         if own is None or own.written != written - 1:
             return None
         own.written = written
-        return own.buffers
+        return own
 
-    def empty(self, layer: int, kind: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for a buffer of this shape. What is in it may be anything."""
+    def empty(self, layer: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for the buffers of a layer, of this shape. What is in it may be anything."""
         size = math.prod(shape)
-        storage = self._storage.get((layer, kind))
+        storage = self._storage.get(layer)
         if storage is None or storage.numel() < size:
-            storage = self._storage[layer, kind] = like.new_empty(size)
+            storage = self._storage[layer] = like.new_empty(size)
         return storage[:size].view(shape)
 
-    def keep(self, number: int, buffers: tuple[Tensor, ...], written: int) -> None:
+    def keep(self, number: int, buffers: Tensor, written: int) -> _Layer:
         """Takes new buffers of a layer."""
-        self._layers[number] = _Layer(buffers, written)
+        self._layers[number] = own = _Layer(buffers, written)
+        return own
 
     def index(self, numbers: np.ndarray) -> Tensor:
         """Numbers on the device."""
@@ -128,56 +132,59 @@ class DecodeRows:
     ) -> Tensor:
         """Attention of a layer's queries [Q, H, C], each over its own sequence: [Q, H, C].
 
-        new: keys and values of the tokens, [Q, K, C] each, which the blocks `pool` [N, K, B, C] have already.
+        new: keys and values of the tokens, [Q, K, C] each; pool: the blocks [N, K, B, C] of those before.
         """
-        keys, values = self._update(layer, new, pool)  # [Q, K, capacity, C]
+        return self.attend_new(layer, q, torch.stack(new), pool, scale)
+
+    def attend_new(self, layer: int, q: Tensor, new: Tensor, pool: tuple[Tensor, ...], scale: float) -> Tensor:
+        """`attend` with keys and values of the tokens in one tensor, [2, Q, K, C]. The pool need not have them yet."""
+        own = self._update(layer, new, pool)
         mask = self._mask_in(q.dtype)
-        count, heads, _, width = keys.shape
+        count, heads, _, width = own.keys.shape
         if q.dtype != torch.float32 or q.device.type != "cpu":
             q = q.reshape(count, heads, -1, width)  # [Q, K, G, C]
-            keys, values = (x.narrow(2, 0, self.tokens) for x in (keys, values))
+            keys, values = (x.narrow(2, 0, self.tokens) for x in (own.keys, own.values))
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)
         # Two products are faster than torch's kernel where a key is read by a few queries only: 8 sequences of 128
         # tokens 65 against 129 us, 32 of them 348 against 544 (float32, 4 heads of width 32, two threads).
-        keys, values = (x.flatten(0, 1).narrow(1, 0, self.tokens) for x in (keys, values))  # [Q*K, S, C]
-        scores = torch.bmm(q.reshape(count * heads, -1, width), keys.transpose(1, 2)).mul_(scale)  # [Q*K, G, S]
+        keys, values = own.keys_of_heads.narrow(2, 0, self.tokens), own.values_of_heads.narrow(1, 0, self.tokens)
+        rows = q.reshape(count * heads, -1, width)  # [Q*K, G, C]
+        scores = torch.baddbmm(_NOT_READ, rows, keys, beta=0, alpha=scale) if scale != 1 else torch.bmm(rows, keys)
         if mask is not None:
             scores.view(count, heads, -1, self.tokens).add_(mask)
         return torch.bmm(scores.softmax(-1), values).view(count, -1, width)
 
-    def _update(self, layer: int, new: tuple[Tensor, Tensor], pool: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The buffers of a layer, with the new tokens."""
-        buffers = self._buffers.layer(layer, self._number)
-        if buffers is None:
-            buffers = tuple(self._gathered(layer, kind, blocks) for kind, blocks in enumerate(pool))
-            self._buffers.keep(layer, buffers, self._number)
-        elif self._same:
-            for buffer, rows in zip(buffers, new, strict=True):
-                buffer.select(2, self.tokens - 1).copy_(rows)
+    def _update(self, layer: int, new: Tensor, pool: tuple[Tensor, ...]) -> _Layer:
+        """The buffers of a layer, with the new tokens [2, Q, K, C]."""
+        own = self._buffers.layer(layer, self._number)
+        if own is None:
+            own = self._buffers.keep(layer, self._gathered(layer, pool), self._number)
+        if self._same:
+            own.buffers.select(3, self.tokens - 1).copy_(new)
         else:
-            for buffer, rows in zip(buffers, new, strict=True):
-                width = rows.shape[-1]
-                buffer.view(-1, width).index_copy_(0, self._slots_of(rows.shape[1]), rows.reshape(-1, width))
+            kinds, _, heads, width = new.shape
+            own.buffers.view(-1, width).index_copy_(0, self._slots_of(kinds, heads), new.reshape(-1, width))
+        return own
+
+    def _gathered(self, layer: int, pool: tuple[Tensor, ...]) -> Tensor:
+        """New buffers [2, Q, K, capacity, C] with what the blocks [N, K, B, C] have of the sequences."""
+        _, heads, block, width = pool[0].shape
+        count = len(self._chunks)
+        buffers = self._buffers.empty(layer, (len(pool), count, heads, self._capacity, width), pool[0])
+        rows = self._table_of(heads, block)
+        stop = len(rows) // (count * heads) * block
+        for buffer, blocks in zip(buffers, pool, strict=True):
+            gathered = blocks.view(-1, block * width).index_select(0, rows)
+            buffer[:, :, :stop] = gathered.view(count, heads, -1, width)
+        if not self._same:  # a short sequence does not see what a long one will have here, but 0 times NaN is NaN
+            buffers[:, :, :, stop:] = 0
         return buffers
 
-    def _gathered(self, layer: int, kind: int, blocks: Tensor) -> Tensor:
-        """A new buffer [Q, K, capacity, C] with what the blocks [N, K, B, C] have of the sequences."""
-        _, heads, block, width = blocks.shape
-        count = len(self._chunks)
-        buffer = self._buffers.empty(layer, kind, (count, heads, self._capacity, width), blocks)
-        rows = self._table_of(heads, block)
-        gathered = blocks.view(-1, block * width).index_select(0, rows).view(count, heads, -1, width)
-        stop = gathered.shape[2]
-        buffer[:, :, :stop] = gathered
-        if not self._same:  # a short sequence does not see what a long one will have here, but 0 times NaN is NaN
-            buffer[:, :, stop:] = 0
-        return buffer
-
-    def _slots_of(self, heads: int) -> Tensor:
-        """[Q*K] int64: of buffers [Q*K*capacity, C] the row of each new token and head."""
+    def _slots_of(self, kinds: int, heads: int) -> Tensor:
+        """[kinds*Q*K] int64: of buffers [kinds*Q*K*capacity, C] the row of each new token and head."""
         if heads not in self._slots:
-            first = np.arange(len(self._chunks) * heads) * self._capacity
-            self._slots[heads] = self._buffers.index(first + np.repeat(self._positions, heads))
+            first = np.arange(kinds * len(self._chunks) * heads) * self._capacity
+            self._slots[heads] = self._buffers.index(first + np.tile(np.repeat(self._positions, heads), kinds))
         return self._slots[heads]
 
     def _table_of(self, heads: int, block: int) -> Tensor:

@@ -24,6 +24,7 @@ from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
 from danlu.rollout.engine import EngineAdapters, EngineOptions
 from danlu.rollout.exact_paged import ExactPagedAttention
+from danlu.rollout.fused_decoder import FusedDecoder
 from danlu.rollout.pool import CachePool
 from danlu.rollout.sampling import Drawn, DrawRow, draw, score
 from danlu.rollout.scheduler import Chunk, Plan
@@ -61,6 +62,8 @@ class ModelRunner:
         self.packed_weights = PackedWeights(int(options.packed_gib * GIB))
         self.copies_weights = not self.exact
         """Whether products are made with copies of weights, which are faster to multiply with."""
+        self._fused: FusedDecoder | None = None
+        self._fused_is_known = False
         if self.exact:
             batch_invariant.enable()
         self._lengths_matter = isinstance(model.config.rope_scaling, DynamicScaling)
@@ -130,6 +133,7 @@ class ModelRunner:
         """Drops copies of weights. Their version alone does not tell: FSDP gathers weights,
         and `.data` is written to, without counting."""
         self.packed_weights.clear()
+        self._fused, self._fused_is_known = None, False
 
     def propose(self, answers: Iterable[Answer]) -> None:
         """Has tokens proposed that may follow those of growing answers, to be checked with their next pass."""
@@ -148,8 +152,21 @@ class ModelRunner:
                 [max(chunk.length, place + 1) for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]
             )
         inputs = copy_to(torch.tensor(columns), self.device)  # [2 or 3, T]
+        if (fused := self._fused_decoder(plan)) is not None:
+            rows = self.pool.decode_rows(plan)
+            if rows is not None:
+                return fused(inputs[0], inputs[1], rows, self.pool)
         attend = ExactPagedAttention(plan, self.pool) if self.exact else self.pool.attend(plan)
         return self.model(inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
+
+    def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
+        """What computes a pass that brings one token to each sequence; None where modules do."""
+        if not self.copies_weights or any(stop - start != 1 for _, start, stop, _, _ in plan.chunks):
+            return None
+        if not self._fused_is_known or (self._fused is not None and not self._fused.is_current):
+            self._fused = FusedDecoder.of(self.model, self.packed_weights, self.dtype)
+            self._fused_is_known = True
+        return self._fused
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] float32; where numerics are exact by the products that training makes for its log-probabilities."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from danlu.layer_types import LayerCache
 from danlu.models.attention_kernels import copy_to
-from danlu.rollout.decode_buffers import DecodeBuffers
+from danlu.rollout.decode_buffers import DecodeBuffers, DecodeRows
 from danlu.rollout.paged import PagedAttention
 from danlu.rollout.scheduler import Plan
 
@@ -106,12 +106,23 @@ class CachePool:
         """Attention of the plan's chunks, laid end to end."""
         return PagedAttention(plan, self)
 
+    def decode_rows(self, plan: Plan) -> DecodeRows | None:
+        """Of a plan that brings one token to each sequence; None where buffers for them would be too much."""
+        return self.decode_buffers.rows_of(plan.chunks, self.token_bytes)
+
     def write(self, layer: int, *rows: Tensor) -> None:
         """Writes what a layer keeps of the tokens of the plan that was carried out last, [T, *lead, C] each."""
         for blocks, new in zip(self._views[layer], rows, strict=True):
             width = new.shape[-1]
             heads = math.prod(new.shape[1:-1])
             blocks.view(-1, width).index_copy_(0, self._slots.rows(heads), new.reshape(-1, width))
+
+    def write_layers(self, rows: Tensor) -> None:
+        """`write` for all layers at once, where each keeps tensors of one shape: [layers, kinds, T, heads, C]."""
+        (storage,) = self._storage.values()  # [layers * kinds, N, heads, B, C]
+        heads, width = rows.shape[-2:]
+        new = rows.reshape(len(storage), -1, width)
+        storage.view(len(storage), -1, width).index_copy_(1, self._slots.rows(heads), new)
 
     def gather(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, ...]:
         """What a layer keeps of the first S = `tokens` tokens in these blocks: [S, *lead, C], contiguous.
