@@ -66,6 +66,16 @@ def test_a_signal_ends_it_and_closes_streams(endless: Path, tmp_path: Path, numb
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
+def test_ctrl_c_again_and_again_prints_no_traceback(endless: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", endless) as (process, _):
+        while process.is_alive():
+            os.kill(process.pid, signal.SIGINT)
+            process.join(0.005)
+        assert process.exitcode == 130
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["interrupted"]
+
+
 @contextmanager
 def unread_stream(url: str) -> Iterator[None]:
     """A client that does not read its stream, once the server can send no more of it."""

@@ -166,7 +166,8 @@ class Api:
         except EngineStopped as error:
             raise ApiError(str(error), status=503) from None
         if any(completion.finish == "abort" for completion in completions):
-            raise ApiError("the answer was ended: the server ends, or has other weights now", status=503)
+            ended_by = "the server is ending" if self._engine.is_ending else "a trainer has ended all answers"
+            raise ApiError(ended_by, status=503)
         return JSONResponse(writer.whole(completions))
 
     async def _tokenize(self, encode: Callable[[], list[int]], param: str) -> list[int]:

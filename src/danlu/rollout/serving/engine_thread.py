@@ -162,6 +162,11 @@ class EngineThread:
         if call.missing:
             self._commands.put(Abort(call))
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._ended
+
     async def do(self, work: Callable[[], list[Completion]]) -> None:
         """Has the engine's thread do something between two steps, and waits until it is done. Raises what it raises."""
         if self._ended:

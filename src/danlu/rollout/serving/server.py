@@ -216,6 +216,10 @@ class Server(uvicorn.Server):
         if self.engine.failure is not None:
             raise self.engine.failure
         for number in reversed(self._captured_signals):
+            if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
+                # The process ends now: one more Ctrl-C would break its exit off with a traceback of somebody's module.
+                signal.signal(number, signal.SIG_IGN)
+                raise KeyboardInterrupt
             signal.raise_signal(number)
 
     @contextmanager
