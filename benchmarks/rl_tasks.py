@@ -1,0 +1,295 @@
+"""Reinforcement learning on tasks with a checkable answer, and with LoRA beside full training; figures as Markdown.
+
+    python benchmarks/rl_tasks.py tasks DATA OUTPUT [--steps 40] [--seed 0]   simple_arithmetic and countdown
+    python benchmarks/rl_tasks.py length DATA OUTPUT [--steps 40] [--seed 0]  a reward for short stories: full and LoRA
+
+`tasks` trains a model of 0.9M parameters from scratch with danlu alone: a tokenizer, SFT on generated puzzles of both
+kinds, then GRPO on each kind from there. DATA/rl has the rows it is judged by, which are never trained on: 60 sums of
+BIG-bench's simple_arithmetic, and the last 500 of countdown_generated.jsonl (the first 500 are prompts of GRPO). Before
+and after are greedy answers, judged by the reward of the recipe (`danlu eval --rewards`).
+
+`length` starts from DATA/weights/stories260K-hf, lets it write one sentence after openings of stories, and rewards
+short ones: 0 up to 5 tokens, falling to -1 at 45.
+
+Recipes, data and rewards are written to OUTPUT and run by `danlu train`, so that each can be read, changed and run
+again; a run that is finished is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+REWARD = '''
+"""1 for an expression that uses each number once and gives the target, as Countdown asks for; else 0."""
+
+import ast
+import operator
+from fractions import Fraction
+
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def value(node, used):
+    """The value of an expression, whose numbers are added to `used`. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](value(node.left, used), value(node.right, used))
+    raise ValueError("no sum, difference, product or quotient of numbers")
+
+
+def countdown(completion, nums, target, **row):
+    used = []
+    try:
+        result = value(ast.parse(completion.strip(), mode="eval").body, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return 0.0
+    return float(result == target and sorted(used) == sorted(nums))
+'''
+
+
+def danlu(*arguments: object) -> str:
+    """Runs a verb and returns what it says on stdout."""
+    command = [sys.executable, "-m", "danlu", *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def train(file: Path, recipe: dict[str, Any]) -> list[dict[str, Any]]:
+    """Writes a recipe, trains it, and returns the lines of metrics.jsonl."""
+    file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    danlu("train", file)
+    lines = (Path(recipe["output"]) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+# -- simple_arithmetic and countdown ----------------------------------------------------------------------------------
+
+
+def sum_question(a: int, b: int) -> str:
+    return f"Q: {a} + {b} ="
+
+
+def worked_sum(a: int, b: int) -> str:
+    """From the ones on, each digit with what is carried; the result last: `7+8=15, 4+2+1=7, 75`."""
+    steps, carried, left, right = [], 0, a, b
+    while left or right or not steps:
+        digits = left % 10 + right % 10 + carried
+        steps.append(f"{left % 10}+{right % 10}{'+1' if carried else ''}={digits}")
+        carried, left, right = digits // 10, left // 10, right // 10
+    return ", ".join([*steps, str(a + b)])
+
+
+def sums(count: int, asked: set[str], chance: random.Random) -> Iterator[tuple[int, int]]:
+    """Sums of two numbers of one to three digits that are not among those `asked`, as often as each other length."""
+    while count:
+        digits = chance.randint(1, 3)
+        pair = tuple(chance.randint(1, 10 ** (digits if other else chance.randint(1, digits)) - 1) for other in (0, 1))
+        a, b = chance.sample(pair, 2)
+        if sum_question(a, b) not in asked:
+            count -= 1
+            yield a, b
+
+
+def countdown_question(row: dict[str, Any]) -> str:
+    return f"Make {row['target']} of {', '.join(map(str, row['nums']))}."
+
+
+def puzzles(count: int, known: set[str], chance: random.Random) -> Iterator[dict[str, Any]]:
+    """Puzzles of three or four numbers with a solution, none of which is among those `known`."""
+    while count:
+        nums = sorted(chance.randint(1, 99) for _ in range(chance.choice((3, 3, 3, 4))))
+        parts = [(str(number), number) for number in nums]
+        while len(parts) > 1:
+            chance.shuffle(parts)
+            (left, a), (right, b), *others = parts
+            sign, result = chance.choice((("+", a + b), ("-", a - b), *((("*", a * b),) if a * b < 100 else ())))
+            parts = [(f"({left}{sign}{right})", result), *others]
+        row = {"nums": nums, "target": parts[0][1], "solution": parts[0][0]}
+        if 10 <= row["target"] <= 200 and countdown_question(row) not in known:
+            count -= 1
+            yield row
+
+
+def conversation(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def tasks(data: Path, output: Path, options: argparse.Namespace) -> None:
+    """SFT on both kinds of puzzles, GRPO on each, and a table of before and after."""
+    from danlu.data.tokenizer_training import train_tokenizer
+
+    given = [json.loads(line) for line in (data / "rl/bigbench_simple_arithmetic.jsonl").read_text().splitlines()]
+    held_out_sums = [{"question": row["context"], "answer": row["continuation"]} for row in given]
+    made = [json.loads(line) for line in (data / "rl/countdown_generated.jsonl").read_text().splitlines()]
+    every = [row | {"question": countdown_question(row)} for row in made]
+    chance = random.Random(0)
+    asked = {row["question"] for row in held_out_sums}
+    known = {row["question"] for row in every}
+    worked = [conversation(sum_question(a, b), worked_sum(a, b)) for a, b in sums(options.worked_sums, asked, chance)]
+    solved = [conversation(countdown_question(row), row["solution"]) for row in puzzles(options.solved, known, chance)]
+    prompts = sums(32 * options.steps, asked, chance)
+    files = {
+        "sft": write_rows(output / "sft.jsonl", chance.sample([*worked, *solved], len(worked) + len(solved))),
+        "simple_arithmetic": write_rows(
+            output / "sums.jsonl", [{"question": sum_question(a, b), "answer": str(a + b)} for a, b in prompts]
+        ),
+        "countdown": write_rows(output / "countdown.jsonl", every[:500]),
+    }
+    held_out = {
+        "simple_arithmetic": write_rows(output / "held-out-sums.jsonl", held_out_sums),
+        "countdown": write_rows(output / "held-out-countdown.jsonl", every[500:]),
+    }
+    (output / "countdown_reward.py").write_text(REWARD)
+    rewards: dict[str, Any] = {
+        "simple_arithmetic": {"kind": "numeric", "column": "answer"},
+        "countdown": f"{output / 'countdown_reward.py'}:countdown",
+    }
+    texts = (message["content"] for row in [*worked, *solved] for message in row["messages"])
+    train_tokenizer(texts, 300, output / "tokenizer")
+    base = output / "sft"
+    sft = {
+        "stage": "sft",
+        "model": {"config": CONFIG, "tokenizer": str(output / "tokenizer")},
+        "data": {"train": [str(files["sft"])], "max_length": 256},
+        "optimizer": {"kind": "adamw", "learning_rate": 2e-3, "weight_decay": 0.1},
+        "schedule": {"kind": "cosine", "warmup": 0.05, "floor": 0.1},
+        "batch": {"sequences": 16},
+        "epochs": options.epochs,
+        "precision": "bf16",
+        "seed": options.seed,
+        "threads": options.threads,
+        "output": str(base),
+    }
+    print(f"sft: loss {train(output / 'sft.yaml', sft)[-1]['loss']:.4f}", flush=True)
+    print(
+        "| task | held out | SFT | SFT + GRPO | reward of drawn answers, first and last tenth |\n|---|---|---|---|---|"
+    )
+    for task, file in files.items():
+        if task == "sft":
+            continue
+        recipe = {
+            "stage": "grpo",
+            "model": str(base),
+            "data": {"train": [str(file)], "prompt": "{question}", "max_length": 96},
+            "rollout": {"samples": options.samples, "max_new_tokens": 40},
+            "rewards": [rewards[task]],
+            "optimizer": {"kind": "adamw", "learning_rate": 1e-4, "weight_decay": 0.0},
+            "schedule": {"kind": "constant", "warmup": 0.05},
+            "batch": {"prompts": 32},
+            "steps": options.steps,
+            "precision": "fp32",
+            "seed": options.seed,
+            "threads": options.threads,
+            "output": str(output / task),
+        }
+        lines = train(output / f"{task}.yaml", recipe)
+        before, after = (right(run, output / f"{task}.yaml", held_out[task]) for run in (base, output / task))
+        first, last = ends([line["reward"] for line in lines if "reward" in line])
+        print(f"| {task} | {before[1]} | {before[0]:.1%} | {after[0]:.1%} | {first:.3f}, {last:.3f} |", flush=True)
+
+
+def right(run: Path, recipe: Path, rows: Path) -> tuple[float, int]:
+    """The mean reward of greedy answers to the rows of a file, and their number."""
+    flags = ("--samples", 1, "--temperature", 0, "--max-new-tokens", 40, "--json")
+    told = json.loads(danlu("eval", run, "--rewards", recipe, "--data", rows, *flags))
+    (summary,) = told["rewards"].values()
+    return summary["mean"], told["rows"]
+
+
+# -- a reward for short answers ---------------------------------------------------------------------------------------
+
+OPENINGS = ("Once upon a time", "One day", "There was", "Lily and Tom", "A little dog", "In the park", "The sun", "Mia")
+
+
+def length(data: Path, output: Path, options: argparse.Namespace) -> None:
+    """GRPO with the same reward in full and with LoRA: a table of reward and length along the run."""
+    rows = write_rows(output / "openings.jsonl", [{"prompt": opening} for opening in OPENINGS])
+    adapters: dict[str, Any] = {
+        "full": None,
+        "lora": {"kind": "lora", "rank": 8, "alpha": 16, "targets": "all-linear"},
+    }
+    curves = {}
+    for name, adapter in adapters.items():
+        recipe = {
+            "stage": "grpo",
+            "model": str(data / "weights/stories260K-hf"),
+            "data": {"train": [str(rows)], "max_length": 64},
+            "rollout": {"samples": 8, "max_new_tokens": 45, "stop_strings": ["."]},
+            "rewards": [{"kind": "length", "most": 5, "slack": 40}],
+            "optimizer": {"kind": "adamw", "learning_rate": options.rates[name != "full"], "weight_decay": 0.0},
+            "schedule": {"kind": "constant", "warmup": 0},
+            "batch": {"prompts": 8},
+            "steps": options.steps,
+            "precision": "fp32",
+            "seed": options.seed,
+            "threads": options.threads,
+            "output": str(output / name),
+        } | ({"adapter": adapter} if adapter else {})
+        lines = [line for line in train(output / f"{name}.yaml", recipe) if "reward" in line]
+        curves[name] = lines
+    print("| steps | full: reward | tokens | LoRA: reward | tokens |\n|---|---|---|---|---|")
+    bounds = [round(part * options.steps / 5) for part in range(6)]
+    for start, end in pairwise(bounds):
+        cells = [
+            f"{fmean(line['reward'] for line in lines[start:end]):.3f} | "
+            f"{fmean(line['length'] for line in lines[start:end]):.1f}"
+            for lines in curves.values()
+        ]
+        print(f"| {start + 1} to {end} | {' | '.join(cells)} |")
+
+
+def ends(values: list[float]) -> tuple[float, float]:
+    """The means of the first and of the last tenth."""
+    tenth = max(1, len(values) // 10)
+    return fmean(values[:tenth]), fmean(values[-tenth:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tasks", "length"])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--steps", type=int, default=40, help="of each GRPO run")
+    parser.add_argument("--samples", type=int, default=8, help="tasks: answers to each prompt")
+    parser.add_argument("--worked-sums", type=int, default=4000)
+    parser.add_argument("--solved", type=int, default=6000, help="countdown puzzles of SFT")
+    parser.add_argument("--epochs", type=int, default=2, help="of SFT")
+    parser.add_argument("--rates", type=float, nargs=2, default=[1e-4, 2e-3], help="length: learning rates, full, LoRA")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    output = options.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    run: Callable[[Path, Path, argparse.Namespace], None] = {"tasks": tasks, "length": length}[options.what]
+    run(options.data.resolve(), output, options)
+
+
+if __name__ == "__main__":
+    main()
