@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
 LAYERS: dict[str, int] = {
     "": 0,  # danlu/__init__.py: the version
     "atomic_write": 0,
+    "environment": 0,
     "errors": 0,
     "file_lock": 0,
     "http_client": 0,

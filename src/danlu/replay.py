@@ -99,7 +99,7 @@ class RecordedRewards:
     """
 
     def __init__(self, recipe: Recipe, rollouts: RecordedRollouts) -> None:
-        self.parts = [RewardPart(section.label, _not_asked, section.weight) for section in recipe.rewards or ()]
+        self.parts = [RewardPart(name, _not_asked, weight) for name, weight in recipe.reward_weights.items()]
         self.resampled = objective_section(recipe).resample > 0
         self.rewards: dict[tuple[int, int], Mapping[str, float | None]] = {}
         for line in (line for lines in rollouts.values() for line in lines):

@@ -155,7 +155,7 @@ def held_out_rewards(recipe: Recipe, objective: Objective) -> PolicyEvaluation:
 
 def policy_metrics(recipe: Recipe) -> dict[str, Better]:
     """What evaluations of a policy report that has a better side."""
-    parts: dict[str, Better] = {f"reward/{reward.label}": "higher" for reward in recipe.rewards or ()}
+    parts: dict[str, Better] = {f"reward/{name}": "higher" for name in recipe.reward_weights}
     return {"loss": "lower", "reward": "higher", **parts}
 
 

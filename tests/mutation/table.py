@@ -1086,4 +1086,53 @@ MUTATIONS: tuple[Mutation, ...] = (
         'is_exact = recipe.numerics == "exact"',
         "language/test_reinforcement.py",
     ),
+    # -- episodes of several turns
+    Mutation(
+        "rollout/episodes.py",
+        "drawn = (*segment.drawn, *[False] * len(between), *[True] * len(completion.tokens))",
+        "drawn = (*segment.drawn, *[True] * len(between), *[True] * len(completion.tokens))",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rollout/episodes.py",
+        "            draw_sample=episode.sample,",
+        "            draw_sample=0,",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rollout/episodes.py",
+        "reward=None if episode.failure is not None else reward,",
+        "reward=reward or 0.0,",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rollout/turn_rendering.py",
+        "return encoded[len(self.tokenizer.encode(terminator)) :]",
+        "return encoded",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rollout/turn_rendering.py",
+        "        if place is None:",
+        "        if place is None and False:",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rollout/experience_trees.py",
+        "first += int(drawn.sum())",
+        "first += len(drawn)",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rollout/estimators.py",
+        "places, stops = np.flatnonzero(drawn), np.cumsum(self.lengths[first:last])",
+        "places, stops = np.arange(len(drawn)), np.cumsum(self.lengths[first:last])",
+        "rollout/test_episodes.py",
+    ),
+    Mutation(
+        "rewards/environments/worker.py",
+        "if call.answers and tuple(episode.replies) != call.replies:",
+        "if False:",
+        "rewards/test_environments.py",
+    ),
 )

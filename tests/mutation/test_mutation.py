@@ -10,8 +10,8 @@ from mutation.run import ROOT, main
 from mutation.table import MUTATIONS, Mutation
 
 ROOMS = """
-adapters assembly cli data language memory models numerics objectives optim parallel plan recipe report rollout study
-train verify
+adapters assembly cli data language memory models numerics objectives optim parallel plan recipe report rewards rollout
+study train verify
 """
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from danlu.errors import RecipeError, ResourceError
-from danlu.rewards import worker_pool
+from danlu.rewards import worker_connection, worker_pool
 from danlu.rewards.code import Code, require_isolation
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer
@@ -262,7 +262,7 @@ def test_problems_of_all_functions_are_told_at_the_start(file, runner):
     [("import time; time.sleep(60)", "no answer within"), ("import os; os._exit(5)", "ended with exit code 5")],
 )
 def test_a_file_that_cannot_be_run(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(worker_pool, "LOAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(worker_connection, "LOAD_TIMEOUT_S", 0.3)
     path = tmp_path / "slow.py"
     path.write_text(content)
     part = RewardPart("a", UserFunction.read(f"{path}:f"))
@@ -327,7 +327,7 @@ def test_an_interrupt_ends_the_scoring_at_once(runner):
 
 
 CALLER = """
-from danlu.rewards import worker_pool
+from danlu.rewards import worker_connection, worker_pool
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardRunner

@@ -160,6 +160,11 @@ class ChatTemplate:
         return self._shows(_TOOL, _TOOL_EXCHANGE) and self._shows(_RESULT, _TOOL_EXCHANGE)
 
     @cached_property
+    def takes_results(self) -> bool:
+        """Whether it shows a message of role tool behind an answer that has its calls in its text."""
+        return self._shows(_RESULT, [*_EXCHANGE, {"role": "tool", "content": _RESULT, "name": _TOOL}])
+
+    @cached_property
     def looks_for(self) -> tuple[frozenset[str], frozenset[str]]:
         """Constants by which it can tell one content from another: those it compares for equality, those it searches.
 

@@ -17,6 +17,7 @@ from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.language.reinforcement import empty_item, reward_parts
 from danlu.recipe import Recipe
 from danlu.rewards.build import check_columns
+from danlu.rewards.environments.build import environment_source
 from danlu.stage_protocols import Material, Prompts
 from danlu.train.progress import RowProgress
 from danlu.train.run_folder import Start
@@ -65,8 +66,11 @@ class PromptReader:
 
     def targets(self, items: int) -> int:
         """The most targets that so many prompts have."""
-        rollout = self.recipe.rollout
-        return items * rollout.samples * rollout.max_new_tokens
+        rollout, environment = self.recipe.rollout, self.recipe.environment
+        longest = rollout.max_new_tokens
+        if environment is not None:
+            longest = min(longest * environment.max_turns, self.recipe.data.max_length)
+        return items * rollout.samples * longest
 
 
 def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, positions: int) -> list[str]:
@@ -98,6 +102,8 @@ class RolloutBuilder(DecoderBuilder):
     """A `ModelBuilder`: the decoder that answers and learns."""
 
     def check(self, start: Start | None) -> None:
-        """Also raises RecipeError for rewards that cannot be."""
+        """Also raises RecipeError for rewards and environments that cannot be."""
         super().check(start)
         reward_parts(self.recipe)
+        if self.recipe.environment is not None:
+            environment_source(self.recipe.environment)

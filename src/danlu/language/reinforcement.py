@@ -22,15 +22,20 @@ from danlu.language.tree_reader import laid_out
 from danlu.language.tree_scoring import TreeScorer
 from danlu.line_log import LineLog
 from danlu.objectives.policy_losses import AdaptiveKl
+from danlu.parallel.comm import Group
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo
+from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.rewards.build import build_rewards, build_runner
+from danlu.rewards.environments.build import environment_workers
+from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardPart
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.episodes import Episodes
 from danlu.rollout.estimators import (
     Estimator,
     GaeEstimator,
@@ -44,6 +49,7 @@ from danlu.rollout.held_out_answers import HeldOutAnswers
 from danlu.rollout.request import Completion, SamplingOptions
 from danlu.rollout.resolve_model import ResolvedModel
 from danlu.rollout.rollout_sampler import ExperienceSettings, Rewards, RolloutSampler
+from danlu.rollout.turn_rendering import TurnRenderer
 from danlu.stage_protocols import HeldOut, Prompts
 from danlu.train.position import ItemSource
 from danlu.train.run_folder import ROLLOUTS
@@ -65,7 +71,11 @@ def reward_parts(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None
             return judges[section.path]
         return DeferredRewardModel(resolve_reward_model(section.path), recipe)
 
-    return build_rewards(recipe.rewards or (), reward_model)
+    environment = recipe.environment
+    own: list[RewardPart] = []
+    if environment is not None and environment.gives_reward:
+        own = [RewardPart(ENVIRONMENT, EnvironmentReward(), environment.weight)]
+    return [*own, *build_rewards(recipe.rewards or (), reward_model)]
 
 
 @dataclass(frozen=True)
@@ -144,10 +154,11 @@ def experience_items(
     virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
     longest = max(len(prompt.tokens) for prompt in (*prompts.train, *prompts.held_out))
     answers = settings.prompts * (settings.samples + settings.greedy)
+    longest = longest + settings.max_new_tokens if recipe.environment is None else recipe.data.max_length
     needed = cache_gib(
         placed.model,
         DTYPES[recipe.precision],
-        [virtual + longest + settings.max_new_tokens] * answers,
+        [virtual + longest] * answers,
         engine_options(recipe),
     )
     engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
@@ -159,7 +170,9 @@ def experience_items(
         return Pack((laid_out(item.samples[0], shared),))
 
     log = LineLog(folder / ROLLOUTS) if ranks.leads else None
-    sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world)
+    room = min(recipe.data.max_length, placed.model.config.context_length - virtual)
+    episodes = episodes_of(recipe, chat, room, ranks.world)
+    sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world, episodes=episodes)
     if recipe.rollout.staleness > 0:
         sampler.asynchronous = AsynchronousRollouts(
             placed.asynchronous_engine(recipe, placed.placed, needed) if ranks.leads else None,
@@ -181,6 +194,29 @@ def _rollouts(recipe: Recipe, prompts: int) -> int:
     if recipe.steps is not None:
         return math.ceil(recipe.steps / (batch.updates * batch.passes))
     return math.ceil(math.ceil((recipe.epochs or 1) * prompts * batch.passes) / (batch.prompts * batch.passes))
+
+
+def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) -> Episodes | None:
+    """What plays the turns of an answer, in a `room` of so many tokens; None where the recipe has no environment.
+
+    Raises what `environment_workers` does.
+    """
+    section = recipe.environment
+    if section is None:
+        return None
+    stop_ids = chat.split_stops(recipe.rollout.stop_strings)[0]
+    renderer = TurnRenderer(
+        chat.tokenizer, chat.stop_ids | stop_ids, recipe.data.system, silent_ids=frozenset(chat.silent_ids)
+    )
+    return Episodes(
+        environment_workers(section),
+        renderer,
+        section.max_turns,
+        room,
+        section.gives_reward,
+        recipe.seed,
+        world,
+    )
 
 
 def estimator_of(recipe: Recipe) -> Estimator:
@@ -239,7 +275,7 @@ def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
 def empty_item(recipe: Recipe) -> Pack:
     """An item without targets that has the columns and facts of the stage's items."""
     completion = Completion(0, 0, [0], [0.0], [0.0], None, [0], "", "stop")
-    parts = [f"reward/{reward.label}" for reward in recipe.rewards or ()]
+    parts = [f"reward/{name}" for name in recipe.reward_weights]
     names = ["reward", "group", "length", "truncated", "fresh", *parts]
     item = answer_tree([0], [completion], "filled up", {name: [np.nan] for name in names})
     columns = {name: np.zeros(2, np.float32) for name in estimator_of(recipe).columns}

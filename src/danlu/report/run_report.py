@@ -74,8 +74,8 @@ def report_of(folder: Path, state: str) -> RunReport:
         state: running, finished or stopped.
     """
     record = read_record(folder)
-    rewards = [] if record.recipe is None else record.recipe.rewards or []
-    return RunReport(record, state, read_samples(folder, {reward.label: reward.weight for reward in rewards}))
+    weights = {} if record.recipe is None else record.recipe.reward_weights
+    return RunReport(record, state, read_samples(folder, weights))
 
 
 def table(report: RunReport) -> list[list[str]]:

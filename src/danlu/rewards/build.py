@@ -30,7 +30,7 @@ from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.spelling import did_you_mean
 
-OWN_COLUMNS = ("completion", "prompt", "tokens", "finish")
+OWN_COLUMNS = ("completion", "prompt", "tokens", "finish", "turns")
 """What functions are given beside the columns of the row."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 import threading
 import traceback
 from collections import deque
@@ -14,6 +15,7 @@ from danlu.errors import DanluError
 from danlu.rewards.protocol import JudgedAnswer, Reward
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
+ASYNCIO = str(Path(sysconfig.get_path("stdlib")) / "asyncio")
 LONGEST_REASON = 500
 """Characters of what an exception says; some print whole tensors."""
 LARGEST = 3.4028234e38
@@ -102,15 +104,15 @@ class ThreadedCalls:
 def failure_reason(error: BaseException) -> str:
     """What an exception says, and the line of the file that is to blame: "ValueError: no digits (my_rewards.py:12)".
 
-    The line is the deepest in the first file that is not danlu's: where a function calls numpy, and that raises, the
-    line with the call.
+    The line is the deepest in the first file that is neither danlu's nor asyncio's: where a function calls numpy, and
+    that raises, the line with the call.
     """
     if isinstance(error, DanluError):
         return str(error)
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     said = type(error).__name__ + (f": {message[:LONGEST_REASON]}" if message else "")
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    outside = [frame for frame in frames if not frame.filename.startswith((PACKAGE, ASYNCIO))]
     of_file = [frame for frame in outside if frame.filename == outside[0].filename] or list(frames)
     if isinstance(error, SyntaxError) or not of_file:  # which says the line itself
         return said

@@ -68,48 +68,54 @@ class UserFunction:
     path: Path
     name: str
     source: str = field(repr=False)
+    key: str = "rewards"
+    """Of the recipe, for messages."""
 
     @classmethod
-    def read(cls, reference: str) -> UserFunction:
+    def read(cls, reference: str, key: str = "rewards") -> UserFunction:
         """Raises RecipeError for what is no FILE.py:NAME, or a file that cannot be read."""
         file, _, name = reference.rpartition(":")
         path = Path(file).expanduser()
         if not file or path.suffix != ".py":
-            raise RecipeError(f"rewards: {reference}: a function is given as FILE.py:NAME")
+            raise RecipeError(f"{key}: {reference}: a function is given as FILE.py:NAME")
         if not path.is_file():
-            raise RecipeError(f"rewards: {reference}: there is no file {path}")
+            raise RecipeError(f"{key}: {reference}: there is no file {path}")
         try:
-            return cls(path.absolute(), name, path.read_text(encoding="utf-8"))
+            return cls(path.absolute(), name, path.read_text(encoding="utf-8"), key)
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"rewards: {reference}: {path} cannot be read: {error}") from None
+            raise RecipeError(f"{key}: {reference}: {path} cannot be read: {error}") from None
 
     def check_text(self) -> None:
         """Raises RecipeError for a file that is no Python, or by its text binds no such name; it is not run."""
         try:
             names = symtable.symtable(self.source, str(self.path), "exec").get_symbols()
         except (SyntaxError, ValueError) as error:
-            raise RecipeError(f"rewards: {self.path}: the file raises {failure_reason(error)}") from None
+            raise RecipeError(f"{self.key}: {self.path}: the file raises {failure_reason(error)}") from None
         bound = [each.get_name() for each in names if each.is_assigned() or each.is_imported()]
         by_other_means = "import *" in self.source or "globals()" in self.source
         if self.name not in bound and not by_other_means:
             offered = [each.get_name() for each in names if each.is_namespace() and not each.get_name().startswith("_")]
-            raise _no_function(self.path, self.name, offered)
+            raise _no_function(self.key, self.path, self.name, offered)
 
-    def load(self) -> FunctionReward:
-        """The function, for which the file is run. Raises RecipeError for one that is not there, saying what is."""
-        names = vars(_module(self.path, self.source))
+    def resolve(self) -> Callable[..., Any]:
+        """What the name is, for which the file is run. Raises RecipeError for one that is not there, saying what is."""
+        names = vars(_module(self.path, self.source, self.key))
         function = names.get(self.name)
         if not callable(function):
             offered = [key for key, value in names.items() if inspect.isfunction(value) and not key.startswith("_")]
-            raise _no_function(self.path, self.name, offered)
-        return FunctionReward(function)
+            raise _no_function(self.key, self.path, self.name, offered)
+        return function  # type: ignore[no-any-return]
+
+    def load(self) -> FunctionReward:
+        """The function as a reward. Raises what `resolve` raises."""
+        return FunctionReward(self.resolve())
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
         return self.load()(answers)
 
 
-def _no_function(path: Path, name: str, offered: Sequence[str]) -> RecipeError:
-    return RecipeError(f"rewards: {path} has no function {name!r}; it has {', '.join(offered) or 'none'}")
+def _no_function(key: str, path: Path, name: str, offered: Sequence[str]) -> RecipeError:
+    return RecipeError(f"{key}: {path} has no function {name!r}; it has {', '.join(offered) or 'none'}")
 
 
 def load_function(reference: str) -> FunctionReward:
@@ -118,14 +124,14 @@ def load_function(reference: str) -> FunctionReward:
 
 
 @functools.cache
-def _module(path: Path, source: str) -> types.ModuleType:
-    module = types.ModuleType(f"danlu_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
+def _module(path: Path, source: str, key: str) -> types.ModuleType:
+    module = types.ModuleType(f"danlu_{key}_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickling look it up there
     try:
         exec(compile(source, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"rewards: {path}: the file raises {failure_reason(error)}") from error
+        raise RecipeError(f"{key}: {path}: the file raises {failure_reason(error)}") from error
     return module
 
 
@@ -136,11 +142,15 @@ async def _awaited(result: Any) -> Any:
 def _columns(answer: JudgedAnswer) -> dict[str, Any]:
     """The row's columns, and over them what is known of the answer."""
     own = {"completion": answer.text, "prompt": answer.prompt, "tokens": answer.tokens, "finish": answer.finish}
+    if answer.turns:
+        own["turns"] = answer.turns
     return {**answer.row, **own}
 
 
 def _as_in_trl(answer: JudgedAnswer) -> Any:
-    """A text where the prompt is one, else the assistant's message in a list."""
+    """A text where the prompt is one, else the assistant's message in a list; all messages of an episode."""
+    if answer.turns:
+        return [dict(turn) for turn in answer.turns]
     return answer.text if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.text}]
 
 

@@ -24,6 +24,10 @@ class JudgedAnswer:
     """Of the request that it answers, among those of a run."""
     sample: int = 0
     """Of the answer, among those to its request."""
+    turns: Sequence[Mapping[str, Any]] = ()
+    """With an environment: the messages behind the prompt; `text` is the last one's. Else none."""
+    environment_reward: float | None = None
+    """With an environment: what it gave."""
 
 
 class Reward(Protocol):

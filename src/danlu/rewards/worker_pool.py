@@ -5,20 +5,13 @@ One thread does it all, over pipes that never block: whatever a process does, th
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import pickle
 import selectors
-import signal
-import subprocess
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.machine import usable_cores
@@ -26,14 +19,11 @@ from danlu.rewards.calling import Outcome
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.worker import START, Call
-from danlu.worker_process import import_paths, python_command
+from danlu.rewards.worker_connection import WorkerConnection
 
-LOAD_TIMEOUT_S = 120.0
-"""For a process to start and run the files of its functions; imports are slow the first time."""
 MOST_TIMEOUTS = 8
 """Calls of a reward that take too long one after the other; its others of the same answers are not made any more."""
 _LONGEST_WAIT_S = 0.5  # a process that left a child behind may end without its pipe being closed: it is looked after
-_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,7 @@ class RewardWorkers:
     def __init__(self, rewards: Sequence[Reward], *, count: int, timeout_s: float) -> None:
         self._rewards = list(rewards)
         self._timeout_s = timeout_s
-        self._workers: list[_Worker | None] = [None] * count
+        self._workers: list[WorkerConnection | None] = [None] * count
         self._takes_batch: list[bool] | None = None
         weakref.finalize(self, _end_all, self._workers)
 
@@ -65,7 +55,7 @@ class RewardWorkers:
         """
         if not self._rewards or any(self._workers):
             return
-        worker = self._workers[0] = _Worker(self._rewards, self._timeout_s)
+        worker = self._workers[0] = WorkerConnection(START, self._rewards, self._timeout_s)
         while not worker.is_ready:
             self._wait()
             try:
@@ -115,7 +105,7 @@ class RewardWorkers:
         if worker is None:
             free = sum(1 for other in self._workers if other is not None and not other.task)
             if queues[number] or len(queues[-1]) > free:
-                self._workers[number] = _Worker(self._rewards, self._timeout_s)
+                self._workers[number] = WorkerConnection(START, self._rewards, self._timeout_s)
         elif worker.is_ready and not worker.task:
             task = queue.popleft()
             cpu_limit_s = self._timeout_s * usable_cores() + 1.0  # more than a call can use within its time
@@ -152,7 +142,7 @@ class RewardWorkers:
                 reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self._timeout_s:g} s"
                 yield from _given_up(queues, reason, task.reward)
 
-    def _take_up_loading(self, worker: _Worker) -> None:
+    def _take_up_loading(self, worker: WorkerConnection) -> None:
         """Reads what a process says when it has loaded the rewards, if it does. Raises _LoadingFailed."""
         reply, ending = worker.receive(), worker.ending
         if reply is not None and reply["problems"]:
@@ -186,107 +176,6 @@ class _LoadingFailed(Exception):
         super().__init__(message)
 
 
-class _Worker:
-    """A process, what it was asked, and until when it may take."""
-
-    def __init__(self, rewards: Sequence[Reward], timeout_s: float) -> None:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # the processes are the parallelism
-        environment["PYTHONPATH"] = os.pathsep.join(import_paths([__name__]))
-        self._process = subprocess.Popen(
-            python_command(START),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the caller, and what a reward starts can be ended with it
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
-        self._requests, self._replies = self._process.stdin, self._process.stdout
-        for pipe in (self._requests, self._replies):
-            os.set_blocking(pipe.fileno(), False)
-        self._timeout_s = timeout_s
-        self._outgoing = memoryview(pickle.dumps(list(rewards), pickle.HIGHEST_PROTOCOL))
-        self._incoming = bytearray()
-        self._limit_s = max(timeout_s, LOAD_TIMEOUT_S)
-        self.deadline = time.monotonic() + self._limit_s
-        """By the clock `time.monotonic`, for the present task or for loading."""
-        self.task: Task | None = None
-        self.is_ready = False
-        """Whether it has loaded the rewards."""
-        self._is_silent = False
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self.deadline
-
-    @property
-    def ending(self) -> str | None:
-        """Why no reply will come any more; None where it still may."""
-        if self._is_silent:  # it is about to end, or has closed what is not its own
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-        code = self._process.poll()
-        if code is not None:
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return f"its process {how}"
-        if self._is_silent:
-            return "its process does not speak any more"
-        return f"no answer within {self._limit_s:g} s" if self.is_late else None
-
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Has a selector wake up for this process."""
-        selector.register(self._replies, selectors.EVENT_READ)
-        if self._outgoing:
-            selector.register(self._requests, selectors.EVENT_WRITE)
-
-    def call(self, task: Task, call: Call) -> None:
-        """Asks the process, whose time begins."""
-        assert self.is_ready and not self.task and not self._outgoing, "the process is busy"
-        self.task, self._limit_s = task, self._timeout_s
-        self.deadline = time.monotonic() + self._limit_s
-        self._outgoing = memoryview(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
-        self._flush()
-
-    def receive(self) -> Any:
-        """The next reply if it is there in whole, else None."""
-        self._flush()
-        with contextlib.suppress(BlockingIOError):
-            while content := os.read(self._replies.fileno(), _READ_BYTES):
-                self._incoming += content
-            self._is_silent = True
-        line, newline, self._incoming = self._incoming.partition(b"\n")
-        if not newline:
-            self._incoming = line
-            return None
-        try:
-            return json.loads(line)
-        except ValueError:  # a reward has written into what is not its own
-            self._is_silent = True
-            return None
-
-    def end(self) -> None:
-        """Ends the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._requests.close()
-        self._replies.close()
-
-    def _flush(self) -> None:
-        """Writes what the pipe takes."""
-        try:
-            while self._outgoing:
-                self._outgoing = self._outgoing[os.write(self._requests.fileno(), self._outgoing) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # what it means is told by `ending`
-            self._outgoing = memoryview(b"")
-
-
 def _given_up(
     queues: Sequence[deque[Task]], reason: str, reward: int | None = None
 ) -> Iterator[tuple[Task, list[Outcome]]]:
@@ -298,7 +187,7 @@ def _given_up(
             yield task.failed(reason)
 
 
-def _end_all(workers: list[_Worker | None]) -> None:
+def _end_all(workers: list[WorkerConnection | None]) -> None:
     for number, worker in enumerate(workers):
         if worker is not None:
             worker.end()

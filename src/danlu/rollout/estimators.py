@@ -63,17 +63,30 @@ class Judged:
         for number, item in enumerate(items):
             (sample,) = item.samples
             weights = sample.weights.copy()
-            for answer, start, stop in self.answers(number):
+            for answer, places in self.answers(number):
                 if missing[answer]:
-                    weights[start:stop] = 0
+                    weights[places] = 0
             trained.append(Pack((replace(sample, weights=weights),)))
         return trained
 
-    def answers(self, item: int) -> list[tuple[int, int, int]]:
-        """(number among all answers, first token, end) of each answer of an item."""
-        first = int(np.searchsorted(self.groups, item))
-        branches = self.items[item].samples[0].branches[1:]
-        return [(first + place, branch.start, branch.stop) for place, branch in enumerate(branches)]
+    def answers(self, item: int) -> list[tuple[int, np.ndarray]]:
+        """(number among all answers, the places [T] int64 of its drawn tokens) of each answer of an item."""
+        (first, last), drawn = np.searchsorted(self.groups, [item, item + 1]), self.items[item].samples[0].weights > 0
+        places, stops = np.flatnonzero(drawn), np.cumsum(self.lengths[first:last])
+        assert not len(stops) or stops[-1] == len(places), "what was drawn has weight, and nothing else"
+        return [
+            (int(first) + number, places[stop - length : stop])
+            for number, (length, stop) in enumerate(zip(self.lengths[first:last], stops, strict=True))
+        ]
+
+    def last_branches(self, item: int) -> list[int]:
+        """The number of the branch that each answer of an item ends in, counted from the last one, -1."""
+        branches = self.items[item].samples[0].branches
+        starts = np.array([branch.start for branch in branches])
+        return [
+            int(np.searchsorted(starts, places[-1], side="right")) - 1 - len(branches) if len(places) else -1
+            for _, places in self.answers(item)
+        ]
 
 
 class Estimator(Protocol):
@@ -167,8 +180,8 @@ class GroupEstimator:
         items = []
         for number, item in enumerate(judged.items):
             column = np.zeros(len(item.samples[0].tokens), np.float32)
-            for answer, start, stop in judged.answers(number):
-                column[start:stop] = advantages[answer]
+            for answer, places in judged.answers(number):
+                column[places] = advantages[answer]
             items.append(with_columns(item, {ADVANTAGE: column}))
         return judged.masked(items, truncated=self.shaping.masks_truncated), metrics
 
@@ -184,8 +197,8 @@ class GroupEstimator:
     def _with_kl(self, judged: Judged, kl: KlPenalty) -> tuple[Judged, dict[str, float]]:
         sums = np.zeros(len(judged.groups))
         for number, penalty in enumerate(kl.of(judged, "old")):
-            for answer, start, stop in judged.answers(number):
-                sums[answer] = penalty[start:stop].sum()
+            for answer, places in judged.answers(number):
+                sums[answer] = penalty[places].sum()
         mean, used = float(sums.mean()), kl.coefficient.coefficient
         penalised = np.column_stack((judged.rewards, np.where(np.isnan(judged.rewards).all(1), np.nan, -sums)))
         greedy = judged.greedy_rewards
@@ -221,16 +234,16 @@ class GaeEstimator:
             self.kl.update(mean, len(judged.groups))
         terminal, rewards, values, last, offsets = judged.total.numpy(), [], [], [], [0]
         for number, scores in enumerate(judged.token_scores):
-            answers = judged.answers(number)
-            of_answers = judged.branch_scores[number][LAST_VALUE][-len(answers) :]  # a prompt of its own or not
-            for (answer, start, stop), last_value in zip(answers, of_answers, strict=True):
-                earned = -penalties[number][start:stop]
-                earned[-1] += np.nan_to_num(terminal[answer])
+            of_branches = judged.branch_scores[number][LAST_VALUE]  # without the stem's, where prompts are repeated
+            branches = judged.last_branches(number)
+            for (answer, places), branch in zip(judged.answers(number), branches, strict=True):
+                earned = -penalties[number][places]
+                earned[-1:] += np.nan_to_num(terminal[answer])
                 rewards.append(earned)
-                values.append(scores[VALUE_OLD][start:stop].astype(np.float64))
+                values.append(scores[VALUE_OLD][places].astype(np.float64))
                 goes_on = self.bootstraps_truncated and judged.truncated[answer]
-                last.append(float(last_value) if goes_on else 0.0)
-                offsets.append(offsets[-1] + stop - start)
+                last.append(float(of_branches[branch]) if goes_on else 0.0)
+                offsets.append(offsets[-1] + len(places))
         advantages, returns = generalized_advantages(
             torch.from_numpy(np.concatenate(rewards)),
             torch.from_numpy(np.concatenate(values)),
@@ -248,13 +261,11 @@ class GaeEstimator:
     def _with_columns(self, judged: Judged, advantages: np.ndarray, returns: np.ndarray) -> list[Pack]:
         items, place = [], 0
         for number, item in enumerate(judged.items):
-            tokens = len(item.samples[0].tokens)
-            first = item.samples[0].branches[0].stop
-            count = tokens - first
-            columns = {
-                name: np.concatenate([np.zeros(first), column[place : place + count]]).astype(np.float32)
-                for name, column in ((ADVANTAGE, advantages), (RETURN, returns))
-            }
+            drawn = item.samples[0].weights > 0
+            count = int(drawn.sum())
+            columns = {name: np.zeros(len(drawn), np.float32) for name in (ADVANTAGE, RETURN)}
+            columns[ADVANTAGE][drawn] = advantages[place : place + count]
+            columns[RETURN][drawn] = returns[place : place + count]
             place += count
             value_old = judged.token_scores[number][VALUE_OLD].astype(np.float32)
             items.append(with_columns(item, {**columns, VALUE_OLD: value_old}))

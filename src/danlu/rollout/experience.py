@@ -24,6 +24,7 @@ from danlu.errors import TrainingError
 from danlu.line_log import LineLog
 from danlu.parallel.watchdog import PHASE
 from danlu.rewards.runner import RewardPart
+from danlu.rollout.episodes import Episode
 from danlu.rollout.estimators import Estimator, Judged
 from danlu.rollout.experience_trees import (
     OLD,
@@ -309,6 +310,8 @@ class Experience:
                 }
                 if self.sampler.asynchronous is not None:
                     entry["versions"] = run_lengths(completion.versions)
+                if isinstance(completion, Episode):
+                    entry["turns"] = [dict(turn) for turn in completion.turns]
                 if failures := self.sampler.failures.get((completion.number, completion.sample)):
                     entry["failures"] = failures
                 answers.append(entry)

@@ -1,17 +1,23 @@
 """Answers to a prompt as a tree of tokens to be trained on: the prompt is the stem, each answer is a branch.
 
+An answer in several turns is a branch in which only what the policy drew has weight, not what an environment said.
+Where the chat template rewrote its history it has a branch more: the rewritten history, and the turns behind it.
+
 S tokens of a tree · M answers · K tokens of the largest support
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.errors import DataError
+from danlu.rollout.episodes import segments_of
 from danlu.rollout.request import Completion
 from danlu.types import Branch, Pack, Sample
 
@@ -20,28 +26,72 @@ SAMPLED, OLD, ADVANTAGE, SUPPORT = "sampled", "old", "advantage", "support"
 the ids [S, K] that filters left, -1 for none; a token whose whole row is -1 was drawn from all."""
 
 
+OF_ALL_BRANCHES = ("group", "fresh")
+"""Facts that each branch of an answer has; others are the first one's alone, so that means are over answers."""
+
+
+@dataclass(frozen=True)
+class _DrawnBranch:
+    """A branch of an answer: its tokens, which of them were drawn, and the place of the first among all drawn."""
+
+    answer: int
+    tokens: np.ndarray  # [T] int32
+    drawn: np.ndarray  # [T] bool
+    first: int
+
+
+def _branches_of(prompt: Sequence[int], completions: Sequence[Completion]) -> tuple[int, list[_DrawnBranch]]:
+    """(tokens of the stem, the branches behind it): the stem is what the prompts of all segments begin with."""
+    segments = [segments_of(completion, prompt) for completion in completions]
+    stem = len(prompt)
+    for segment in (segment for of_answer in segments for segment in of_answer):
+        stem = _common_length(prompt[:stem], segment.prompt)
+    if stem == 0:
+        raise DataError(
+            "the chat template begins a conversation that goes on with another token than the prompt, so both cannot "
+            "share a tree. Name another template in model.chat_template"
+        )
+    branches = []
+    for answer, of_answer in enumerate(segments):
+        first = 0
+        for segment in of_answer:
+            tokens = np.array((*segment.prompt[stem:], *segment.tokens), np.int32)
+            drawn = np.concatenate([np.zeros(len(segment.prompt) - stem, bool), np.array(segment.drawn, bool)])
+            branches.append(_DrawnBranch(answer, tokens, drawn, first))
+            first += int(drawn.sum())
+    return stem, branches
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
 def answer_tree(
     prompt: Sequence[int], completions: Sequence[Completion], row: str, facts: Mapping[str, Sequence[float]]
 ) -> Pack:
-    """One item: the prompt's tokens without weight, then each answer's with weight 1.
+    """One item: the prompt's tokens without weight, then each answer's, of which those that were drawn have weight 1.
 
-    facts: of the answers; the stem has NaN.
+    facts: of the answers; the stem has NaN, and so has a further branch of an answer, but for `OF_ALL_BRANCHES`.
+
+    Raises DataError where a rewritten history shares no beginning with the prompt.
     """
-    lengths = [len(prompt), *(len(completion.tokens) for completion in completions)]
-    stops = np.cumsum(lengths).tolist()
-    branches = tuple(
-        Branch(-1 if number == 0 else 0, stop - length, stop)
-        for number, (length, stop) in enumerate(zip(lengths, stops, strict=True))
-    )
-    tokens = np.concatenate(
-        [np.array(prompt, np.int32), *(np.array(completion.tokens, np.int32) for completion in completions)]
-    )
-    weights = np.ones(len(tokens), np.float32)
-    weights[: len(prompt)] = 0
-    sampled = np.concatenate(
-        [np.zeros(len(prompt)), *(np.array(completion.drawn) for completion in completions)]
-    ).astype(np.float32)
+    stem, behind = _branches_of(prompt, completions)
+    stops = np.cumsum([stem, *(len(branch.tokens) for branch in behind)]).tolist()
+    branches = (Branch(-1, 0, stem), *(Branch(0, start, stop) for start, stop in itertools.pairwise(stops)))
+    tokens = np.concatenate([np.array(prompt[:stem], np.int32), *(branch.tokens for branch in behind)])
+    weights = np.concatenate([np.zeros(stem, bool), *(branch.drawn for branch in behind)]).astype(np.float32)
+    sampled = np.zeros(len(tokens), np.float32)
+    sampled[weights > 0] = [value for completion in completions for value in completion.drawn]
     columns = {SAMPLED: sampled, OLD: sampled}
+    values = {
+        name: [
+            of_answers[branch.answer] if branch.first == 0 or name in OF_ALL_BRANCHES else np.nan for branch in behind
+        ]
+        for name, of_answers in facts.items()
+    }
     return Pack(
         (
             Sample(
@@ -50,7 +100,7 @@ def answer_tree(
                 row,
                 branches=branches,
                 columns=columns,
-                facts={name: np.array([np.nan, *values], np.float32) for name, values in facts.items()},
+                facts={name: np.array([np.nan, *of_branches], np.float32) for name, of_branches in values.items()},
             ),
         )
     )
@@ -66,12 +116,12 @@ def with_supports(items: Sequence[Pack], completions: Sequence[Sequence[Completi
     for item, of_item in zip(items, completions, strict=True):
         (sample,) = item.samples
         column = np.full((len(sample.tokens), widest), -1, np.int32)
-        place = sample.branches[0].stop
+        places = iter(np.flatnonzero(sample.weights > 0).tolist())  # of drawn tokens, in the order of the answers
         for completion in of_item:
-            for offset, support in enumerate(completion.support or ()):
+            of_answer = list(itertools.islice(places, len(completion.tokens)))
+            for place, support in zip(of_answer, completion.support or (), strict=False):
                 own = support.ids
-                column[place + offset, : len(own)] = own
-            place += len(completion.tokens)
+                column[place, : len(own)] = own
         with_column.append(with_columns(item, {SUPPORT: column}))
     return with_column
 

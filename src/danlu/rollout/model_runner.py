@@ -264,7 +264,7 @@ def _next_row(answer: Answer) -> DrawRow:
     return DrawRow(
         request.sampling,
         request.random_number,
-        answer.sample,
+        request.draw_sample + answer.sample,
         position,
         seen=answer.seen,
         generated=answer.generated,

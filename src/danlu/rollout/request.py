@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from danlu.rollout.support import Support
 
-Finish = Literal["stop", "stop_string", "length", "context", "abort"]
-"""stop: a stop token; stop_string: one of these; length: max_new_tokens; context: the model's context is full; abort:
-whoever asked took the request back."""
+Finish = Literal["stop", "stop_string", "length", "context", "turns", "abort"]
+"""stop: a stop token; stop_string: one of these; length: max_new_tokens; context: the model's context is full; turns:
+an episode has had all its turns; abort: whoever asked took the request back, or an environment failed."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,10 @@ class Request:
     """What random numbers follow from in place of `number`, where the same draws are wanted again: a request to a
     server that brings a seed has the same answer whatever else was asked before it."""
 
+    draw_sample: int = 0
+    """Added to the sample's index in the key of its random numbers: where the later turns of the samples of a prompt
+    are requests of their own, each goes on with the numbers of its sample."""
+
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, f"max_new_tokens is {self.max_new_tokens}"
         assert self.samples > 0, f"{self.samples} samples"
@@ -177,5 +181,5 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the answer was cut off, by max_new_tokens or by the end of the model's context."""
-        return self.finish in ("length", "context")
+        """Whether the answer was cut off, by max_new_tokens, the end of the model's context, or the number of turns."""
+        return self.finish in ("length", "context", "turns")

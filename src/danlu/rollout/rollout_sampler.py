@@ -22,6 +22,7 @@ from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.episodes import Episode, Episodes, episode_metrics
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.support import check_trainable
 
@@ -151,6 +152,8 @@ class RolloutSampler:
     settings: ExperienceSettings
     world: Group
     asynchronous: AsynchronousRollouts | None = None
+    episodes: Episodes | None = None
+    """Where an environment answers back."""
     next_prompt: int = 0
     times: Times = field(default_factory=Times)
     """Of the present rollout."""
@@ -176,6 +179,8 @@ class RolloutSampler:
             self.asynchronous.close()
         self.engine.close()
         self.rewards.close()
+        if self.episodes is not None:
+            self.episodes.close()
 
     def first_failures(self, count: int = 3) -> str:
         """Why the first few rewards were not given, as a sentence for a message."""
@@ -238,7 +243,11 @@ class RolloutSampler:
         lacking = wanted - len(kept.numbers)
         whole = kept.and_(without.chosen(range(lacking))) if lacking else kept
         no_signal = float((~self._has_signal(whole)).mean())
-        return whole, {"prompts_asked": float(asked), "no_signal": no_signal}
+        return whole, {
+            "prompts_asked": float(asked),
+            "no_signal": no_signal,
+            **episode_metrics(whole.completions),
+        }
 
     def _has_signal(self, answered: Answered) -> np.ndarray:
         """[prompts] bool: answers have different rewards."""
@@ -266,7 +275,8 @@ class RolloutSampler:
         completions, rewards = self._judged_completions(requests, [*prompts, *prompts], generate)
         sampled = completions[: count * settings.samples]
         for completion in sampled:
-            check_trainable(completion, settings.sampling, settings.vocab_size)
+            if completion.tokens:  # an environment may fail before the first
+                check_trainable(completion, settings.sampling, settings.vocab_size)
         return Answered(
             tuple(numbers),
             tuple(prompts),
@@ -315,23 +325,15 @@ class RolloutSampler:
         """The completions of requests, each of one of the prompts in order, and their rewards [completions, R]."""
         start = time.perf_counter()
         PHASE.begin("rollout")
-        completions = generate(requests)
+        episodes = self.episodes
+        completions = generate(requests) if episodes is None else episodes.answer(generate, requests, prompts)
         self.times.rollout += time.perf_counter() - start
         start = time.perf_counter()
         of_completions = [
             prompt for request, prompt in zip(requests, prompts, strict=False) for _ in range(request.samples)
         ]
         answers = [
-            JudgedAnswer(
-                completion.text,
-                prompt.row,
-                prompt.prompt,
-                len(completion.tokens),
-                completion.finish,
-                completion.number,
-                completion.sample,
-            )
-            for prompt, completion in zip(of_completions, completions, strict=True)
+            judged_answer(completion, prompt) for prompt, completion in zip(of_completions, completions, strict=True)
         ]
         PHASE.begin("rewards")
         # They may take longer than a collective may.
@@ -339,7 +341,7 @@ class RolloutSampler:
             lambda: self._rewarded(answers, completions), barrier=lambda: untimed_barrier(f"rewards-{next(_barriers)}")
         )
         self.times.reward += time.perf_counter() - start
-        return completions, rewards
+        return list(completions), rewards
 
     def _rewarded(self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]) -> np.ndarray:
         table = self.rewards.score(answers)
@@ -348,4 +350,25 @@ class RolloutSampler:
             self.failures.setdefault((completion.number, completion.sample), []).append(
                 f"{failure.reward}: {failure.reason}"
             )
-        return table.values
+        values = table.values
+        for place, completion in enumerate(completions):
+            if isinstance(completion, Episode) and completion.failure is not None:
+                self.failures[completion.number, completion.sample] = [f"environment: {completion.failure}"]
+                values[place] = np.nan  # whatever other rewards say of an episode that was not played to its end
+        return values
+
+
+def judged_answer(completion: Completion, prompt: Prompt) -> JudgedAnswer:
+    """An answer as rewards see it."""
+    episode = completion if isinstance(completion, Episode) else None
+    return JudgedAnswer(
+        completion.text,
+        prompt.row,
+        prompt.prompt,
+        len(completion.tokens),
+        completion.finish,
+        completion.number,
+        completion.sample,
+        turns=() if episode is None else episode.turns,
+        environment_reward=None if episode is None else episode.reward,
+    )

@@ -23,7 +23,7 @@ def synthetic_rollouts(recipe: Recipe, count: int, *, max_length: int, vocab_siz
     that drew is not the one that is trained: each answer is of a rollout that was trained on before.
     """
     samples = max(2, min(recipe.rollout.samples, MOST_SAMPLES))
-    parts = [f"reward/{reward.label}" for reward in recipe.rewards or ()]
+    parts = [f"reward/{name}" for name in recipe.reward_weights]
     items = []
     for number in range(count):
         random = np.random.default_rng([recipe.seed, number])

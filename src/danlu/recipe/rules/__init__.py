@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from danlu.recipe.rules import (
     data,
     distillation,
+    environment,
     model,
     objective,
     paths,
@@ -59,6 +60,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     rl.prompt_template_is_valid,
     rl.rows_hold_prompts,
     rl.rewards_are_given,
+    environment.environment_is_consistent,
     rl.rollout_can_be_trained_on,
     rl.policy_gradient_reads_its_keys,
     rl.batch_of_prompts_is_divisible,

@@ -87,12 +87,17 @@ def rewards_are_given(recipe: Recipe) -> Iterator[Problem]:
     if recipe.stage != "rl":
         return
     rewards = recipe.rewards
+    if not rewards and recipe.environment is not None and recipe.environment.gives_reward:
+        if recipe.environment.weight == 0:
+            message = "0, and there are no other rewards: nothing would be learnt. Give it another, or give rewards"
+            yield Problem("environment.weight", message, reads=("rewards",))
+        return
     if not rewards:
         state = "missing" if rewards is None else "the list is empty"
         message = f"{state}: stage rl learns from them. Give one, such as {{kind: math, column: answer}}"
         yield Problem("rewards", message, reads=("stage",))
         return
-    if not any(reward.weight for reward in rewards):
+    if not any(recipe.reward_weights.values()):
         yield Problem("rewards", "every weight is 0: nothing would be learnt. Give one reward another weight")
     seen: dict[str, int] = {}
     for index, reward in enumerate(rewards):
@@ -210,7 +215,7 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
             if getattr(objective, name) != default:
                 message = "ppo has the value of each token in place of a baseline. Leave it out, or set objective: grpo"
                 yield Problem(f"objective.0.{name}", message, reads=("objective.0.kind",))
-    if objective.rewards_apart and len(recipe.rewards or ()) == 1:
+    if objective.rewards_apart and len(recipe.reward_weights) == 1:
         message = "there is one reward, and nothing to keep it apart from. Leave it out"
         yield Problem("objective.0.rewards_apart", message, reads=("rewards",))
     if objective.rewards_apart and objective.kl is not None and objective.kl.in_reward and objective.needs_reference:

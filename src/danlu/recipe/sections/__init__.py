@@ -42,6 +42,7 @@ from danlu.recipe.sections.distillation import (
     ReverseKL,
     Teacher,
 )
+from danlu.recipe.sections.environments import ENVIRONMENT, Environment, EnvironmentSection, PythonEnvironment, Tools
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -167,6 +168,8 @@ __all__ = [
     "DraftModel",
     "EarlyStop",
     "Ema",
+    "Environment",
+    "EnvironmentSection",
     "Evaluation",
     "ExactReward",
     "Exo",
@@ -229,6 +232,7 @@ __all__ = [
     "PreferenceTerm",
     "Prefix",
     "Prompt",
+    "PythonEnvironment",
     "Quantization",
     "QuantizationSection",
     "Recipe",
@@ -259,6 +263,7 @@ __all__ = [
     "Sppo",
     "Stepwise",
     "Teacher",
+    "Tools",
     "Value",
     "Vera",
     "Watch",
@@ -293,6 +298,8 @@ class Recipe(Section):
     """Stage rl: what answers are worth, one reward or several, whose weighted sum it is then."""
     reward_limits: RewardLimits = RewardLimits()
     """Stage rl: how long rewards are waited for, and how many may fail."""
+    environment: Environment | None = None
+    """Stage rl: what answers the policy back, turn by turn: a class of yours (my_env.py:Maze), or tools."""
     reference: Reference | None = None
     """Stages preference and rl: where the log-probabilities that the policy's are compared with come from: cached
     (not for rl), frozen, adapter-off or none. By default adapter-off with an adapter that starts without effect, else
@@ -385,3 +392,14 @@ class Recipe(Section):
     def policy_gradient(self) -> PolicyGradientSection | None:
         """The objective of stage `rl`; None for other stages."""
         return next((term for term in self.objective or () if isinstance(term, PolicyGradientSection)), None)
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """What each reward of an answer is multiplied by, by the name that it has in metrics: the environment's first,
+        where it gives one."""
+        own = (
+            {}
+            if self.environment is None or not self.environment.gives_reward
+            else {ENVIRONMENT: self.environment.weight}
+        )
+        return {**own, **{reward.label: reward.weight for reward in self.rewards or ()}}

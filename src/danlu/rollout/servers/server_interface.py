@@ -193,7 +193,7 @@ def seed_of(request: Request, sample: int, position: int) -> int:
 
     A server draws by means of its own, so the tokens are not those of the embedded engine with the same options.
     """
-    key = f"{request.sampling.seed}/{request.random_number}/{sample}/{position}"
+    key = f"{request.sampling.seed}/{request.random_number}/{request.draw_sample + sample}/{position}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -1,0 +1,56 @@
+"""Rules about environments and tools of stage `rl`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from danlu.recipe.sections import PythonEnvironment, Recipe, Tools
+from danlu.recipe.sections.environments import ENVIRONMENT
+from danlu.recipe.yaml_tree import Problem
+
+
+def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
+    """An environment belongs to stage rl, names what can be found, and leaves settings of single answers alone."""
+    section = recipe.environment
+    if section is None:
+        return
+    if recipe.stage != "rl":
+        yield Problem(ENVIRONMENT, f"only read with stage rl; this is {recipe.stage}", reads=("stage",))
+        return
+    if isinstance(section, PythonEnvironment) and not _names_something(section.path):
+        message = f"{section.path!r} names no class: write its file and its name, as in my_env.py:Maze"
+        yield Problem("environment.path", message)
+    if isinstance(section, Tools):
+        yield from _tool_problems(section)
+    if recipe.rollout.staleness > 0:
+        message = (
+            f"{recipe.rollout.staleness}: answers to an environment are drawn turn by turn, not ahead of time. Use 0"
+        )
+        yield Problem("rollout.staleness", message, reads=(ENVIRONMENT,))
+    if recipe.policy_gradient is not None and recipe.policy_gradient.overlong is not None:
+        message = "shapes by the length of a single answer, and an episode has several. Leave it out"
+        yield Problem("objective.0.overlong", message, reads=(ENVIRONMENT,))
+    for index, reward in enumerate(recipe.rewards or ()):
+        if section.gives_reward and reward.label == ENVIRONMENT:
+            message = "called environment, as the environment's own reward is. Give it another name"
+            yield Problem(f"rewards.{index}.name", message, reads=(ENVIRONMENT,))
+
+
+def _tool_problems(section: Tools) -> Iterator[Problem]:
+    if not section.tools:
+        yield Problem("environment.tools", "the list is empty. Name a function, as in my_tools.py:search")
+    seen: dict[str, int] = {}
+    for index, path in enumerate(section.tools):
+        name = path.rpartition(":")[2]
+        if not _names_something(path):
+            message = f"{path!r} names no function: write its file and its name, as in my_tools.py:search"
+            yield Problem(f"environment.tools.{index}", message)
+        elif name in seen:
+            message = f"called {name} as environment.tools.{seen[name]} is: the policy calls tools by name. Rename one"
+            yield Problem(f"environment.tools.{index}", message)
+        seen.setdefault(name, index)
+
+
+def _names_something(path: str) -> bool:
+    file, _, name = path.rpartition(":")
+    return file.endswith(".py") and name.isidentifier()

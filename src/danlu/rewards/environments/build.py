@@ -1,0 +1,26 @@
+"""Sections of a recipe as environments, and everything about them that can be known before the first episode."""
+
+from __future__ import annotations
+
+from danlu.errors import RecipeError
+from danlu.recipe.sections import EnvironmentSection, PythonEnvironment
+from danlu.rewards.environments.protocol import EnvironmentSource
+from danlu.rewards.environments.user_class import UserEnvironment
+from danlu.rewards.environments.workers import EnvironmentWorkers
+
+
+def environment_source(section: EnvironmentSection) -> EnvironmentSource:
+    """What makes the environments of a recipe.
+
+    Raises RecipeError for a file that cannot be read or is no Python, or has no such name.
+    """
+    match section:
+        case PythonEnvironment():
+            return UserEnvironment.read(section.path, section.arguments)
+    raise RecipeError(f"environment: kind {section.kind} is not there yet")
+
+
+def environment_workers(section: EnvironmentSection) -> EnvironmentWorkers:
+    """The processes that hold the environments of a recipe. Raises what `environment_source` raises."""
+    workers = None if section.workers == "auto" else section.workers
+    return EnvironmentWorkers(environment_source(section), count=workers, timeout_s=section.timeout_s)

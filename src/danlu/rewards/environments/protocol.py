@@ -1,0 +1,75 @@
+"""What a process that holds environments is asked, and what it replies. No torch here.
+
+A call has the whole history of its episode. So a process that was started anew takes up an episode by repeating it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from danlu.environment import Environment
+
+EpisodeKey = tuple[int, int]
+"""The number of the request and of the sample."""
+
+
+@dataclass(frozen=True)
+class TurnText:
+    """A message of an environment."""
+
+    text: str
+    role: str = "user"
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment said to an answer, or to the row that it began with."""
+
+    turns: tuple[TurnText, ...] = ()
+    reward: float | None = None
+    done: bool = False
+    failure: str | None = None
+    """Why it said nothing: it raised, took too long, or gave what is no reply."""
+    errors: int = 0
+    """Calls of tools that could not be made, or that raised."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        turns = [[turn.text, turn.role, turn.name] for turn in self.turns]
+        return {
+            "turns": turns,
+            "reward": self.reward,
+            "done": self.done,
+            "failure": self.failure,
+            "errors": self.errors,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Reply:
+        """What `as_json` gave."""
+        turns = tuple(TurnText(*turn) for turn in value["turns"])
+        return cls(turns, value["reward"], value["done"], value["failure"], value["errors"])
+
+
+@dataclass(frozen=True)
+class EpisodeCall:
+    """What is asked of an episode: its reply to the last answer; to the row, where there is no answer yet."""
+
+    key: EpisodeKey
+    row: Mapping[str, Any]
+    seed: int
+    answers: tuple[str, ...] = ()
+    replies: tuple[Reply, ...] = ()
+    """To the row and to all answers but the last."""
+
+
+class EnvironmentSource(Protocol):
+    """Makes environments, in the process that it was sent to."""
+
+    @property
+    def label(self) -> str: ...  # what messages call it
+
+    def load(self) -> Callable[[], Environment]: ...  # Raises RecipeError for what cannot be run.

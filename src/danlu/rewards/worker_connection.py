@@ -1,0 +1,130 @@
+"""A worker process as its caller sees it: what it is sent, what it replies, and what its silence means.
+
+Requests are pickles, replies are lines of JSON. The pipes never block: whatever the process does, the caller goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import time
+from typing import Any
+
+from danlu.worker_process import import_paths, python_command
+
+LOAD_TIMEOUT_S = 120.0
+"""For a process to start and run the files of its functions; imports are slow the first time."""
+_READ_BYTES = 1 << 16
+
+
+class WorkerConnection:
+    """A process, what it was asked, and until when it may take.
+
+    Args:
+        statement: what the process runs (`python -c`).
+        initial: the first thing that it is sent.
+        timeout_s: of each call.
+    """
+
+    def __init__(self, statement: str, initial: Any, timeout_s: float) -> None:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # the processes are the parallelism
+        environment["PYTHONPATH"] = os.pathsep.join(import_paths([__name__]))
+        self._process = subprocess.Popen(
+            python_command(statement),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the caller, and what a reward starts can be ended with it
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        for pipe in (self._requests, self._replies):
+            os.set_blocking(pipe.fileno(), False)
+        self._timeout_s = timeout_s
+        self._outgoing = memoryview(pickle.dumps(initial, pickle.HIGHEST_PROTOCOL))
+        self._incoming = bytearray()
+        self._limit_s = max(timeout_s, LOAD_TIMEOUT_S)
+        self.deadline = time.monotonic() + self._limit_s
+        """By the clock `time.monotonic`, for the present task or for loading."""
+        self.task: Any = None
+        """What it is busy with, as the caller has it; None: it is free."""
+        self.is_ready = False
+        """Whether it has loaded what it was sent first."""
+        self._is_silent = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    @property
+    def ending(self) -> str | None:
+        """Why no reply will come any more; None where it still may."""
+        if self._is_silent:  # it is about to end, or has closed what is not its own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+        code = self._process.poll()
+        if code is not None:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return f"its process {how}"
+        if self._is_silent:
+            return "its process does not speak any more"
+        return f"no answer within {self._limit_s:g} s" if self.is_late else None
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Has a selector wake up for this process."""
+        selector.register(self._replies, selectors.EVENT_READ)
+        if self._outgoing:
+            selector.register(self._requests, selectors.EVENT_WRITE)
+
+    def call(self, task: Any, call: Any) -> None:
+        """Asks the process, whose time begins."""
+        assert self.is_ready and not self.task and not self._outgoing, "the process is busy"
+        self.task, self._limit_s = task, self._timeout_s
+        self.deadline = time.monotonic() + self._limit_s
+        self._outgoing = memoryview(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
+        self._flush()
+
+    def receive(self) -> Any:
+        """The next reply if it is there in whole, else None."""
+        self._flush()
+        with contextlib.suppress(BlockingIOError):
+            while content := os.read(self._replies.fileno(), _READ_BYTES):
+                self._incoming += content
+            self._is_silent = True
+        line, newline, self._incoming = self._incoming.partition(b"\n")
+        if not newline:
+            self._incoming = line
+            return None
+        try:
+            return json.loads(line)
+        except ValueError:  # a reward has written into what is not its own
+            self._is_silent = True
+            return None
+
+    def end(self) -> None:
+        """Ends the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._requests.close()
+        self._replies.close()
+
+    def _flush(self) -> None:
+        """Writes what the pipe takes."""
+        try:
+            while self._outgoing:
+                self._outgoing = self._outgoing[os.write(self._requests.fileno(), self._outgoing) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # what it means is told by `ending`
+            self._outgoing = memoryview(b"")

@@ -1,0 +1,143 @@
+"""Runs with an environment: they learn, are equal however they are computed, and say what fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.process_group import run_group
+from builders.tiny_world import World, danlu
+from builders.train_worker import train
+from safetensors.torch import load_file
+from test_rl_runs import FILTERED, recipe_file, run, steps, without_times
+
+TURNS = {"data": {"max_length": 96}, "rollout": {"samples": 8, "max_new_tokens": 12, "stop_strings": ["a", "t"]}}
+ENVIRONMENT = """
+from danlu.environment import Done, Turn
+
+class Letters:
+    def __init__(self, turns=3):
+        self.turns = turns
+
+    def reset(self, row):
+        self.left = self.turns
+
+    def step(self, answer):
+        self.left -= 1
+        earned = float(answer.count("e"))
+        return Turn("more", reward=earned) if self.left else Done(earned)
+
+class Fails(Letters):
+    def step(self, answer):
+        raise ValueError("no such door")
+
+class Endless:
+    def reset(self, row):
+        pass
+
+    def step(self, answer):
+        return Turn("go on")
+"""
+
+
+def environment(world: World, name: str = "Letters", **more: Any) -> dict[str, Any]:
+    file = world.folder / "env.py"
+    file.write_text(ENVIRONMENT)
+    section = {"kind": "python", "path": f"{file}:{name}", "workers": 1, **more}
+    return {"environment": section, "rewards": None}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_a_policy_learns_over_several_turns(tiny_world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    lines = run(tiny_world, folder, **environment(tiny_world), steps=12, **TURNS, optimizer={"learning_rate": 3e-2})
+    assert lines[-1]["reward"] > 3 * lines[0]["reward"] > 0, [line["reward"] for line in lines]
+    assert lines[0]["turns_mean"] > 1.2 and lines[0]["environment_failures"] == 0
+    assert all(line["ratio"] == 1 for line in lines)
+    for line in lines_of(folder)[:8]:
+        for answer in line["answers"]:
+            said = [turn["content"] for turn in answer["turns"] if turn["role"] == "assistant"]
+            earned = sum(text.count("e") for text in said)
+            assert answer["rewards"] == {"environment": float(earned)}
+
+
+def test_an_environment_of_one_turn_is_a_reward(tiny_world: World, tmp_path: Path) -> None:
+    """The same answers, advantages and weights as with a function; the rewards of an answer are its letters."""
+    single = environment(tiny_world, arguments={"turns": 1})
+    plain, played = (
+        run(tiny_world, tmp_path / "plain", steps=4),
+        run(tiny_world, tmp_path / "played", **single, steps=4),
+    )
+    for line, other in zip(plain, played, strict=True):
+        assert [line[name] for name in ("loss", "grad_norm", "reward")] == [
+            other[name] for name in ("loss", "grad_norm", "reward")
+        ]
+    folders = [tmp_path / "plain", tmp_path / "played"]
+    tokens = [[answer["tokens"] for line in lines_of(folder) for answer in line["answers"]] for folder in folders]
+    assert tokens[0] == tokens[1]
+    other = run(tiny_world, tmp_path / "other", **environment(tiny_world), **TURNS, steps=4)  # control
+    assert [line["loss"] for line in other] != [line["loss"] for line in played]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_run_stopped_in_a_rollout_goes_on(tiny_world: World, tmp_path: Path, after: int) -> None:
+    more = {"batch": {"prompts": 4, "micro": 1, "updates": 2}, "checkpoint": {"every": 1, "keep": 20}, "steps": 4}
+    rollout = {**FILTERED, "max_new_tokens": 12, "stop_strings": ["a", "t"]}
+    more |= {"rollout": rollout, "numerics": "exact", "data": TURNS["data"], **environment(tiny_world)}
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    lines = run(tiny_world, whole, **more)
+    assert [line["gap"] for line in lines[0::2]] == [0.0, 0.0]
+    shutil.copytree(whole, again)
+    for checkpoint in (again / "checkpoints").iterdir():
+        if checkpoint.name.startswith("step-") and int(checkpoint.name[5:]) > after:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(again / "model")
+    (again / "summary.json").unlink()
+    resolved = (again / "recipe.yaml").read_text().replace(str(whole), str(again))
+    (again / "recipe.yaml").write_text(resolved)
+    assert without_times(run(tiny_world, again, **more)) == without_times(lines)
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, again))
+    assert all(one[name].equal(other[name]) for name in one)
+    assert (whole / "rollouts.jsonl").read_text() == (again / "rollouts.jsonl").read_text()
+
+
+@pytest.mark.parametrize("objective", ["ppo", "remax", "gspo"])
+def test_objectives_take_episodes(tiny_world: World, tmp_path: Path, objective: str) -> None:
+    more = environment(tiny_world) | TURNS | {"stage": objective, "steps": 2}
+    lines = run(tiny_world, tmp_path / objective, **more)
+    assert [line["ratio"] for line in lines] == [1.0, 1.0] and lines[0]["turns_mean"] > 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}, {"tensor": 2}])
+def test_every_layout_plays_the_same_episodes(tiny_world: World, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    more = environment(tiny_world) | TURNS | {"steps": 2}
+    one = run(tiny_world, tmp_path / "one", **more)
+    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
+    assert all(ended == [(2, 0)] for ended in run_group(train, 2, [str(file)]))
+    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+        for name in ("loss", "grad_norm", "reward", "turns_mean"):
+            assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
+    assert (tmp_path / "one" / "rollouts.jsonl").read_text() == (tmp_path / "several" / "rollouts.jsonl").read_text()
+
+
+def test_an_environment_that_raises_ends_the_run(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = environment(tiny_world, "Fails") | {"steps": 2}
+    assert danlu("train", recipe_file(tiny_world, tmp_path / "fails", **more)) != 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "of the answers to prompts 0 to 3 have no reward" in said
+    assert "environment: ValueError: no such door (env.py:" in said
+
+
+def test_an_environment_without_end_is_cut_off_and_said(tiny_world: World, tmp_path: Path) -> None:
+    more = environment(tiny_world, "Endless", max_turns=2) | TURNS | {"steps": 2}
+    line, _ = run(tiny_world, tmp_path / "endless", **more)
+    assert line["out_of_turns"] > 0 and line["reward"] == 0 and line["no_signal"] == 1
