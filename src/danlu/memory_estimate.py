@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -60,6 +61,13 @@ def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) 
         )
 
 
+class CriticPass(NamedTuple):
+    """A second pass with gradients, of a model of values."""
+
+    config: ModelConfig
+    plan: Sequence[LayerPlan]
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """What a step of one process is expected to hold."""
@@ -76,6 +84,7 @@ class MemoryEstimate:
     """Packed sequences in a micro-batch."""
     processes: int
     device_type: str
+    critic: CriticPass | None = None
 
     def available(self, resident_bytes: int) -> int | None:
         """Bytes that tensors of one process may take; None where the system does not tell.
@@ -109,7 +118,10 @@ class MemoryEstimate:
 
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
-        activations = _activations(self.recipe, self.config, 1, self.plan if plan is None else plan, self.device_type)
+        own = self.plan if plan is None else plan
+        activations = _activations(self.recipe, self.config, 1, own, self.device_type)
+        if self.critic is not None:
+            activations = _with_critic(activations, self.recipe, self.critic, 1, plan, self.device_type)
         return StepMemory(
             fixed=self.parts.total - self.parts.activations - self.parts.logits,
             activations=activations,
@@ -129,16 +141,20 @@ def estimate_of(
     device_type: str,
     offloaded_bytes: int = 0,
     processes: int = 1,
+    critic: CriticPass | None = None,
 ) -> MemoryEstimate:
     """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
 
-    fixed: without activations and logits. micro: packed sequences, each one document of full length.
+    fixed: without activations and logits. micro: packed sequences, each one document of full length. critic: the pass
+    of a model of values, whose activations are kept beside the policy's.
     """
     sequences = max(micro, _most_paths(recipe))
     logits = _loss_workspace(recipe, config, sequences, device_type)
-    activations = _activations(recipe, config, sequences, plan, device_type).peak(logits) - logits
-    parts = replace(fixed, activations=activations, logits=logits)
-    return MemoryEstimate(recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type)
+    activations = _activations(recipe, config, sequences, plan, device_type)
+    if critic is not None:
+        activations = _with_critic(activations, recipe, critic, sequences, None, device_type)
+    parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
+    return MemoryEstimate(recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic)
 
 
 def _most_paths(recipe: Recipe) -> int:
@@ -209,6 +225,22 @@ def _activations(
         return activations
     # Which layers recompute is found once they are measured; the plan then keeps to its budget.
     return ActivationBytes(min(activations.kept, int(budget * 2**30)))
+
+
+def _with_critic(
+    activations: ActivationBytes,
+    recipe: Recipe,
+    critic: CriticPass,
+    micro: int,
+    plan: Sequence[LayerPlan] | None,
+    device_type: str,
+) -> ActivationBytes:
+    """Both passes have their activations when the backward pass begins. plan: in place of the critic's own."""
+    is_alike = plan is not None and len(plan) == critic.config.layers
+    own = _activations(
+        recipe, critic.config, micro, plan if plan is not None and is_alike else critic.plan, device_type
+    )
+    return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
 
 
 def keeps_scores(device_type: str, softcap: float | None) -> Callable[[int, int | None], bool]:

@@ -18,12 +18,15 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
-from danlu.assembly.parameter_roles import TRAINED
+from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import ModelError
+from danlu.language.critic import own_config, own_name
+from danlu.language.rewards_on_base import own_reward_bytes, shared_rewards
 from danlu.memory.recompute import plan_of
 from danlu.memory_estimate import (
+    CriticPass,
     MemoryEstimate,
     activation_dtype,
     estimate_of,
@@ -43,6 +46,7 @@ from danlu.parameter_count import parameters_of
 from danlu.placing import kept_whole
 from danlu.plan.parameter_memory import packed_bytes
 from danlu.recipe import Recipe, sections
+from danlu.recipe.value import value_adapter, value_share
 from danlu.safetensors_format import read_header
 from danlu.stage_protocols import ModelSpec
 from danlu.stages import STAGES
@@ -124,7 +128,12 @@ def estimate_from_config(
 
     beside = [spec for spec in STAGES[recipe.stage].models(recipe).values() if isinstance(spec, ModelSpec)]
     frozen = sum(_frozen_model_bytes(recipe, spec, config) for spec in beside)
-    weights, gathered = (meta.replaced_bytes + frozen) // (shards * tensor), {}
+    critic = _critic_pass(recipe, config, meta.model)
+    judges = () if shards > 1 or tensor > 1 else shared_rewards(recipe)
+    weights = (meta.replaced_bytes + frozen) // (shards * tensor) + own_reward_bytes(recipe, judges)
+    gathered = {}
+    if meta.own_critic is not None:
+        weights += sum(parameter.nbytes for parameter in meta.own_critic.parameters()) // (shards * tensor)
     for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
         stored = meta.frozen_bytes.get(name, parameter.nbytes)
         weights += local(name, stored)
@@ -169,7 +178,18 @@ def estimate_from_config(
         device_type=device_type,
         offloaded_bytes=offloaded,
         processes=layout.world,
+        critic=critic,
     )
+
+
+def _critic_pass(recipe: Recipe, config: ModelConfig, policy: Decoder) -> CriticPass | None:
+    """The second pass with gradients that a model of values takes; policy: on the meta device."""
+    section, share = recipe.memory.recompute, value_share(recipe)
+    if share not in ("base", "none"):
+        return None
+    critic = config if share == "base" else own_config(recipe, config.vocab_size)
+    model = policy if share == "base" else meta_decoder(critic)
+    return CriticPass(critic, [] if section.kind == "planned" else plan_of(section, model))
 
 
 class _MetaModel(NamedTuple):
@@ -182,19 +202,26 @@ class _MetaModel(NamedTuple):
     trained: list[tuple[str, nn.Parameter]]
     replaced_bytes: int
     """Of frozen parameters whose trained copies are in their place (`modules_to_save`)."""
+    own_critic: Decoder | None = None
+    """PPO's model of values, where that is a decoder of its own."""
 
 
 def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
     """The model on the meta device, with the adapter that the recipe trains."""
     model = meta_decoder(config)
+    critic = meta_decoder(own_config(recipe, config.vocab_size)) if value_share(recipe) == "none" else None
+    of_critic = [] if critic is None else [(own_name(name), each) for name, each in critic.named_parameters()]
     if recipe.adapter is None:
-        return _MetaModel(model, {}, 0, list(model.named_parameters()), 0)
+        return _MetaModel(model, {}, 0, [*model.named_parameters(), *of_critic], 0, critic)
     adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])
     if not isinstance(recipe.adapter, sections.Continue):
         adapters.add(TRAINED, recipe.adapter)
         _initialize(adapters, recipe.adapter)
         adapters.finish_loading()
-        adapters.train_only(TRAINED)
+        if (values := value_adapter(recipe)) is not None:
+            adapters.activate()
+            adapters.add(VALUE, values)
+        adapters.train_only(*adapters.added)
     whole = adapters.fully_trained()
     linears = {f"{site.name}.weight" for site in adapters.sites if site.layer is not None} - whole
     section = _stored_quantization(recipe) or recipe.quantization
@@ -207,9 +234,10 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
     return _MetaModel(
         model,
         frozen_bytes,
-        sum(tensor.nbytes for tensor in (adapters.tensors(TRAINED).values() if adapters.added else ())),
-        [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad],
+        sum(tensor.nbytes for name in adapters.added for tensor in adapters.tensors(name).values()),
+        [*((name, each) for name, each in model.named_parameters() if each.requires_grad), *of_critic],
         sum(copy.original.nbytes for added in adapters.added.values() for copy in added.copies),
+        critic,
     )
 
 
@@ -240,7 +268,7 @@ def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
 
 def _initialize(adapters: AdapterSet, section: Any) -> None:
     """What an adapter gets once the base's weights are there: its initialization, and norms that DoRA measures."""
-    for module in adapters.added[TRAINED].modules.values():
+    for module in (module for added in adapters.added.values() for module in added.modules.values()):
         if not isinstance(module, LowRank):
             continue
         if section.init in BASE_CHANGING_INITS:

@@ -701,6 +701,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "language/test_reward_model.py",
         only="refused",
     ),
+    Mutation(
+        "memory_estimate.py",
+        "return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))",
+        "return ActivationBytes(activations.kept, max(activations.recomputed, own.recomputed))",
+        "test_critic_memory.py",
+    ),
+    Mutation(
+        "language/placed.py",
+        "weights=models + own + _replaced_bytes(adapters) + self.reward_bytes - adapter,",
+        "weights=models + own + _replaced_bytes(adapters) + self.reward_bytes,",
+        "test_critic_memory.py",
+    ),
     Mutation("data/batch.py", ".view(array.shape)", ".flatten()", "data/test_batch.py", only="copy"),
     Mutation(
         "rollout/self_check.py",

@@ -24,7 +24,7 @@ from danlu.language.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
 from danlu.language.reinforcement import recipe_rewards
-from danlu.language.rewards_on_base import rewards_on_base
+from danlu.language.rewards_on_base import own_reward_bytes, rewards_on_base
 from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
@@ -131,7 +131,8 @@ class DecoderBuilder:
         alone = ranks.alone and recipe.parallel.workers != "threads"
         placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
-        decoder = replace(decoder, rewards=partial(recipe_rewards, judges=judges))
+        reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
+        decoder = replace(decoder, rewards=partial(recipe_rewards, judges=judges), reward_bytes=reward_bytes)
         if material.empty is None:
             return decoder
         assert isinstance(material.empty, Pack), "the items of a decoder are packs"

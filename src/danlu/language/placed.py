@@ -33,7 +33,7 @@ from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs
 from danlu.language.rollout_processes import rollout_processes
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
-from danlu.memory_estimate import MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
+from danlu.memory_estimate import CriticPass, MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
 from danlu.models.decoder import Decoder
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes
@@ -82,6 +82,7 @@ class PlacedDecoder:
     rewards: Callable[[Recipe], Rewards] = recipe_rewards  # what judges answers that the policy makes itself
     asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
     """What answers beside the trainer where the recipe asks for it; with so many GiB of cache."""
+    reward_bytes: int = 0  # of reward models that this process loads when they first judge
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
     @property
@@ -143,7 +144,7 @@ class PlacedDecoder:
     def micro(self, optimizer: Optimizers, most: int) -> int:
         """PackedDataset in a micro-batch, at most so many, by what the recipe says and what fits."""
         smallest = self.estimate(optimizer, 1)
-        resident = smallest.parts.weights + smallest.parts.adapter
+        resident = smallest.parts.weights + smallest.parts.adapter - self.reward_bytes  # not there yet
         return find_micro_batch(smallest, most, resident_bytes=resident)
 
     def estimate(self, optimizer: Optimizers, micro: int) -> MemoryEstimate:
@@ -157,6 +158,9 @@ class PlacedDecoder:
             resident = replace(resident, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
         gathered, gradients = gathered_parameters(model, recipe)
         gathered += sum(gathered_parameters(placed.subject.model, recipe)[0] for placed in self.frozen.values())
+        if self.own_critic is not None:
+            of_critic = gathered_parameters(self.own_critic.subject.model, recipe)
+            gathered, gradients = gathered + of_critic[0], gradients + of_critic[1]
         modules = (module for own in self._modules() for module in own.modules())
         packed = (module.shape for module in modules if isinstance(module, QuantizedWeightModule))
         fixed = replace(
@@ -174,7 +178,16 @@ class PlacedDecoder:
             device_type=self.device.type,
             offloaded_bytes=elsewhere,
             processes=ranks.world.size,
+            critic=self._critic_pass,
         )
+
+    @property
+    def _critic_pass(self) -> CriticPass | None:
+        if self.own_critic is not None:
+            return CriticPass(self.own_critic.subject.model.config, self.own_critic.plan)
+        if self.adapters is not None and VALUE in self.adapters.added:
+            return CriticPass(self.model.config, self.placed.plan)
+        return None
 
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> DecoderLearner:
         """The placed models with the objective, under DDP where every data rank has all that is trained."""
@@ -241,7 +254,15 @@ class PlacedDecoder:
     def least_seconds(self) -> LeastSeconds:
         """The time of a step at `peak`, by its floating-point operations."""
         config, peak, frozen = self.model.config, self.peak().divisor, self.adapters is not None
-        return lambda lengths, targets: training_flops(config, lengths, targets, frozen=frozen) / peak
+        critic = self._critic_pass
+
+        def seconds(lengths: Sequence[int], targets: int) -> float:
+            flops = training_flops(config, lengths, targets, frozen=frozen)
+            if critic is not None:  # without a head over the vocabulary
+                flops += training_flops(critic.config, lengths, 0, frozen=self.own_critic is None)
+            return flops / peak
+
+        return seconds
 
     def expected(self, run: Run) -> MemoryEstimate:
         """What a step of `run` will hold in memory."""
@@ -331,11 +352,14 @@ class PlacedDecoder:
         weights: what is trained, as much of each as this process has. average: bytes of the moving average.
         """
         adapters = self.adapters
-        adapter = 0 if adapters is None else sum(weight.nbytes for weight in weights.values())
+        of_own_critic = own_name("")
+        adapter = 0
+        if adapters is not None:
+            adapter = sum(tensor.nbytes for name, tensor in weights.items() if not name.startswith(of_own_critic))
         models = sum(model_bytes(module) for module in self._modules() if isinstance(module, Decoder))
         own = sum(tensor.nbytes for tensor in objective_tensors(self.objective).values())
         return MemoryParts(
-            weights=models + own + _replaced_bytes(adapters) - adapter,
+            weights=models + own + _replaced_bytes(adapters) + self.reward_bytes - adapter,
             adapter=adapter,
             gradients=optimizer.gradient_bytes(),
             optimizer=optimizer.resident_state_bytes(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from functools import partial
 
 from torch import nn
@@ -14,6 +14,7 @@ from danlu.assembly.base_model import find_base
 from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.score_head import required_score_head
 from danlu.language.reward_model import RewardModel, resolve_reward_model
+from danlu.memory_estimate import activation_dtype
 from danlu.parallel.ranks import Ranks
 from danlu.placing import Subject
 from danlu.plan.precision import DTYPES
@@ -100,7 +101,17 @@ def _judge(recipe: Recipe, subject: Subject, resolved: ResolvedModel, number: in
     return judge, sum(tensor.nbytes for tensor in tensors)
 
 
-def own_reward_models(recipe: Recipe, judges: Mapping[str, RewardModel]) -> list[ResolvedModel]:
-    """The reward models of a recipe that the first process loads beside the policy."""
+def own_reward_bytes(recipe: Recipe, judges: Collection[str]) -> int:
+    """Bytes of the reward models that the first process loads beside the policy, in the type of activations.
+
+    judges: the paths of those that need no base of their own.
+    """
+    paths = {section.path for section in recipe.rewards or () if isinstance(section, ModelReward)} - set(judges)
+    sizes = [resolve_reward_model(path).config.parameter_count() for path in paths]
+    return sum(sizes) * activation_dtype(recipe).itemsize
+
+
+def shared_rewards(recipe: Recipe) -> list[str]:
+    """The paths of reward models that are adapters on the policy's base, whether or not they can judge upon that."""
     sections = [section for section in recipe.rewards or () if isinstance(section, ModelReward)]
-    return [resolve_reward_model(section.path) for section in sections if section.path not in judges]
+    return [each.path for each in sections if _has_base_of_policy(recipe, resolve_reward_model(each.path))]
