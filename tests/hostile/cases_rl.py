@@ -55,6 +55,13 @@ def words(place: Place) -> None:
 
 
 CASES = [
+    Case(
+        "processes for rollouts that wait for their answers",
+        TRAIN,
+        2,
+        ("error: r.yaml:", "rollout.processes: only read with rollout.staleness above 0: the trainer itself answers"),
+        rl(rollout={"processes": 2}),
+    ),
     Case("no rewards", TRAIN, 2, ("error: r.yaml:", "rewards: missing: stage rl learns from them"), rl(rewards=None)),
     Case(
         "reward file missing",
