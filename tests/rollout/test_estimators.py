@@ -82,6 +82,13 @@ def test_long_answers_are_punished():
     assert [column[0] for column in of_answers(items, ADVANTAGE)] == [1, 0, 1, -1]  # of 2, 3, 1 and 4 tokens
 
 
+def test_a_punishment_is_no_reward_for_who_has_none():
+    shaping = RewardShaping(overlong_margin=2, overlong_weight=2.0, max_new_tokens=4)
+    items, _ = GroupEstimator(scale="none", shaping=shaping).estimate(judged([1, np.nan, 1, 1]))
+    assert items[0].samples[0].weights.tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert of_answers(items, ADVANTAGE)[0][0] == 0  # the only one of its group
+
+
 def reference_scores(data, values):
     return [
         {REFERENCE: np.full(item.tokens, value, np.float32)} for item, value in zip(data.items, values, strict=True)
@@ -118,7 +125,7 @@ def critic_scores(data, value, last):
             for item in data.items
         ],
         "branch_scores": [
-            {LAST_VALUE: np.full(len(item.samples[0].branches), last, np.float32)} for item in data.items
+            {LAST_VALUE: last * np.arange(len(item.samples[0].branches), dtype=np.float32)} for item in data.items
         ],
     }
 
@@ -135,7 +142,7 @@ def test_a_critic_gives_each_token_its_advantage(bootstraps):
     advantages, returns = generalized_advantages(
         torch.tensor(earned),
         torch.full((10,), 0.25),
-        torch.tensor([0.0, 0.5 if bootstraps else 0.0, 0.0, 0.0]),
+        torch.tensor([0.0, 2 * 0.5 if bootstraps else 0.0, 0.0, 0.0]),  # of the second branch behind the prompt
         [0, 2, 5, 6, 10],
         discount=0.9,
         trace_decay=0.8,
@@ -149,9 +156,10 @@ def test_a_critics_tokens_pay_for_their_kl():
     rewards = [0.0] * 4
     data = judged(rewards, **critic_scores(judged(rewards), 0.0, 0.0))
     kl = KlPenalty(AdaptiveKl(0.5, 1.0), adapts=False)
-    items, _ = GaeEstimator(trace_decay=0.0, whitens=False, kl=kl).estimate(data)
+    items, metrics = GaeEstimator(trace_decay=0.0, whitens=False, kl=kl).estimate(data)
     # With lambda 0 and no values an advantage is the token's own reward: -0.5 x (-1 - -3).
     assert {float(x) for column in of_answers(items, ADVANTAGE) for x in column} == {-1.0}
+    assert metrics == {"kl_in_reward": pytest.approx(2 * 10 / 4), "kl_coefficient": 0.5}  # of 10 tokens in 4 answers
 
 
 def test_whitened_advantages_have_no_mean():

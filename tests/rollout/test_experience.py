@@ -218,6 +218,65 @@ def test_too_many_answers_without_reward_end_the_run():
     assert experience(reward_of=lambda number, sample: float("nan") if sample else 1.0, failures=0.5).at(0)
 
 
+def test_a_rollout_that_is_refused_leaves_its_prompts_to_be_asked():
+    made = experience(reward_of=lambda number, sample: float("nan") if number > 3 else 1.0)
+    made.at(0)
+    with pytest.raises(TrainingError):
+        made.at(4)
+    assert made.sampler.next_prompt == made.state(4)["next_prompt"] == 4
+
+
+@dataclass
+class TwoRewards(SampleRewards):
+    """The sample's number, which counts double, and one that is not given."""
+
+    parts: tuple = (RewardPart("sample", None, 2.0), RewardPart("missing", None, 1.0))
+
+    def score(self, answers):
+        (values,) = super().score(answers).values.T
+        return RewardTable(np.stack([values, np.full(len(values), np.nan)], 1), [])
+
+
+def test_a_reward_that_one_of_several_gives_is_one(tmp_path):
+    made = experience(tmp_path, failures=0.0)
+    made.sampler.rewards = TwoRewards()
+    facts = made.at(0).samples[0].facts
+    assert facts["reward"][1:].tolist() == [0, 2] and np.isnan(facts["reward/missing"][1:]).all()
+    assert made.metrics()["unrewarded"] == 0 and made.metrics()["no_signal"] == 0
+    answers = json.loads((tmp_path / "rollouts.jsonl").read_text().splitlines()[0])["answers"]
+    assert [answer["rewards"] for answer in answers] == [{"sample": 0, "missing": None}, {"sample": 1, "missing": None}]
+    assert [answer["tokens"] for answer in answers] == [[4, 4], [4, 5]]
+
+
+def test_answers_without_a_reward_are_no_signal():
+    """Each prompt has one answer that was judged, by which it cannot be compared; as 0 the other would count."""
+    made = experience(reward_of=lambda number, sample: float("nan") if sample else 3.0)
+    made.at(0)
+    metrics = made.metrics()
+    assert (metrics["no_signal"], metrics["unrewarded"], metrics["reward_std"]) == (1, 0.5, 0)
+    weights = made.at(0).samples[0].weights
+    assert weights.tolist() == [0, 0, 0, 1, 1, 0, 0]
+
+
+def test_lines_of_a_rollout_have_the_first_step_that_is_trained_on_it(tmp_path):
+    made = experience(tmp_path, updates=2, passes=3)
+    for number in range(2 * 12):
+        made.at(number)
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1] * 4 + [7] * 4
+    assert [line["number"] for line in lines] == list(range(8))
+
+
+def test_a_greedy_answer_is_asked_for_at_temperature_0_and_the_others_as_the_recipe_says():
+    asked = []
+    made = experience(greedy=True)
+    generate = made.sampler.engine.generate
+    made.sampler.engine.generate = lambda requests: asked.extend(requests) or generate(requests)
+    made.at(0)
+    assert [(request.sampling.temperature, request.samples) for request in asked] == [(1.0, 2)] * 4 + [(0.0, 1)] * 4
+    assert {request.sampling.seed for request in asked} == {3} and len({request.number for request in asked}) == 8
+
+
 def test_greedy_answers_are_a_baseline_and_not_trained():
     made = experience(greedy=True)
     made.estimator = GroupEstimator(baseline="greedy", scale="none")
