@@ -127,13 +127,17 @@ def test_what_the_server_will_never_answer_is_asked_once(server):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("silent", "within 0.3 s"), ("nothing", "no chat completion with a text"), ("long", "more than 500 bytes")],
+    ("text", "timeout_s", "message"),
+    [
+        ("silent", 0.3, "within 0.3 s"),
+        ("nothing", 10.0, "no chat completion with a text"),
+        ("long", 10.0, "more than 500 bytes"),
+    ],
 )
-def test_a_judge_takes_no_longer_and_reads_no_more_than_it_may(server, monkeypatch, text, message):
+def test_a_judge_takes_no_longer_and_reads_no_more_than_it_may(server, monkeypatch, text, timeout_s, message):
     monkeypatch.setattr(judge_module, "MOST_BYTES", 500)
     with pytest.raises((NoMark, ConnectionLost), match=message):
-        judge(server, timeout_s=0.3, retries=0)(answers(text))
+        judge(server, timeout_s=timeout_s, retries=0)(answers(text))
 
 
 def test_answers_are_judged_side_by_side_and_fail_apart(server):

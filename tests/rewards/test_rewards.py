@@ -98,11 +98,11 @@ def test_what_a_program_started_ends_with_it(isolation, tmp_path):
     program = f"""
         import os, time
         if os.fork() == 0:
-            time.sleep(1.5)
+            time.sleep(0.5)
             open({str(marker)!r}, "w")
         """
     passes(textwrap.dedent(program), timeout_s=5.0, memory_mib=256)
-    time.sleep(2)
+    time.sleep(1)
     assert not marker.exists()
 
 

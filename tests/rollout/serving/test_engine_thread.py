@@ -71,7 +71,7 @@ def test_a_client_that_gives_up_waiting_gives_its_blocks_back(endless: Loaded) -
     with serving(endless.served, endless.engine()) as served:
         name = endless.served.names[0]
         with pytest.raises(openai.APITimeoutError):
-            served.client(timeout=0.3).chat.completions.create(model=name, messages=HELLO)
+            served.client(timeout=1.0).chat.completions.create(model=name, messages=HELLO)
         wait_until(lambda: served.server.engine.statistics.generated_tokens > 0)
         wait_until(lambda: served.blocks_used == 0)
 
