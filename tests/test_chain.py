@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from builders.tiny_world import CONFIG, World, danlu, last_state, metrics, write_rows
 
+from danlu.chain import StageOutcome, train_chain
 from danlu.errors import RecipeError
 from danlu.recipe import Chain, load_chain
+from danlu.run import Outcome
 from danlu.train import loop
 
 
@@ -78,6 +81,13 @@ def test_a_stage_starts_from_the_adapter_of_another(tiny_world: World, tmp_path:
     assert more.inputs == ("pretrain", "sft")
     assert more.loaded.recipe.model.path == str(tmp_path / "run" / "pretrain")
     assert more.loaded.recipe.model.adapters == [str(tmp_path / "run" / "sft")]
+    # One that goes on with the adapter takes its place for those behind it; a new one is laid upon it.
+    for adapter, upon in (("continue", []), ("lora", [str(tmp_path / "run" / "sft")])):
+        content["stages"][2]["adapter"] = adapter
+        last = {"name": "last", "stage": "sft", "data": str(tiny_world.chat)}
+        stages = [*content["stages"][:3], last]
+        stage = chain_of(write(tmp_path / "chain.yaml", {**content, "stages": stages})).stages[-1]
+        assert stage.loaded.recipe.model.adapters == [*upon, str(tmp_path / "run" / "more")]
 
 
 def test_everything_wrong_is_told_before_anything_runs(
@@ -151,6 +161,8 @@ def test_a_policy_does_not_start_from_a_reward_model(tiny_world: World, tmp_path
     ppo = chain_of(write(file, content)).stages[-1]
     assert ppo.inputs == ("sft", "reward")
     assert vars(ppo.loaded.recipe.rewards[0])["path"] == str(tmp_path / "run" / "reward")  # type: ignore[index]
+    content["stages"][-1] = {"name": "again", "stage": "reward", "data": str(rows)}  # a reward model does
+    assert chain_of(write(file, content)).stages[-1].inputs == ("reward",)
 
 
 def test_a_chain_goes_on_where_it_stopped(
@@ -187,6 +199,59 @@ def test_a_chain_goes_on_where_it_stopped(
     (tmp_path / "b" / "chain.json").write_text(json.dumps({"sft": {"pretrain": "another"}}))
     assert danlu("train", stopped) != 0
     assert "begun with another result of pretrain" in capsys.readouterr().err.replace("\n  ", " ")
+
+
+def test_a_shared_value_that_does_not_fit_some_stages_is_told_with_their_names(
+    tiny_world: World, tmp_path: Path
+) -> None:
+    content = values(tiny_world, tmp_path / "run")
+    rows = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    content["stages"].append({"stage": "reward", "data": str(rows)})
+    file = write(tmp_path / "chain.yaml", content)
+    (problem,) = problems(file)
+    assert "batch.sequences: " in problem and problem.endswith(" (in stage reward)")
+    (problem,) = (each for each in problems(file, "data.max_length=0") if "data.max_length" in each)
+    assert "(in stage" not in problem  # of all of them
+
+
+def test_only_models_are_named_by_their_stage(tiny_world: World, tmp_path: Path) -> None:
+    content = values(tiny_world, tmp_path / "run")
+    content["stages"][1]["data"] = {"train": str(tiny_world.chat), "system": "stages.pretrain"}
+    assert chain_of(write(tmp_path / "chain.yaml", content)).stages[1].loaded.recipe.data.system == "stages.pretrain"
+
+
+@pytest.mark.parametrize(("stops_at", "begun"), [(None, 2), ("pretrain", 1)])
+def test_each_stage_has_the_threads_of_the_chain_and_none_begins_after_a_signal(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: str | None, begun: int
+) -> None:
+    threads, seen, ended = torch.get_num_threads(), list[int](), list[str]()
+
+    def train(loaded: Any, **options: Any) -> Outcome:
+        seen.append(torch.get_num_threads())
+        torch.set_num_threads(threads + 1)  # as a stage with `threads` does
+        folder = Path(loaded.recipe.output)
+        return Outcome(folder, 1, 143 if folder.name == stops_at else 0, ())
+
+    monkeypatch.setattr("danlu.chain.run.train", train)
+    chain = chain_of(write(tmp_path / "chain.yaml", values(tiny_world, tmp_path / "run")))
+    try:
+        outcome = train_chain(chain, say=lambda line: None, ended=lambda stage: ended.append(stage.stage.name))
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [threads] * begun and ended == ["pretrain", "sft"][:begun]
+    assert outcome.exit_code == (143 if stops_at else 0) and len(outcome.stages) == begun
+
+
+def test_a_stage_is_summed_up_by_the_last_value_of_its_metric(tiny_world: World, tmp_path: Path) -> None:
+    chain = chain_of(write(tmp_path / "chain.yaml", values(tiny_world, tmp_path / "run")))
+    summed_up = StageOutcome(chain.stages[0], None)
+    assert summed_up.metric == ""
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 2.5}]
+    write_rows(summed_up.folder / "metrics.jsonl", lines)
+    assert summed_up.metric == "loss 2.5000"
+    evaluated = [{"step": step, "eval_loss": loss} for step, loss in ((2, 1.5), (3, 1.25))]
+    write_rows(summed_up.folder / "metrics.jsonl", [*evaluated, *lines])
+    assert summed_up.metric == "eval_loss 1.2500"
 
 
 def test_a_dry_run_tries_what_can_be_tried(

@@ -81,6 +81,21 @@ def test_a_rollouts_times_are_those_of_the_step_that_made_it(run: Path) -> None:
     assert record.steps["update_s"] == {1: 1.0, 2: 2.0, 3: 1.0, 4: 2.0, 5: 1.0}
 
 
+def test_a_step_that_took_less_than_what_is_counted_in_it_took_no_time_beside(run: Path) -> None:
+    slow = {"rollout_s": 3.0, "reward_s": 0.25, "scoring_s": 0.0}
+    speed = {"tokens_per_second": 0.0}  # of a step without a clock
+    write_lines(run / "metrics.jsonl", [step_line(1, reward=1.0, **slow), {**step_line(2, reward=1.0), **speed}])
+    assert read_record(run).steps["update_s"] == {1: 0.0}
+
+
+def test_names_of_metrics_are_kept_up_to_a_bound(run: Path) -> None:
+    names = {f"x{number}": 1.0 for number in range(run_record.MAX_NAMES)}
+    write_lines(run / "metrics.jsonl", [step_line(1), step_line(2, **names), step_line(3)])
+    steps = read_record(run).steps
+    assert run_record.MAX_NAMES <= len(steps) <= run_record.MAX_NAMES + 1  # and the seconds of steps
+    assert steps["loss"].keys() == {1, 2, 3}
+
+
 def test_a_line_that_is_being_written_is_left_out_and_a_damaged_one_is_counted(run: Path) -> None:
     whole = read_record(run).steps
     with (run / "metrics.jsonl").open("a") as file:
@@ -207,6 +222,8 @@ def test_long_curves_are_means() -> None:
     (chart,) = charts(record_of({step: float(step % 2) for step in range(1, 10_001)}))
     (line,) = chart.lines
     assert line.mean_over == 25 and len(line.paths[0].split()) == MAX_POINTS
+    (chart,) = charts(record_of({step: 1.0 for step in range(1, MAX_POINTS + 2)}))
+    assert len(chart.lines[0].paths[0].split()) == MAX_POINTS // 2 + 1  # one more than fit already
 
 
 def test_without_finite_values_there_is_no_chart() -> None:
