@@ -15,6 +15,7 @@ from builders.train_worker import train
 from safetensors.torch import load_file
 
 from danlu.language.roles import FrozenDecoder
+from danlu.models.packed_weights import PackedWeights
 from danlu.train.metrics import TIMING_FIELDS
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
@@ -139,6 +140,17 @@ def test_fast_numerics_ratios_are_one_in_the_first_update(tiny_world: World, tmp
     assert [line["ratio"] for line in lines[0::4]] == [1.0, 1.0]
     assert [line["approx_kl"] for line in lines[0::4]] == [0.0, 0.0]
     assert any(line["rollout_gap_max"] > 0 for line in lines)  # control: the engine rounds otherwise
+
+
+@pytest.mark.parametrize("drops_copies", [True, False], ids=["", "control"])
+def test_rollouts_in_bf16_follow_the_weights_as_they_are_trained(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_copies: bool
+) -> None:
+    """The engine multiplies with bfloat16 copies of the float32 weights, which must not outlive an update of these."""
+    if not drops_copies:
+        monkeypatch.setattr(PackedWeights, "clear", lambda packed_weights: None)
+    gaps = [line["gap"] for line in run(tiny_world, tmp_path / "run", precision="bf16", schedule="constant", steps=5)]
+    assert all(0 < gap < 0.03 for gap in gaps) if drops_copies else gaps[0] < 0.03 and gaps[4] > 0.06, gaps
 
 
 @pytest.mark.parametrize("after", [3, 4])

@@ -16,7 +16,7 @@ from danlu.cli.main import main
 from danlu.report import run_record
 from danlu.report.rollout_samples import MAX_CHARACTERS, MAX_REASONS, OTHER_REASONS, read_samples, shortened
 from danlu.report.run_charts import HEIGHT, MAX_POINTS, WIDTH, charts
-from danlu.report.run_page import page
+from danlu.report.run_page import MAX_EVENTS, page
 from danlu.report.run_record import RunRecord, read_record
 from danlu.report.run_report import as_json, report_of, table
 from danlu.train import run_folder, summary
@@ -177,6 +177,13 @@ def test_the_page_has_texts_of_models_as_texts(run: Path) -> None:
     assert text.startswith("<!doctype html>\n<!-- danlu report -->\n")
 
 
+def test_of_many_events_the_first_are_shown_and_the_others_counted(run: Path) -> None:
+    events = [{"step": step, "event": "spike", "reason": f"number {step}."} for step in range(1, MAX_EVENTS + 4)]
+    write_lines(run / "metrics.jsonl", [step_line(1), *events])
+    shown = page(report_of(run, "stopped"))
+    assert f"number {MAX_EVENTS}." in shown and f"number {MAX_EVENTS + 1}." not in shown and "3 more" in shown
+
+
 def test_long_texts_are_shown_from_both_ends() -> None:
     text = "a" * 5000 + "b" * 5000
     short = shortened(text)
@@ -222,7 +229,7 @@ def test_long_curves_are_means() -> None:
     (chart,) = charts(record_of({step: float(step % 2) for step in range(1, 10_001)}))
     (line,) = chart.lines
     assert line.mean_over == 25 and len(line.paths[0].split()) == MAX_POINTS
-    (chart,) = charts(record_of({step: 1.0 for step in range(1, MAX_POINTS + 2)}))
+    (chart,) = charts(record_of(dict.fromkeys(range(1, MAX_POINTS + 2), 1.0)))
     assert len(chart.lines[0].paths[0].split()) == MAX_POINTS // 2 + 1  # one more than fit already
 
 
