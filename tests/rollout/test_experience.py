@@ -248,9 +248,10 @@ def test_a_reward_that_one_of_several_gives_is_one(tmp_path):
     assert [answer["tokens"] for answer in answers] == [[4, 4], [4, 5]]
 
 
-def test_answers_without_a_reward_are_no_signal():
-    """Each prompt has one answer that was judged, by which it cannot be compared; as 0 the other would count."""
-    made = experience(reward_of=lambda number, sample: float("nan") if sample else 3.0)
+@pytest.mark.parametrize("given", [3.0, -3.0])
+def test_answers_without_a_reward_are_no_signal(given):
+    """Each prompt has one answer that was judged, and none to compare it with; as 0 the other would be one."""
+    made = experience(reward_of=lambda number, sample: float("nan") if sample else given)
     made.at(0)
     metrics = made.metrics()
     assert (metrics["no_signal"], metrics["unrewarded"], metrics["reward_std"]) == (1, 0.5, 0)
