@@ -31,7 +31,9 @@ from queue import SimpleQueue
 import pytest
 
 from mutation.table import MUTATIONS, Mutation
+from mutation.table_rl import MUTATIONS as RL_MUTATIONS
 
+EVERY_MUTATION = (*MUTATIONS, *RL_MUTATIONS)
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = 0.95
 LIMIT_S = 240.0  # for one mutation: tests that do not come to an end have noticed it as well
@@ -161,7 +163,9 @@ def judged(source: Path, mutations: Sequence[Mutation], workers: int) -> list[Ve
             return list(pool.map(one, mutations))
 
 
-def main(arguments: Sequence[str] | None = None, source: Path = ROOT, table: Sequence[Mutation] = MUTATIONS) -> int:
+def main(
+    arguments: Sequence[str] | None = None, source: Path = ROOT, table: Sequence[Mutation] = EVERY_MUTATION
+) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutations with this in their file or text")
     parser.add_argument("--workers", type=int, default=1, help="copies of the tree that are worked on at a time")

@@ -179,6 +179,13 @@ def test_a_reward_that_always_hangs_is_given_up(runner, monkeypatch):
     assert reasons.count("it was not called: the 2 calls before took longer than 0.6 s") == 10
 
 
+def test_a_reward_that_hangs_now_and_then_is_not_given_up(runner, monkeypatch):
+    monkeypatch.setattr(worker_pool, "MOST_TIMEOUTS", 2)
+    table = runner("fickle", timeout_s=0.8, workers=1).score(judged("hang", "a", "hang", "bb"))
+    assert table.values[[1, 3], 0].tolist() == [1, 2]
+    assert by_answer(table) == dict.fromkeys((0, 2), "no answer within 0.8 s")
+
+
 def test_a_pattern_that_backtracks_without_end_hangs_only_itself(runner):
     table = runner(Pattern("(a+)+$"), timeout_s=1.0).score(judged("a" * 60 + "b", "aaa"))
     assert by_answer(table) == {0: "no answer within 1 s"} and table.values[1, 0] == 1
