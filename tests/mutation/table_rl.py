@@ -82,12 +82,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/experience.py",
-        'self.sampler.next_prompt = self._before["next_prompt"]',
-        "pass",
-        "rollout/test_experience.py",
-    ),
-    Mutation(
-        "rollout/experience.py",
         "column[item.samples[0].weights > 0] = values[laid_out.samples[0].weights > 0]",
         "column[:] = values[: len(column)]",
         "rollout/test_experience.py",
@@ -401,5 +395,33 @@ MUTATIONS: tuple[Mutation, ...] = (
         "events=[_event(event) for event in record.events[:MAX_EVENTS]],",
         "events=[_event(event) for event in record.events],",
         "report/test_run_report.py",
+    ),
+    Mutation("rewards/worker_pool.py", "timeouts[task.reward] = 0", "pass", "rewards/test_runner.py", "now_and_then"),
+    Mutation(
+        "rewards/worker_pool.py",
+        "timeouts[task.reward] += worker.is_late",
+        "timeouts[task.reward] += 1",
+        "rewards/test_runner.py",
+        "again_and_again",
+    ),
+    Mutation(
+        "rewards/worker_pool.py",
+        "os.killpg(self._process.pid, signal.SIGKILL)",
+        "self._process.kill()",
+        "rewards/test_runner.py",
+    ),
+    Mutation(
+        "rewards/worker_pool.py",
+        "yield from _given_up(queues, reason, task.reward)",
+        "yield from _given_up(queues, reason)",
+        "rewards/test_runner.py",
+        "always_hangs",
+    ),
+    Mutation(
+        "rewards/worker_pool.py",
+        "lost = [queues[number]] if any(self._workers) else queues",
+        "lost = queues",
+        "rewards/test_runner.py",
+        "others_do_the_work",
     ),
 )

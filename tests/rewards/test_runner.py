@@ -186,6 +186,12 @@ def test_a_reward_that_hangs_now_and_then_is_not_given_up(runner, monkeypatch):
     assert by_answer(table) == dict.fromkeys((0, 2), "no answer within 0.8 s")
 
 
+def test_a_reward_whose_process_ends_again_and_again_is_asked_all_the_same(runner, monkeypatch):
+    monkeypatch.setattr(worker_pool, "MOST_TIMEOUTS", 2)  # of which none of these is one
+    table = runner("fickle", workers=1).score(judged("die", "die", "die", "a"))
+    assert table.values[3, 0] == 1 and set(by_answer(table)) == {0, 1, 2}
+
+
 def test_a_pattern_that_backtracks_without_end_hangs_only_itself(runner):
     table = runner(Pattern("(a+)+$"), timeout_s=1.0).score(judged("a" * 60 + "b", "aaa"))
     assert by_answer(table) == {0: "no answer within 1 s"} and table.values[1, 0] == 1
@@ -295,6 +301,24 @@ def test_a_process_that_does_not_start_again(tmp_path):
         assert "could not be started again: rewards: " in by_answer(table)[3] and "FileExists" in by_answer(table)[3]
         marker.unlink()
         assert many_rewards.score(judged("a")).values[0, 0] == 1
+
+
+def test_others_do_the_work_of_a_process_that_does_not_start(tmp_path):
+    """Here the second process, which the first one waits for before it answers."""
+    path, marker, tried = tmp_path / "once.py", tmp_path / "marker", tmp_path / "tried"
+    path.write_text(
+        "import pathlib, time\n"
+        f"marker, tried = pathlib.Path({str(marker)!r}), pathlib.Path({str(tried)!r})\n"
+        "if marker.exists():\n    tried.touch()\n"
+        "marker.touch(exist_ok=False)\n"
+        "def f(completion):\n"
+        "    while not tried.exists():\n        time.sleep(0.01)\n"
+        "    time.sleep(0.02)\n"
+        "    return len(completion)\n"
+    )
+    with RewardRunner([RewardPart("a", UserFunction.read(f"{path}:f"))], workers=2, timeout_s=60) as many_rewards:
+        table = many_rewards.score(judged(*["a", "bb"] * 8))
+    assert tried.exists() and table.values[:, 0].tolist() == [1, 2] * 8 and not table.failures
 
 
 def test_modules_beside_the_file_can_be_imported(tmp_path):
