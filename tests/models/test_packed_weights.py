@@ -114,3 +114,51 @@ def test_weights_that_are_made_for_one_product_are_not_kept():
             ops.linear(torch.randn(2, 32), torch.randn(64, 32))
             ops.linear(torch.randn(2, 32).bfloat16(), torch.randn(64, 32))
     assert packed.copies == 0
+
+
+@pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this torch packs no weights")
+class TestCopies:
+    """What a copy is made of, and when there is none."""
+
+    def test_no_rows_need_none(self):
+        packed, weight = PackedWeights(NO_LIMIT), parameter(LARGE, 256)
+        with torch.inference_mode():
+            assert packed.product(torch.zeros(0, 256), weight, None).shape == (0, LARGE) and packed.copies == 0
+            packed.product(torch.zeros(3, 256), weight, None)
+        assert packed.copies == 1  # control
+
+    def test_room_that_was_given_back_is_there_again(self):
+        first, second = parameter(LARGE, 256), parameter(LARGE + 8, 256)
+        packed, x = PackedWeights(second.nbytes), torch.zeros(3, 256)
+        with torch.inference_mode():
+            packed.product(x, first, None)
+            packed.product(x, second, None)
+            assert packed.copies == 1  # there is room for one
+            packed.clear()
+            assert packed.copies == 0
+            packed.product(x, second, None)
+        assert packed.copies == 1
+
+    def test_those_that_were_active_before_are_so_again(self):
+        outer, inner = PackedWeights(NO_LIMIT), PackedWeights(NO_LIMIT)
+        with outer.active():
+            with inner.active():
+                assert active_packed_weights() is inner
+            assert active_packed_weights() is outer
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_where_only_some_have_a_bias_each_keeps_its_own(self, first):
+        weights, x = [parameter(LARGE, 256), parameter(24, 256)], parameter(3, 256).detach()
+        biases = [parameter(LARGE) if first else None, None if first else parameter(24)]
+        with torch.inference_mode():
+            products = PackedWeights(NO_LIMIT).products(x, weights, biases)
+            for y, weight, bias in zip(products, weights, biases, strict=True):
+                torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+    def test_another_bias_for_the_same_weight_is_another_copy(self):
+        weight, x = parameter(LARGE, 256), parameter(3, 256).detach()
+        packed, bias = PackedWeights(NO_LIMIT), parameter(LARGE)
+        other = torch.nn.Parameter(bias.detach() + 1)
+        with torch.inference_mode():
+            y, moved = packed.product(x, weight, bias), packed.product(x, weight, other)
+        torch.testing.assert_close(moved, y + 1, rtol=1e-5, atol=1e-4)

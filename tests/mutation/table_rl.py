@@ -140,19 +140,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_experience.py",
     ),
     Mutation(
-        "rollout/experience_trees.py", "weights[: len(prompt)] = 0", "weights[:1] = 0", "rollout/test_experience.py"
+        "rollout/experience_trees.py",
+        "np.zeros(stem, bool), *(branch.drawn for branch in behind)",
+        "np.ones(stem, bool), *(branch.drawn for branch in behind)",
+        "rollout/test_experience.py",
     ),
     Mutation(
         "rollout/experience_trees.py",
-        "place += len(completion.tokens)",
-        "pass",
-        "test_rl_runs.py",
-        "test_exact_numerics_leave_no_gap",
-    ),
-    Mutation(
-        "rollout/experience_trees.py",
-        "np.array([np.nan, *values], np.float32)",
-        "np.array([0.0, *values], np.float32)",
+        "np.array([np.nan, *of_branches], np.float32)",
+        "np.array([0.0, *of_branches], np.float32)",
         "rollout/test_experience_trees.py",
     ),
     Mutation(
@@ -169,20 +165,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/estimators.py",
-        "earned = -penalties[number][start:stop]",
-        "earned = penalties[number][start:stop].copy()",
+        "earned = -penalties[number][places]",
+        "earned = penalties[number][places].copy()",
         "rollout/test_estimators.py",
     ),
     Mutation(
         "rollout/estimators.py",
-        "sums[answer] = penalty[start:stop].sum()",
-        "sums[answer] = penalty[start:stop].mean()",
+        "sums[answer] = penalty[places].sum()",
+        "sums[answer] = penalty[places].mean()",
         "rollout/test_estimators.py",
     ),
     Mutation(
         "rollout/estimators.py",
-        "earned[-1] += np.nan_to_num(terminal[answer])",
-        "earned[0] += np.nan_to_num(terminal[answer])",
+        "earned[-1:] += np.nan_to_num(terminal[answer])",
+        "earned[:1] += np.nan_to_num(terminal[answer])",
         "rollout/test_estimators.py",
     ),
     Mutation("rollout/estimators.py", "missing |= self.truncated", "pass", "rollout/test_estimators.py"),
@@ -218,14 +214,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/estimators.py",
-        "[LAST_VALUE][-len(answers) :]",
-        "[LAST_VALUE][: len(answers)]",
-        "rollout/test_estimators.py",
-    ),
-    Mutation(
-        "rollout/estimators.py",
-        "offsets.append(offsets[-1] + stop - start)",
-        "offsets.append(stop - start)",
+        "offsets.append(offsets[-1] + len(places))",
+        "offsets.append(len(places))",
         "rollout/test_estimators.py",
     ),
     Mutation(
@@ -405,7 +395,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "again_and_again",
     ),
     Mutation(
-        "rewards/worker_pool.py",
+        "rewards/worker_connection.py",
         "os.killpg(self._process.pid, signal.SIGKILL)",
         "self._process.kill()",
         "rewards/test_runner.py",
@@ -423,5 +413,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         "lost = queues",
         "rewards/test_runner.py",
         "others_do_the_work",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "self.versions == tuple([source._version for source in sources if source is not None])",
+        "True",
+        "models/test_packed_weights.py",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "self._taken_bytes + added_bytes > self.limit_bytes",
+        "self._taken_bytes > self.limit_bytes",
+        "models/test_packed_weights.py",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "self._copies, self._taken_bytes = {}, 0",
+        "self._copies = {}",
+        "models/test_packed_weights.py",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "if not all(isinstance(weight, nn.Parameter) for weight in weights):",
+        "if False:",
+        "models/test_packed_weights.py",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "_thread.packed_weights = before",
+        "_thread.packed_weights = None",
+        "models/test_packed_weights.py",
+    ),
+    Mutation(
+        "models/packed_weights.py",
+        "not all(map(operator.is_, self.biases, biases))",
+        "False",
+        "models/test_packed_weights.py",
     ),
 )
