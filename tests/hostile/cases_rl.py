@@ -123,11 +123,11 @@ CASES = [
         max_bytes=120 << 20,
     ),
     Case(
-        "tools without a name",
+        "environment without a name",
         TRAIN,
         2,
-        ("error: r.yaml:", "environment.tools.0: 'rewards.py' names no function: write its file and its name"),
-        rl(environment={"kind": "tools", "tools": ["rewards.py"]}),
+        ("error: r.yaml:", "environment.path: 'rewards.py' names no class: write its file and its name"),
+        rl(environment={"path": "rewards.py"}),
     ),
     Case(
         "template of a column that is not there",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from danlu.errors import RecipeError
 from danlu.recipe.sections import EnvironmentSection, PythonEnvironment
 from danlu.rewards.environments.protocol import EnvironmentSource
 from danlu.rewards.environments.user_class import UserEnvironment
@@ -14,10 +13,8 @@ def environment_source(section: EnvironmentSection) -> EnvironmentSource:
 
     Raises RecipeError for a file that cannot be read or is no Python, or has no such name.
     """
-    match section:
-        case PythonEnvironment():
-            return UserEnvironment.read(section.path, section.arguments)
-    raise RecipeError(f"environment: kind {section.kind} is not there yet")
+    assert isinstance(section, PythonEnvironment), f"no environment is made of {type(section).__name__}"
+    return UserEnvironment.read(section.path, section.arguments)
 
 
 def environment_workers(section: EnvironmentSection) -> EnvironmentWorkers:
