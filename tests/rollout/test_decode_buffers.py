@@ -55,7 +55,7 @@ def test_the_same_sequences_go_on(lengths):
 def test_others_are_gathered_anew():
     pool = pool_of(32)
     decode(pool, {0: 9, 1: 9, 2: 9}, expect_gathered=True)
-    decode(pool, {0: 10, 2: 10}, expect_gathered=True)  # one has ended
+    decode(pool, {0: 10, 2: 10}, expect_gathered=True)  # one of three has ended
     decode(pool, {0: 11, 2: 11}, expect_gathered=False)
     decode(pool, {2: 12, 0: 12}, expect_gathered=True)  # another order
     decode(pool, {2: 14, 0: 14}, expect_gathered=True)  # a pass that went elsewhere came between
@@ -91,3 +91,40 @@ def test_much_and_uneven_is_not_kept(monkeypatch):
     buffers.clear()
     monkeypatch.setattr(decode_buffers, "BUFFER_BYTES", 1000)
     assert buffers.rows_of(chunks[:1], pool.token_bytes) is None
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_few_that_have_ended_are_computed_on(monkeypatch, ragged):
+    monkeypatch.setattr(decode_buffers, "ENDED_SHARE", 1 / 2)
+    pool = pool_of(32)
+    positions = {s: 9 - ragged * (s % 2) for s in range(4)}
+
+    def step(*sequences, expect_gathered=False):
+        for sequence in sequences:
+            positions[sequence] += 1
+        decode(pool, {s: positions[s] for s in sequences}, expect_gathered=expect_gathered)
+
+    step(0, 1, 2, 3, expect_gathered=True)
+    step(0, 2, 3)
+    step(2, 3)  # the first row is nobody's
+    step(2, 3)
+    step(3, expect_gathered=True)  # three of four have ended
+    positions[2] += 1
+    step(2, 3, expect_gathered=True)  # one that was away has not what came meanwhile
+
+
+def test_control_a_row_that_is_nobodys_is_not_read(monkeypatch):
+    monkeypatch.setattr(decode_buffers, "ENDED_SHARE", 1 / 2)
+    pool = pool_of(32)
+    decode(pool, {0: 9, 1: 9}, expect_gathered=True)
+    rows_of = decode_buffers.DecodeBuffers.rows_of
+
+    def wrong(self, chunks, token_bytes):
+        rows = rows_of(self, chunks, token_bytes)
+        rows.live = torch.zeros_like(rows.live)
+        rows.of_rows = torch.tensor([0, 0])
+        return rows
+
+    monkeypatch.setattr(decode_buffers.DecodeBuffers, "rows_of", wrong)
+    with pytest.raises(AssertionError):
+        decode(pool, {1: 10}, expect_gathered=False)

@@ -126,6 +126,8 @@ class FusedDecoder:
 
         rows: of this pass; pool: keeps keys and values of the tokens afterwards.
         """
+        if rows.of_rows is not None:
+            tokens, positions = tokens.index_select(0, rows.of_rows), positions.index_select(0, rows.of_rows)
         cos, sin = self._rotations(positions)  # [Q, H + 2K, C]
         x = self._model.embed_tokens(tokens, self._dtype)  # [Q, D]
         count, heads, kv_heads, width = len(x), self._heads, self._kv_heads, self._width
@@ -138,12 +140,15 @@ class FusedDecoder:
             qkv = (qkv * cos).addcmul_(qkv.roll(width // 2, -1), sin)
             keys_values = qkv[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1)  # [2, Q, K, C]
             new.append(keys_values)
-            mixed = rows.attend_new(number, qkv[:, :heads], keys_values, pool.tensors(number), self._scale)
+            mixed = rows.attend_rows(number, qkv[:, :heads], keys_values, pool.tensors(number), self._scale)
             x = layer.o.plus(mixed.view(count, -1), x)
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)  # [Q, F]
             gate = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
             x = layer.down.plus(gate.mul_(up), x)
-        pool.write_layers(torch.stack(new))
+        kept = torch.stack(new)  # [L, 2, Q, K, C]
+        if rows.live is not None:
+            kept, x = kept.index_select(2, rows.live), x.index_select(0, rows.live)
+        pool.write_layers(kept)
         return self._norm(x)
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
