@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from builders.served import Served, serving_rollouts, wait_until
-from builders.tiny_world import World
+from builders.tiny_world import World, start
 from safetensors.torch import load_file
 from test_rl_runs import recipe_file, run, without_times
 
@@ -154,3 +154,26 @@ def test_servers_that_round_otherwise_are_refused_where_numerics_are_exact(
         recipe = recipe_file(tiny_world, tmp_path / "run", rollout=http(started.url("one")), **EXACT)
         assert main(["train", str(recipe)]) == 4
     assert "--numerics fast in float32. Start it with --numerics exact --dtype bf16" in capfd.readouterr().err
+
+
+@pytest.mark.distributed
+def test_a_process_that_is_killed(tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more: dict[str, Any] = {"numerics": "exact", "steps": 4}
+    run(tiny_world, tmp_path / "own", rollout=FILTERED, **more)
+    monkeypatch.setenv("SERVERS_KEY", "secret")
+    flags = ["--rollouts", "--numerics", "exact", "--dtype", "fp32", "--cache-gib", "0.01", "--api-key", "secret"]
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    processes = []
+    try:
+        for log in logs:
+            log.touch()
+            processes.append(start(["serve", tiny_world.base, *flags, "--port", "0"], log))
+        wait_until(lambda: all("(Ctrl-C ends)" in log.read_text() for log in logs))
+        urls = [log.read_text().partition("/v1 answers")[0] for log in logs]
+        asked = at_answers(monkeypatch, {20: processes[1].kill})
+        run(tiny_world, tmp_path / "http", rollout=http(*urls, api_key_variable="SERVERS_KEY"), **more)
+    finally:
+        for process in processes:
+            process.kill()
+    assert same_run(tmp_path / "own", tmp_path / "http")
+    assert set(asked[:20]) == set(urls) and set(asked[-16:]) == {urls[0]}  # of the last rollout

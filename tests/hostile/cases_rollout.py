@@ -33,6 +33,16 @@ CASES = [
         recipe(**SAMPLED, rollout="sglang"),
     ),
     Case(
+        "rollout servers nowhere",
+        TRAIN,
+        2,
+        (
+            "error: r.yaml:",
+            "rollout.urls: missing: say where servers listen, such as [http://node1:8000, http://node2:",
+        ),
+        recipe(**SAMPLED, rollout="http"),
+    ),
+    Case(
         "rollout cache of nothing",
         TRAIN,
         2,

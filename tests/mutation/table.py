@@ -1147,4 +1147,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "rewards/test_environments.py",
     ),
+    # -- rollout servers
+    Mutation(
+        "rollout/servers/fleet.py",
+        "key=lambda each: each.in_flight, default=None",
+        "key=lambda each: -each.in_flight, default=None",
+        "rollout/servers/test_fleet.py",
+    ),
+    Mutation(
+        "rollout/servers/fleet.py",
+        "if not is_same and weights.load is not None:",
+        "if is_same and weights.load is not None:",
+        "rollout/servers/test_fleet.py",
+    ),
+    Mutation(
+        "rollout/servers/fleet.py",
+        "weights.canary.check(server)",
+        "pass",
+        "rollout/servers/test_fleet.py",
+    ),
+    Mutation(
+        "rollout/servers/danlu_protocol.py",
+        '"sample": continuation.sample,',
+        '"sample": 0,',
+        "rollout/servers/test_danlu_server.py",
+    ),
+    Mutation(
+        "rollout/serving/rollout_control.py",
+        "if self.engine.exact:  # which",
+        "if False:  # which",
+        "rollout/servers/test_danlu_server.py",
+        only="arrive",
+    ),
+    Mutation(
+        "rollout/serving/engine_thread.py",
+        "return not self.is_paused and self._engine.unfinished > 0",
+        "return self._engine.unfinished > 0",
+        "rollout/servers/test_danlu_server.py",
+        only="sleep",
+    ),
 )

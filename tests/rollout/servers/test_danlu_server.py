@@ -227,3 +227,16 @@ def test_a_server_without_the_flag_has_no_such_endpoints(tiny_world: World) -> N
         assert ask(f"{served.root}/rollouts/info")[0] == 404
         with pytest.raises(ModelError, match="started without --rollouts"):
             detect_server(HTTPClient(served.root, 20), Demands())
+
+
+def test_a_server_that_a_killed_trainer_left_asleep_answers_the_next_one(tiny_world: World) -> None:
+    model = load(tiny_world.base)
+    with serving_rollouts(tiny_world.base) as served:
+        with engine_at(served.url, model) as engine:
+            expected = engine.generate(requests())
+            engine.server.sleep()
+            engine.server.sleep()  # as often as it comes
+            assert engine.server.client.get("/rollouts/info")["paused"]
+        with engine_at(served.url, model) as engine:
+            again = engine.generate(requests())
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in expected]

@@ -60,6 +60,9 @@ class DanluServer(ServerClient, TakesFiles):
             )
         check_vocabulary(self.name, url, vocab_size, lambda token: token < info["vocab_size"])
         self.context = info["context"]
+        if info["paused"]:  # by a trainer that was killed
+            self.pause("abort")
+            self.wake()
         if self._dtype is not None and (not info["exact"] or info["dtype"] != self._dtype):
             flag = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self._dtype]
             numerics = "exact" if info["exact"] else "fast"
