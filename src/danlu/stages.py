@@ -19,7 +19,7 @@ from danlu.language.initial_score_head import first_score_head
 from danlu.language.prompt_reader import PromptReader, RolloutBuilder
 from danlu.language.reader import PackReader
 from danlu.language.reference import REFERENCE, reference_columns, reference_models
-from danlu.language.reinforcement import has_one_update, objective_section
+from danlu.language.reinforcement import has_one_update, objective_section, trains_on_pairs
 from danlu.language.rollout_remarks import RolloutRemarks
 from danlu.language.tree_reader import TreeReader
 from danlu.objectives.cross_entropy import CrossEntropy
@@ -103,6 +103,11 @@ def _reward_section(recipe: Recipe) -> sections.BradleyTerry | sections.Stepwise
     section, *more = recipe.objective or [sections.BradleyTerry()]
     assert not more and isinstance(section, sections.BradleyTerry | sections.Stepwise), "the rules refuse others"
     return section
+
+
+def policy_objective(recipe: Recipe) -> PolicyGradient | PpoObjective | Preference | StepPreference:
+    """The policy gradient over what rollouts drew, or the terms over pairs of their answers."""
+    return preference(recipe) if trains_on_pairs(recipe) else policy_gradient(recipe)
 
 
 def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
@@ -196,7 +201,7 @@ STAGES: dict[str, Stage] = {
     "rl": Stage(
         PromptReader,
         RolloutBuilder,
-        policy_gradient,
+        policy_objective,
         reference_models,
         held_out_rewards,
         objective_rate=objective_rate,

@@ -736,6 +736,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- rollout
     Mutation(
+        "rollout/answer_pairs.py",
+        "(best, worst) if rewards[best] - rewards[worst] > SMALLEST_DIFFERENCE else None",
+        "(best, worst) if rewards[best] > rewards[worst] else None",
+        "rollout/test_answer_pairs.py",
+    ),
+    Mutation(
+        "rollout/answer_pairs.py",
+        "labels = [np.nan, CHOSEN, REJECTED][: len(numbers)]",
+        "labels = [np.nan, REJECTED, CHOSEN][: len(numbers)]",
+        "rollout/test_answer_pairs.py",
+    ),
+    Mutation(
+        "rollout/answer_pairs.py",
+        "float(np.nanmean(each)) for name",
+        "float(np.nan_to_num(each).mean()) for name",
+        "rollout/test_answer_pairs.py",
+    ),
+    Mutation(
         "rollout/on_policy_rows.py",
         "weights[length:] = row.weights[length]",
         "weights[length:] = 1",

@@ -74,7 +74,7 @@ def test_short_names(read: Callable[..., Recipe], name: str) -> None:
 
 
 def test_every_objective_of_the_stage_has_a_short_name() -> None:
-    assert {name for name, (stage, _) in OBJECTIVE_NAMES.items() if stage == "rl"} == set(KINDS)
+    assert {name for name, (stage, _) in OBJECTIVE_NAMES.items() if stage == "rl"} == {*KINDS, "online-dpo"}
     assert set(KINDS) <= set(schema()["else"]["properties"]["stage"]["enum"])
 
 
@@ -280,7 +280,37 @@ BROKEN = [
     ({"stage": "ppo", "objective": "{scale: batch}"}, "objective.0.scale: ppo has the value of each token in place"),
     ({"objective": "{rewards_apart: true}"}, "objective.0.rewards_apart: there is one reward, and nothing to keep it"),
     ({"objective": "[grpo, rloo]"}, "objective: 2 terms: stage rl has one. Give one"),
-    ({"objective": "sigmoid"}, "objective.0.kind: sigmoid is an objective of stage preference, not of stage rl"),
+    ({"objective": "[sigmoid, {kind: grpo}]"}, "objective: 2 terms: stage rl has one. Give one"),
+    ({"objective": "forward"}, "objective.0.kind: forward is an objective of stage distill, not of stage rl"),
+    (
+        {"stage": "online-dpo", "objective": "kto"},
+        "objective.0.kind: kto takes answers judged one by one, and stage rl compares the best and the worst answer",
+    ),
+    (
+        {"stage": "online-dpo", "rollout": "{samples: 1}"},
+        "rollout.samples: 1, and a pair is the best and the worst of a prompt's answers. Use 2 or more",
+    ),
+    (
+        {"stage": "online-dpo", "reference": "cached"},
+        "reference.kind: cached: answers are drawn while training, so nothing is known of them before. Use frozen",
+    ),
+    (
+        {"stage": "online-dpo", "objective": "nca", "reference": "none"},
+        "reference.kind: none, but objective.0 (nca) compares the policy with one",
+    ),
+    (
+        {"stage": "online-dpo", "objective": "simpo", "reference": "frozen"},
+        "reference: simpo compares the policy with nothing. Leave it out",
+    ),
+    (
+        {"stage": "online-dpo", "adapter": "prefix"},
+        "adapter.kind: prefix puts virtual tokens before every document, which a frozen reference does not know",
+    ),
+    (
+        {"stage": "online-dpo", "environment": "my.py:short"},
+        "environment: pairs are of answers in one turn. Leave the environment out, or take a policy gradient",
+    ),
+    ({"stage": "online-dpo", "value": "{rate_ratio: 2.0}"}, "value: pairs of answers are compared without values"),
     (
         {"objective": "{kl: {in: reward, ratio: true}}"},
         "objective.0.kl.ratio: rewards are computed at the policy that drew the answers, where the ratio is 1. Leave",
@@ -413,6 +443,15 @@ SOUND = [
     {"batch": "{prompts: 12, updates: 12, passes: 2, micro: 2}"},
     {"data": "{train: rows.json, eval: more.jsonl, prompt: '{{ {Body} {Question}', overlong: drop}"},
     {"data": "{train: {path: rows.json, format: sharegpt}}"},
+    {"stage": "online-dpo"},
+    {"stage": "online-dpo", "reference": "none"},
+    {"stage": "online-dpo", "objective": "[{kind: ipo, beta: 0.2}, {kind: sft, weight: 0.1}]", "adapter": "lora"},
+    {"stage": "online-dpo", "objective": "simpo", "adapter": "prefix", "rollout": "{samples: 2, top_p: 0.9}"},
+    {"stage": "rl", "objective": "{kind: aot, beta: 0.2}", "reference": "{kind: frozen, every: 8}"},
+    {
+        "stage": "online-dpo",
+        "rollout": "{engine: vllm, url: 'http://a:1', top_p: 0.9}",
+    },
     {"reference": "none"},
     {"adapter": "prefix"},
     {"adapter": "lora", "objective": "{kl: 0.1}", "reference": "adapter-off"},

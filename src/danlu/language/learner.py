@@ -86,11 +86,13 @@ class DecoderLearner:
         return {name: local[name].local.detach() for name in named} if local else named
 
     def totals(self, items: Sequence[Pack]) -> Totals:
-        """What a step of these packs consists of, with the divisors that the objective asks for."""
-        totals = Totals.of(items)
-        if not isinstance(self.objective, CountingObjective):
-            return totals
-        return replace(totals, divisors=self.objective.divisors(items))
+        """What a step of these packs consists of, with the divisors that objective and evaluation ask for."""
+        divisors: dict[str, float] = {}
+        if isinstance(self.evaluation, CountingObjective) and self.evaluation is not self.objective:
+            divisors |= self.evaluation.divisors(items)
+        if isinstance(self.objective, CountingObjective):
+            divisors |= self.objective.divisors(items)
+        return replace(Totals.of(items), divisors=divisors)
 
     def micro_batches(self, items: Sequence[Pack]) -> Sequence[Sequence[int]]:
         """The numbers of the packs in each micro-batch of this process: in order, or by tokens."""

@@ -25,13 +25,14 @@ from danlu.objectives.policy_losses import AdaptiveKl
 from danlu.parallel.comm import Group
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo
+from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.environments.build import environment_workers
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardPart
+from danlu.rollout.answer_pairs import PairEstimator
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.chat_tokenizer import ChatTokenizer
@@ -104,10 +105,13 @@ def recipe_rewards(recipe: Recipe, judges: Mapping[str, RewardModel] | None = No
 
 
 def objective_section(recipe: Recipe) -> PolicyGradientSection:
-    """The objective of a recipe of stage rl; its rules have made sure that it is one."""
-    section, *more = recipe.objective or [Grpo()]
-    assert not more and isinstance(section, PolicyGradientSection), "the rules refuse others"
-    return section
+    """The policy gradient of a recipe of stage rl; where it trains on pairs, what these ask of a rollout: GRPO's."""
+    return recipe.policy_gradient or Grpo()
+
+
+def trains_on_pairs(recipe: Recipe) -> bool:
+    """Whether a recipe of stage rl compares the best and the worst answer to each prompt (online DPO)."""
+    return bool(terms_of(recipe.objective))
 
 
 def sampling_options(recipe: Recipe) -> SamplingOptions:
@@ -221,6 +225,8 @@ def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) ->
 
 def estimator_of(recipe: Recipe) -> Estimator:
     """What gives tokens their advantages."""
+    if trains_on_pairs(recipe):
+        return PairEstimator()
     section = objective_section(recipe)
     overlong = section.overlong
     shaping = RewardShaping(
@@ -262,6 +268,8 @@ def _settings(recipe: Recipe, chat: ChatTokenizer, vocab_size: int) -> Experienc
 
 def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
     """The pass without gradients over a rollout, where something is to be asked."""
+    if trains_on_pairs(recipe):
+        return None
     section = objective_section(recipe)
     reference = section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0
     values = isinstance(section, Ppo)
@@ -276,7 +284,7 @@ def empty_item(recipe: Recipe) -> Pack:
     """An item without targets that has the columns and facts of the stage's items."""
     completion = Completion(0, 0, [0], [0.0], [0.0], None, [0], "", "stop")
     parts = [f"reward/{name}" for name in recipe.reward_weights]
-    names = ["reward", "group", "length", "truncated", "fresh", *parts]
+    names = ["reward", "group", "length", "truncated", "fresh", *parts, *estimator_of(recipe).facts]
     item = answer_tree([0], [completion], "filled up", {name: [np.nan] for name in names})
     columns = {name: np.zeros(2, np.float32) for name in estimator_of(recipe).columns}
     if sampling_options(recipe).truncates:

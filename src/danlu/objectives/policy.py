@@ -163,10 +163,15 @@ class PolicyEvaluation:
         """None beside the policy."""
         return frozenset()
 
+    def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
+        """How many answers have a reward."""
+        samples = (sample for pack in items for sample in pack.samples)
+        return {"rewards": float(sum(np.count_nonzero(~np.isnan(sample.facts["reward"])) for sample in samples))}
+
     def __call__(self, outputs: Mapping[Role, Outputs], batch: Batch, totals: Totals) -> Loss:
         """The part of the mean reward that the micro-batch's answers are, without a gradient.
 
-        totals: with the divisors that `PolicyGradient` counts.
+        totals: with its own divisors.
         """
         entropy = policy_logprobs(outputs["policy"], batch, self.temperature).entropy
         assert entropy is not None, "it is asked for"

@@ -13,6 +13,7 @@ OBJECTIVE_NAMES = {
     "grpo": ("rl", "grpo"),
     "gspo": ("rl", "gspo"),
     "kto": ("preference", "kto"),
+    "online-dpo": ("rl", "sigmoid"),
     "orpo": ("preference", "orpo"),
     "ppo": ("rl", "ppo"),
     "reinforce": ("rl", "reinforce"),

@@ -95,6 +95,9 @@ class Estimator(Protocol):
     @property
     def columns(self) -> Sequence[str]: ...  # that it gives to items, float32
 
+    @property
+    def facts(self) -> Sequence[str]: ...  # that it gives to their branches
+
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """The items with their columns, and numbers about the rollout to be shown."""
 
@@ -161,6 +164,7 @@ class GroupEstimator:
     shaping: RewardShaping = field(default_factory=RewardShaping)
     kl: KlPenalty | None = None
     columns: ClassVar = (ADVANTAGE,)
+    facts: ClassVar[tuple[str, ...]] = ()
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """With the column `advantage`; a KL in the reward is the sum over the answer's tokens."""
@@ -220,6 +224,7 @@ class GaeEstimator:
     shaping: RewardShaping = field(default_factory=RewardShaping)
     kl: KlPenalty | None = None
     columns: ClassVar = (ADVANTAGE, VALUE_OLD, RETURN)
+    facts: ClassVar[tuple[str, ...]] = ()
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """With the columns `advantage`, `return` and `value_old`."""

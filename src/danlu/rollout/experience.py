@@ -162,11 +162,13 @@ class Experience:
         with self.sampler.awake():
             answered = self.sampler.answer(numbers, prompts, sampling)
         items = self._items_of(answered)
-        columns = self.estimator.columns
-        return [
-            self.laid_out(with_columns(item, {name: np.zeros(item.tokens, np.float32) for name in columns}))
-            for item in items
-        ]
+        return [self.laid_out(self._unestimated(item)) for item in items]
+
+    def _unestimated(self, item: Pack) -> Pack:
+        """The item with zeros and NaN in the place of what the estimator would say of it."""
+        item = with_columns(item, {name: np.zeros(item.tokens, np.float32) for name in self.estimator.columns})
+        branches = len(item.samples[0].branches)
+        return with_facts(item, {name: np.full(branches, np.nan, np.float32) for name in self.estimator.facts})
 
     def close(self) -> None:
         """Ends the engine and what judges."""

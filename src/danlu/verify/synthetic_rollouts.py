@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from danlu.language.reinforcement import estimator_of, sampling_options
+from danlu.language.reinforcement import estimator_of, sampling_options, trains_on_pairs
 from danlu.recipe import Recipe
+from danlu.rollout.answer_pairs import with_pair
 from danlu.rollout.estimators import RETURN, VALUE_OLD
 from danlu.rollout.experience_trees import ADVANTAGE, OLD, SUPPORT, answer_tree, with_columns
 from danlu.rollout.request import Completion
@@ -42,7 +43,8 @@ def synthetic_rollouts(recipe: Recipe, count: int, *, max_length: int, vocab_siz
             "fresh": [0.0] * samples,
         }
         item = answer_tree(prompt, completions, f"synthetic prompt {number}", facts)
-        items.append(with_columns(item, _columns(recipe, item, random, vocab_size)))
+        item = with_columns(item, _columns(recipe, item, random, vocab_size))
+        items.append(with_pair(item, (1, 0)) if trains_on_pairs(recipe) else item)
     return items
 
 

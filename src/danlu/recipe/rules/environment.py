@@ -28,6 +28,9 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
     if recipe.policy_gradient is not None and recipe.policy_gradient.overlong is not None:
         message = "shapes by the length of a single answer, and an episode has several. Leave it out"
         yield Problem("objective.0.overlong", message, reads=(ENVIRONMENT,))
+    if recipe.policy_gradient is None and recipe.objective:
+        message = "pairs are of answers in one turn. Leave the environment out, or take a policy gradient such as grpo"
+        yield Problem(ENVIRONMENT, message, reads=("objective",))
     for index, reward in enumerate(recipe.rewards or ()):
         if section.gives_reward and reward.label == ENVIRONMENT:
             message = "called environment, as the environment's own reward is. Give it another name"

@@ -31,10 +31,11 @@ def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("objective", "empty: give at least one kind, or leave it out for the stage's own")
         return
     for index, term in enumerate(objective or ()):
-        if (stage := _stage_of(term)) != recipe.stage:
+        if (stage := _stage_of(term)) != recipe.stage and not (recipe.stage == "rl" and stage == "preference"):
             message = f"{_kind(term)} is an objective of stage {stage}, not of stage {recipe.stage}"
             yield Problem(f"objective.{index}.kind", message, reads=("stage",))
-    if recipe.stage in ("reward", "rl") and len(objective or ()) > 1:
+    of_pairs = recipe.stage == "rl" and all(isinstance(term, PreferenceTerm) for term in objective or ())
+    if recipe.stage in ("reward", "rl") and len(objective or ()) > 1 and not of_pairs:
         message = f"{len(objective or ())} terms: stage {recipe.stage} has one. Give one"
         yield Problem("objective", message, reads=("stage",))
 
@@ -44,6 +45,13 @@ def preference_terms_go_together(recipe: Recipe) -> Iterator[Problem]:
     terms = terms_of(recipe.objective)
     paired = next((term for term in terms if "unpaired" not in term.row_types), None)
     for index, term in enumerate(terms):
+        if recipe.stage == "rl" and "preference" not in term.row_types:
+            message = (
+                f"{term.kind} takes answers judged one by one, and stage rl compares the best and the worst answer to "
+                "each prompt. Use a kind of pairs, such as sigmoid"
+            )
+            yield Problem(f"objective.{index}.kind", message, reads=("stage",))
+            continue
         if paired is not None and "preference" not in term.row_types:
             message = (
                 f"{term.kind} takes answers judged one by one, {paired.kind} pairs of answers: a run has rows of one "

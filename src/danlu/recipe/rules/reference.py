@@ -38,6 +38,7 @@ def _suits_answers_to_come(recipe: Recipe) -> Iterator[Problem]:
     """Stage rl has a reference where it has a KL, and one that can be asked while training."""
     objective, reference = recipe.policy_gradient, recipe.reference
     if objective is None:
+        yield from _suits_pairs_to_come(recipe)
         return
     reads = ("objective", "objective.0.kl")
     if not objective.needs_reference:
@@ -56,6 +57,20 @@ def _suits_answers_to_come(recipe: Recipe) -> Iterator[Problem]:
             "objective.kl: null"
         )
         yield Problem("adapter.kind", message, reads=reads)
+
+
+def _suits_pairs_to_come(recipe: Recipe) -> Iterator[Problem]:
+    """The reference of terms over pairs of answers can be asked while training."""
+    terms = [term for term in recipe.objective or () if isinstance(term, PreferenceTerm)]
+    if isinstance(recipe.reference, Cached):
+        message = "cached: answers are drawn while training, so nothing is known of them before. Use frozen"
+        yield Problem("reference.kind", message, reads=("stage",))
+    elif recipe.reference is not None and not any(term.needs_reference for term in terms):
+        message = f"{terms[0].kind} compares the policy with nothing. Leave it out" if terms else "not read"
+        yield Problem("reference", message, reads=("objective",))
+    elif isinstance(resolve_reference(recipe), Frozen) and isinstance(recipe.adapter, Prefix | Prompt):
+        message = f"{starts_with_effect(recipe)}, which a frozen reference does not know. Use adapter: lora"
+        yield Problem("adapter.kind", message, reads=("objective",))
 
 
 def _needed_by_terms(recipe: Recipe) -> Iterator[Problem]:

@@ -163,7 +163,7 @@ def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
         message = "an empty text ends every answer before it begins. Leave it out"
         yield Problem("rollout.stop_strings", message)
     filters = [key for key in _FILTERS if getattr(rollout, key) != getattr(Rollout(), key)]
-    if filters and rollout.engine == "vllm":
+    if filters and rollout.engine == "vllm" and objective is not None:
         message = (
             "vllm does not say which tokens a filter left to choose from, and the policy that is trained has to have "
             "the same ones. Leave it out, or use engine: embedded or sglang"
@@ -171,6 +171,9 @@ def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"rollout.{filters[0]}", message, reads=("rollout.engine",))
     if objective is not None:
         yield from _answers_can_be_compared(objective, rollout)
+    elif rollout.samples == 1 and recipe.objective:
+        message = "1, and a pair is the best and the worst of a prompt's answers. Use 2 or more"
+        yield Problem("rollout.samples", message, reads=("objective",))
 
 
 def _asynchronous_is_possible(rollout: Rollout) -> Iterator[Problem]:
@@ -204,6 +207,8 @@ def _answers_can_be_compared(objective: PolicyGradientSection, rollout: Rollout)
 def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     """Keys of the objective of stage rl go together."""
     objective = recipe.policy_gradient
+    if recipe.stage == "rl" and objective is None and recipe.value is not None:
+        yield Problem("value", "pairs of answers are compared without values, only ppo has any", reads=("objective",))
     if recipe.stage != "rl" or objective is None:
         return
     if not objective.needs_value:

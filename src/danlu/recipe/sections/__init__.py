@@ -285,14 +285,14 @@ class Recipe(Section):
     """What is trained: plain text (pretrain), conversations (sft), a classifier of small images (classify), a policy
     on preferred answers (preference; dpo, kto, orpo, simpo and cpo name one with its objective), a reward model
     (reward), a student of other models (distill), or a policy on its own answers and their rewards (rl; grpo, ppo,
-    rloo, gspo, dapo, dr-grpo, remax and reinforce name one with its objective)."""
+    rloo, gspo, dapo, dr-grpo, remax, reinforce and online-dpo name one with its objective)."""
     model: Model
     """Where the weights start."""
     data: Data
     """What is trained on, and how rows become tokens."""
     objective: list[Objective] | None = None
     """Stages preference, reward and distill: what is minimised, one term or several, whose weighted sum it is then.
-    Stage rl: the policy gradient."""
+    Stage rl: the policy gradient, or terms of stage preference over the best and the worst of a prompt's answers."""
     rewards: list[Reward] | None = None
     """Stage rl: what answers are worth, one reward or several, whose weighted sum it is then."""
     reward_limits: RewardLimits = RewardLimits()
@@ -389,7 +389,7 @@ class Recipe(Section):
 
     @property
     def policy_gradient(self) -> PolicyGradientSection | None:
-        """The objective of stage `rl`; None for other stages."""
+        """The policy gradient of stage `rl`; None for other stages, and where it trains on pairs of answers."""
         return next((term for term in self.objective or () if isinstance(term, PolicyGradientSection)), None)
 
     @property
