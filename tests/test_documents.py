@@ -38,7 +38,10 @@ def test_every_key_is_in_the_tables() -> None:
     page = (TOP / "docs" / "recipe.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE))
     sections = {key for key in Recipe.model_fields if f"table: {key} " in page}
-    kinds = {f"{key}.kind" for key in ("adapter", "objective", "optimizer", "quantization", "reference", "rewards")}
+    kinds = {
+        f"{key}.kind"
+        for key in ("adapter", "environment", "objective", "optimizer", "quantization", "reference", "rewards")
+    }
     elsewhere = {*kinds, *(key for key in keys() if key.startswith("data.eval."))}
     assert set(keys()) - elsewhere - sections == listed
 

@@ -15,6 +15,8 @@ from builders.train_worker import train
 from safetensors.torch import load_file
 from test_rl_runs import FILTERED, recipe_file, run, steps, without_times
 
+from danlu.data.tokenizer import load_tokenizer
+
 TURNS = {"data": {"max_length": 96}, "rollout": {"samples": 8, "max_new_tokens": 12, "stop_strings": ["a", "t"]}}
 ENVIRONMENT = """
 from danlu.environment import Done, Turn
@@ -42,6 +44,15 @@ class Endless:
     def step(self, answer):
         return Turn("go on")
 """
+
+LISTS_TOOLS = """\
+{% if tools %}tools: {{ tools | map(attribute='function.name') | join(' ') }}
+{% endif %}
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
 def environment(world: World, name: str = "Letters", **more: Any) -> dict[str, Any]:
@@ -143,3 +154,24 @@ def test_an_environment_without_end_is_cut_off_and_said(tiny_world: World, tmp_p
     more = environment(tiny_world, "Endless", max_turns=2) | TURNS | {"steps": 2}
     line, _ = run(tiny_world, tmp_path / "endless", **more)
     assert line["out_of_turns"] > 0 and line["reward"] == 0 and line["no_signal"] == 1
+
+
+def test_prompts_tell_of_tools_where_the_template_does(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools, template = tmp_path / "my_tools.py", tmp_path / "lists.jinja"
+    tools.write_text(
+        'def door(n: int) -> str:\n    """Opens.\n\n    Args:\n        n: which.\n    """\n    return "open"\n'
+    )
+    template.write_text(LISTS_TOOLS)
+    more: dict[str, Any] = {"environment": {"kind": "tools", "tools": [f"{tools}:door"], "workers": 1}, "steps": 2}
+    shown = {"model": {"chat_template": str(template)}}
+    line, _ = run(tiny_world, tmp_path / "run", **more, **shown)
+    assert (line["turns_mean"], line["tool_errors"]) == (1, 0)
+    capsys.readouterr()
+    assert danlu("preview", recipe_file(tiny_world, tmp_path / "preview", **more, **shown), "--json") == 0
+    row, *_ = json.loads(capsys.readouterr().out)["rows"]
+    text = load_tokenizer(str(tiny_world.tokenizer)).decode(row["samples"][0]["ids"])
+    assert text.startswith("tools: door")
+    assert danlu("train", recipe_file(tiny_world, tmp_path / "refused", **more)) != 0
+    assert "environment.tools: the chat template does not show tools" in " ".join(capsys.readouterr().err.split())

@@ -15,7 +15,7 @@ class Guess:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -44,6 +44,10 @@ class Done:
     has none."""
 
 
+Step = Turn | Sequence[Turn] | Done
+"""What comes of an answer."""
+
+
 class Environment(Protocol):
     """One episode: an object is made for each answer to a prompt, and asked in turn. Methods may be `async`.
 
@@ -54,5 +58,5 @@ class Environment(Protocol):
     def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begins with the columns of a row. What is returned stands behind the last message of the row's prompt."""
 
-    def step(self, answer: str) -> Turn | Sequence[Turn] | Done:
+    def step(self, answer: str) -> Step | Awaitable[Step]:
         """What comes of an answer."""

@@ -127,7 +127,22 @@ CASES = [
         TRAIN,
         2,
         ("error: r.yaml:", "environment.path: 'rewards.py' names no class: write its file and its name"),
-        rl(environment={"path": "rewards.py"}),
+        rl(environment={"kind": "python", "path": "rewards.py"}),
+    ),
+    Case(
+        "tools without a name",
+        TRAIN,
+        2,
+        ("error: r.yaml:", "environment.tools.0: 'rewards.py' names no function: write its file and its name"),
+        rl(environment={"kind": "tools", "tools": ["rewards.py"]}),
+    ),
+    Case(
+        "tools that say nothing of themselves",
+        TRAIN,
+        2,
+        ("environment.tools.0: @/rewards.py:short: ", "with a line for each argument under Args:"),
+        rl(environment={"kind": "tools", "tools": ["rewards.py:short"]}),
+        max_bytes=120 << 20,
     ),
     Case(
         "template of a column that is not there",

@@ -6,6 +6,62 @@ from mutation.table import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
+        "rewards/environments/tools.py",
+        "self.errors += 1",
+        "self.errors = 1",
+        "rewards/test_tools.py",
+        "test_results_errors_and_the_end",
+    ),
+    Mutation(
+        "rewards/environments/tools.py",
+        "return turns or Done()",
+        "return turns",
+        "rewards/test_tools.py",
+        "test_results_errors_and_the_end",
+    ),
+    Mutation(
+        "rewards/environments/tools.py",
+        'value.get("arguments", value.get("parameters", {}))',
+        'value.get("arguments", {})',
+        "rewards/test_tools.py",
+        "test_calls_of_answers",
+    ),
+    Mutation(
+        "rollout/fused_decoder.py",
+        "kept, x = kept.index_select(2, rows.live), x.index_select(0, rows.live)",
+        "kept, x = kept[:, :, : len(rows.live)], x.index_select(0, rows.live)",
+        "rollout/test_fused_decoder.py",
+        "test_answers_that_end_leave_the_others_alone",
+    ),
+    Mutation(
+        "rollout/fused_decoder.py",
+        "return self._versions == [parameter._version for parameter in self._parameters]",
+        "return True",
+        "rollout/test_fused_decoder.py",
+        "test_weights_that_change_are_taken_up",
+    ),
+    Mutation(
+        "rollout/fused_decoder.py",
+        "attention.window,",
+        "",
+        "rollout/test_fused_decoder.py",
+        "test_what_takes_part_besides_is_left_to_the_modules",
+    ),
+    Mutation(
+        "rollout/decode_buffers.py",
+        "len(rows) - place <= ENDED_SHARE * len(rows)",
+        "len(rows) - place <= len(rows)",
+        "rollout/test_decode_buffers.py",
+        "test_a_few_that_have_ended_are_computed_on",
+    ),
+    Mutation(
+        "rollout/decode_buffers.py",
+        " and chunks[place].start == last + 1",
+        "",
+        "rollout/test_decode_buffers.py",
+        "test_others_are_gathered_anew",
+    ),
+    Mutation(
         "recipe/chain.py",
         "earlier = list(self.folders)[-1]",
         "earlier = list(self.folders)[0]",

@@ -14,6 +14,8 @@ from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.errors import DataError
 from danlu.parallel.comm import ALONE
 from danlu.rewards.environments.protocol import Reply, TurnText
+from danlu.rewards.environments.tools import Toolbox
+from danlu.rewards.environments.workers import EnvironmentWorkers
 from danlu.rollout.episodes import Episodes, environment_seed, episode_metrics
 from danlu.rollout.estimators import LAST_VALUE, VALUE_OLD, GaeEstimator, GroupEstimator, Judged
 from danlu.rollout.experience_trees import ADVANTAGE, SAMPLED, answer_tree
@@ -287,3 +289,35 @@ def test_values_pass_over_what_the_environment_said(tokenizer):
 def test_greedy_answers_meet_the_same_environment():
     assert environment_seed(0, 5) == environment_seed(0, GREEDY_NUMBERS + 5)
     assert len({environment_seed(0, 5), environment_seed(1, 5), environment_seed(0, 6)}) == 3
+
+
+def test_results_of_tools_are_turns_of_the_conversation_and_are_not_trained(tokenizer, tmp_path):
+    """Qwen's template shows the policy the tools, and their results behind the very ids of its call."""
+    file = tmp_path / "my_tools.py"
+    file.write_text(
+        'def double(n: int) -> int:\n    """Doubles.\n\n    Args:\n        n: a number.\n    """\n    return 2 * n\n'
+    )
+    qwen, toolbox = thinking(tokenizer, tmp_path), Toolbox.read([f"{file}:double"])
+    schemas = toolbox.schemas()
+    call = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'
+    engine = Script(qwen, [call, "42"])
+    renderer = TurnRenderer(qwen, frozenset(qwen.end_of_turn_ids), tools=schemas)
+    episodes = Episodes(EnvironmentWorkers(toolbox, count=1), renderer, 4, 2000, False, 0, ALONE)
+    turns = [{"role": "user", "content": QUESTION}]
+    prompt = Prompt(tuple(qwen.encode(qwen.apply_template(turns, schemas, True))), {}, QUESTION, "rows.jsonl:1")
+    assert '"name": "double"' in qwen.decode(list(prompt.tokens))
+    try:
+        request = Request(0, prompt.tokens, max_new_tokens=50)
+        (episode,) = episodes.answer(engine.generate, [request], [prompt])
+    finally:
+        episodes.close()
+    (first,), (second,) = engine.asked
+    drawn = [*qwen.encode(call), qwen.end_of_turn_ids[0]]
+    assert second.prompt[: len(first.prompt) + len(drawn)] == (*first.prompt, *drawn)
+    said = qwen.decode(list(second.prompt[len(first.prompt) + len(drawn) :]))
+    assert "<tool_response>\n42\n</tool_response>" in said
+    assert (episode.text, episode.answers, episode.finish, episode.reward) == ("42", 2, "stop", None)
+    facts = {"reward": [1.0], "group": [0.0]}
+    sample = answer_tree(prompt.tokens, [episode], "row", facts).samples[0]
+    assert sample.tokens[sample.weights > 0].tolist() == [*drawn, *qwen.encode("42"), qwen.end_of_turn_ids[0]]
+    assert episode_metrics([[episode]])["tool_errors"] == 0

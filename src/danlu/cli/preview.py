@@ -126,6 +126,7 @@ def _preview_prompts(
     from danlu.data.prompts import PromptSpec
     from danlu.report import preview_json
     from danlu.report.preview_text import preview_writer, write_rows
+    from danlu.rewards.environments.build import tool_schemas
 
     model = recipe.model
     check_without_weights(model, recipe.adapter)
@@ -136,6 +137,7 @@ def _preview_prompts(
         seed=recipe.seed,
         max_new_tokens=recipe.rollout.max_new_tokens,
         date=_date(recipe),
+        tools=tool_schemas(recipe.environment),
     )
     escape_unencodable()
     out = preview_writer(io.StringIO() if as_json else sys.stdout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ class PromptSpec:
         seed: of the order, the held-out rows and the mixture.
         max_new_tokens: of an answer, for which data.max_length has room behind each prompt.
         date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
+        tools: that the chat template tells of, beside each prompt.
     """
 
     data: Data
@@ -68,10 +69,11 @@ class PromptSpec:
     seed: int
     max_new_tokens: int
     date: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     def settings(self, format: Format | Literal["auto"]) -> PromptSettings:
         """How the rows of a source become prompts."""
-        return PromptSettings(self.data.prompt, format, self.data.system, self.longest, self.data.overlong)
+        return PromptSettings(self.data.prompt, format, self.data.system, self.longest, self.data.overlong, self.tools)
 
     @property
     def longest(self) -> int:
@@ -88,6 +90,7 @@ class PromptSettings:
     system: str | None
     longest: int
     overlong: Literal["truncate", "split", "drop"]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -327,7 +330,14 @@ class _Renderer:
 
     def prepare(self, columns: PromptColumns) -> None:
         """Make sure of what all prompts of this kind need. Raises DataError without it."""
-        if isinstance(columns, Conversation) or self._tokenizer.has_template:
+        if self._settings.tools:
+            template = self._tokenizer.template(tools=True)
+            if not (template.takes_tools and template.takes_results):
+                raise DataError(
+                    f"{self._tokenizer.path}: environment.tools: the chat template does not show tools and what they "
+                    "return. Name one that does in model.chat_template"
+                )
+        elif isinstance(columns, Conversation) or self._tokenizer.has_template:
             self._tokenizer.template(isinstance(columns, Conversation) and bool(columns.tools))
         elif self._settings.system is not None:
             raise DataError(
@@ -341,7 +351,14 @@ class _Renderer:
             if not self._tokenizer.has_template:
                 return tuple(encode_text(self._tokenizer, columns))
             columns = Conversation((Message("user", columns),))
+        if self._settings.tools:
+            columns = self._with_tools(columns)
         return tuple(encode_conversation(self._tokenizer, columns, self._settings.system))
+
+    def _with_tools(self, conversation: Conversation) -> Conversation:
+        if conversation.tools:
+            raise DataError("the row has tools of its own, and those that can be called are in environment.tools")
+        return replace(conversation, tools=tuple(dict(tool) for tool in self._settings.tools))
 
     def fitted(self, columns: PromptColumns) -> tuple[PromptColumns, tuple[int, ...]] | None:
         """The prompt where it is short enough, else what `data.overlong` makes of it, with its tokens; None: dropped.

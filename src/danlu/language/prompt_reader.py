@@ -17,7 +17,7 @@ from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.language.reinforcement import empty_item, reward_parts
 from danlu.recipe import Recipe
 from danlu.rewards.build import check_columns
-from danlu.rewards.environments.build import environment_source
+from danlu.rewards.environments.build import environment_source, tool_schemas
 from danlu.stage_protocols import Material, Prompts
 from danlu.train.progress import RowProgress
 from danlu.train.run_folder import Start
@@ -42,6 +42,7 @@ class PromptReader:
             recipe.seed,
             recipe.rollout.max_new_tokens,
             model.chat_template_date,
+            tool_schemas(recipe.environment),
         )
         with closing(RowProgress(stream)) as progress:
             prompts = read_prompts(spec, progress=progress)

@@ -28,7 +28,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.rewards.build import build_rewards, build_runner
-from danlu.rewards.environments.build import environment_workers
+from danlu.rewards.environments.build import environment_workers, tool_schemas
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardPart
@@ -210,7 +210,11 @@ def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) ->
         return None
     stop_ids = chat.split_stops(recipe.rollout.stop_strings)[0]
     renderer = TurnRenderer(
-        chat.tokenizer, chat.stop_ids | stop_ids, recipe.data.system, silent_ids=frozenset(chat.silent_ids)
+        chat.tokenizer,
+        chat.stop_ids | stop_ids,
+        recipe.data.system,
+        tool_schemas(section),
+        frozenset(chat.silent_ids),
     )
     return Episodes(
         environment_workers(section),

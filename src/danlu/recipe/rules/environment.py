@@ -1,10 +1,10 @@
-"""Rules about environments of stage `rl`."""
+"""Rules about environments and tools of stage `rl`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import Recipe
+from danlu.recipe.sections import PythonEnvironment, Recipe, Tools
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.yaml_tree import Problem
 
@@ -17,9 +17,11 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
     if recipe.stage != "rl":
         yield Problem(ENVIRONMENT, f"only read with stage rl; this is {recipe.stage}", reads=("stage",))
         return
-    if not _names_something(section.path):
+    if isinstance(section, PythonEnvironment) and not _names_something(section.path):
         message = f"{section.path!r} names no class: write its file and its name, as in my_env.py:Maze"
         yield Problem("environment.path", message)
+    if isinstance(section, Tools):
+        yield from _tool_problems(section)
     if recipe.rollout.staleness > 0:
         message = (
             f"{recipe.rollout.staleness}: answers to an environment are drawn turn by turn, not ahead of time. Use 0"
@@ -35,6 +37,21 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         if section.gives_reward and reward.label == ENVIRONMENT:
             message = "called environment, as the environment's own reward is. Give it another name"
             yield Problem(f"rewards.{index}.name", message, reads=(ENVIRONMENT,))
+
+
+def _tool_problems(section: Tools) -> Iterator[Problem]:
+    if not section.tools:
+        yield Problem("environment.tools", "the list is empty. Name a function, as in my_tools.py:search")
+    seen: dict[str, int] = {}
+    for index, path in enumerate(section.tools):
+        name = path.rpartition(":")[2]
+        if not _names_something(path):
+            message = f"{path!r} names no function: write its file and its name, as in my_tools.py:search"
+            yield Problem(f"environment.tools.{index}", message)
+        elif name in seen:
+            message = f"called {name} as environment.tools.{seen[name]} is: the policy calls tools by name. Rename one"
+            yield Problem(f"environment.tools.{index}", message)
+        seen.setdefault(name, index)
 
 
 def _names_something(path: str) -> bool:

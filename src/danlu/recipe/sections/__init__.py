@@ -42,7 +42,7 @@ from danlu.recipe.sections.distillation import (
     ReverseKL,
     Teacher,
 )
-from danlu.recipe.sections.environments import ENVIRONMENT, Environment, EnvironmentSection, PythonEnvironment
+from danlu.recipe.sections.environments import ENVIRONMENT, Environment, EnvironmentSection, PythonEnvironment, Tools
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -263,6 +263,7 @@ __all__ = [
     "Sppo",
     "Stepwise",
     "Teacher",
+    "Tools",
     "Value",
     "Vera",
     "Watch",
@@ -298,7 +299,7 @@ class Recipe(Section):
     reward_limits: RewardLimits = RewardLimits()
     """Stage rl: how long rewards are waited for, and how many may fail."""
     environment: Environment | None = None
-    """Stage rl: what answers the policy back, turn by turn: a class of yours, as in my_env.py:Maze."""
+    """Stage rl: what answers the policy back, turn by turn: a class of yours (my_env.py:Maze), or tools."""
     reference: Reference | None = None
     """Stages preference and rl: where the log-probabilities that the policy's are compared with come from: cached
     (not for rl), frozen, adapter-off or none. By default adapter-off with an adapter that starts without effect, else

@@ -1,8 +1,8 @@
-"""What answers the policy back in stage `rl`: an environment of the user's."""
+"""What answers the policy back in stage `rl`: an environment of the user's, or tools that the policy may call."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -46,7 +46,19 @@ class PythonEnvironment(EnvironmentSection):
         return self.path.rpartition(":")[0] or self.path
 
 
-Environment = PythonEnvironment
+class Tools(EnvironmentSection):
+    """Functions of yours that the policy may call, told to it by the chat template. An answer without a call is the
+    last one, and `rewards` judge it."""
+
+    gives_reward: ClassVar[bool] = False
+    weight: ClassVar[float] = 0.0
+
+    kind: Literal["tools"] = "tools"
+    tools: list[str] = Field(json_schema_extra={"items": {"type": "string", "pattern": FUNCTION_PATTERN}})
+    """The functions, as in my_tools.py:search. Their names, annotations and docstrings are what the policy is told."""
+
+
+Environment = Annotated[PythonEnvironment | Tools, Field(discriminator="kind")]
 
 ENVIRONMENT = "environment"
 """What the reward of an environment is called beside others."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from danlu.recipe.sections import EnvironmentSection, PythonEnvironment
+from typing import Any
+
+from danlu.recipe.sections import EnvironmentSection, PythonEnvironment, Tools
 from danlu.rewards.environments.protocol import EnvironmentSource
+from danlu.rewards.environments.tools import Toolbox
 from danlu.rewards.environments.user_class import UserEnvironment
 from danlu.rewards.environments.workers import EnvironmentWorkers
 
@@ -13,8 +16,20 @@ def environment_source(section: EnvironmentSection) -> EnvironmentSource:
 
     Raises RecipeError for a file that cannot be read or is no Python, or has no such name.
     """
-    assert isinstance(section, PythonEnvironment), f"no environment is made of {type(section).__name__}"
-    return UserEnvironment.read(section.path, section.arguments)
+    match section:
+        case PythonEnvironment():
+            return UserEnvironment.read(section.path, section.arguments)
+        case Tools():
+            return Toolbox.read(section.tools)
+    raise AssertionError(f"no environment is made of {type(section).__name__}")
+
+
+def tool_schemas(section: EnvironmentSection | None) -> tuple[dict[str, Any], ...]:
+    """What the chat template is given of the tools of a recipe's environment, which may have none.
+
+    Raises what `Toolbox.read` and `Toolbox.schemas` raise.
+    """
+    return Toolbox.read(section.tools).schemas() if isinstance(section, Tools) else ()
 
 
 def environment_workers(section: EnvironmentSection) -> EnvironmentWorkers:

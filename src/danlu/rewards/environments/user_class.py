@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from danlu.environment import Environment
@@ -36,9 +37,7 @@ class UserEnvironment:
 
     def load(self) -> Callable[[], Environment]:
         """What makes environments. Raises RecipeError where the arguments do not fit."""
-        folder = str(self.function.path.parent)
-        if folder not in sys.path:
-            sys.path.append(folder)  # the file may import those beside it
+        import_beside(self.function.path)
         make = self.function.resolve()
         try:
             inspect.signature(make).bind(**self.arguments)
@@ -47,6 +46,13 @@ class UserEnvironment:
         except ValueError:  # a callable of C, which says nothing about itself
             pass
         return functools.partial(_new_environment, make, self.arguments)
+
+
+def import_beside(path: Path) -> None:
+    """Lets a file import those beside it."""
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _new_environment(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Environment:

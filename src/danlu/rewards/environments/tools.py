@@ -1,0 +1,200 @@
+"""Functions that the policy may call: how calls stand in its answers, and what comes of them.
+
+What an answer calls is read as vLLM's parsers read it: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`
+(Hermes, Qwen), any number of times with text between, or an answer that is one JSON object of that form or a list of
+them (Llama 3.1, whose key is `parameters`; Mistral). An answer without a call ends the episode. No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import pickle
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from danlu.environment import Done, Environment, Step, Turn
+from danlu.errors import RecipeError, ResourceError
+from danlu.rewards.calling import failure_reason
+from danlu.rewards.environments.user_class import import_beside
+from danlu.rewards.function import UserFunction
+from danlu.rewards.worker_connection import LOAD_TIMEOUT_S
+from danlu.worker_process import import_paths, python_command, take_over_pipes
+
+START = "from danlu.rewards.environments.tools import describe; describe()"
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of an answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """What was meant as a call, and cannot be made."""
+
+    problem: str
+
+
+def parse_calls(answer: str) -> list[ToolCall | MalformedCall]:
+    """The calls of an answer, in their order; none where it only says something."""
+    if "<tool_call>" in answer:
+        return [_call(text) for text in _HERMES.findall(answer)]
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return []
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, dict) and "name" in each for each in values):
+        return []
+    return [_call_of(each) for each in values]
+
+
+def _call(text: str) -> ToolCall | MalformedCall:
+    try:
+        return _call_of(json.loads(text))
+    except ValueError as error:
+        return MalformedCall(f"the call is no JSON: {error}")
+
+
+def _call_of(value: Any) -> ToolCall | MalformedCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return MalformedCall('a call is {"name": the tool, "arguments": {..}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return MalformedCall(f"the arguments of {value['name']} are no JSON object")
+    return ToolCall(value["name"], arguments)
+
+
+class ToolEpisode:
+    """An `Environment` that makes the calls of answers, one after the other, and is over with an answer without one.
+
+    What a tool returns is told to the policy as text, or as JSON; so is why a call could not be made.
+    """
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+        self._tools = tools
+        self.errors = 0
+        """Calls of the last answer that could not be made, or whose tool raised."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Nothing is said before the first answer."""
+
+    async def step(self, answer: str) -> Step:
+        """The results of an answer's calls."""
+        self.errors = 0
+        turns = [await self._result(call) for call in parse_calls(answer)]
+        return turns or Done()
+
+    async def _result(self, call: ToolCall | MalformedCall) -> Turn:
+        if isinstance(call, MalformedCall):
+            return self._error(call.problem)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return self._error(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}", call.name)
+        try:
+            inspect.signature(tool).bind(**call.arguments)
+        except TypeError as error:
+            return self._error(f"{call.name}: {error}", call.name)
+        try:
+            value = tool(**call.arguments)
+            value = await value if inspect.isawaitable(value) else value
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        except Exception as error:
+            return self._error(failure_reason(error), call.name)
+        return Turn(text, "tool", name=call.name)
+
+    def _error(self, problem: str, name: str | None = None) -> Turn:
+        self.errors += 1
+        return Turn(f"error: {problem}", "tool", name=name)
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """An `EnvironmentSource`: functions FILE.py:NAME of the user's, which the policy calls by their names."""
+
+    functions: tuple[UserFunction, ...]
+
+    @classmethod
+    def read(cls, paths: Sequence[str]) -> Toolbox:
+        """Raises RecipeError for files that cannot be read or are no Python, or have no such name; none is run."""
+        functions = tuple(UserFunction.read(path, f"environment.tools.{number}") for number, path in enumerate(paths))
+        for function in functions:
+            function.check_text()
+        return cls(functions)
+
+    @property
+    def label(self) -> str:
+        """The names of the functions."""
+        return ", ".join(function.name for function in self.functions)
+
+    def load(self) -> Callable[[], Environment]:
+        """What makes episodes. Raises RecipeError for a file that raises."""
+        tools = {}
+        for function in self.functions:
+            import_beside(function.path)
+            tools[function.name] = function.resolve()
+        return functools.partial(ToolEpisode, tools)
+
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        """What a chat template is given of the tools: JSON schemas in OpenAI's form, which transformers reads from
+        names, annotations and docstrings. The files are run in a process of their own.
+
+        Raises RecipeError for functions without annotations or a docstring, ResourceError where the process fails.
+        """
+        return _schemas(self)
+
+
+@functools.cache
+def _schemas(toolbox: Toolbox) -> tuple[dict[str, Any], ...]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths([__name__]))}
+    try:
+        result = subprocess.run(
+            python_command(START),
+            input=pickle.dumps(toolbox.functions, pickle.HIGHEST_PROTOCOL),
+            capture_output=True,
+            env=environment,
+            timeout=LOAD_TIMEOUT_S,
+            start_new_session=True,  # Ctrl-C is for the caller
+        )
+    except subprocess.TimeoutExpired:
+        raise ResourceError(f"environment.tools: running the files took longer than {LOAD_TIMEOUT_S:g} s") from None
+    if result.returncode:
+        last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ResourceError(f"environment.tools: describing them ended with exit code {result.returncode}: {last}")
+    reply = json.loads(result.stdout)
+    if reply["problems"]:
+        raise RecipeError(reply["problems"])
+    return tuple(reply["schemas"])
+
+
+def describe() -> None:
+    """In a process of its own: writes the schemas of the functions that it is sent, or what is wrong with them."""
+    from transformers.utils import get_json_schema
+
+    requests, replies = take_over_pipes()
+    functions: Sequence[UserFunction] = pickle.load(requests)  # noqa: S301  # from the process that started this one
+    schemas: list[Any] = []
+    problems: list[str] = []
+    for function in functions:
+        import_beside(function.path)
+        try:
+            schemas.append(get_json_schema(function.resolve()))
+        except RecipeError as error:
+            problems += error.problems
+        except Exception as error:  # transformers has several, of no common kind
+            problems.append(
+                f"{function.key}: {function.path}:{function.name}: {' '.join(str(error).split())} (the policy is told "
+                "what a tool is by its annotations and its docstring, with a line for each argument under Args:)"
+            )
+    replies.write(json.dumps({"problems": problems, "schemas": schemas}).encode())
+    replies.close()
