@@ -14,6 +14,7 @@ from builders.tiny_world import InThisProcess, World
 from hypothesis import settings
 
 from danlu.data import prepare, prompts, stream
+from danlu.numerics import batch_invariant
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -42,6 +43,16 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", looked_up)
         yield
+
+
+@pytest.fixture
+def products_as_before() -> Iterator[None]:
+    """Exact engines make a process's products batch-invariant until it ends: here until the test does."""
+    before = batch_invariant._library
+    yield
+    if before is None and batch_invariant._library is not None:
+        batch_invariant._library._destroy()
+        batch_invariant._library = None
 
 
 @pytest.fixture(scope="session")

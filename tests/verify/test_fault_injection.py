@@ -25,7 +25,7 @@ from danlu.verify import trace
 from danlu.verify.fault_injection import FAULTS
 
 TOUCHED = [
-    (step, "clip_grad_norm"),
+    (step, "clip_grad_norms"),
     (loop, "accumulate"),
     (trace, "clip_grad_norm"),
     (StepParallel, "reduce_gradients"),

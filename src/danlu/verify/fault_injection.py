@@ -24,7 +24,7 @@ from danlu.models import attend
 from danlu.models.decoder import Decoder
 from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
-from danlu.optim.clip import clip_grad_norm
+from danlu.optim.clip import clip_grad_norm, clip_grad_norms
 from danlu.parallel import dealing
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
@@ -157,7 +157,10 @@ def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def local(parameters: Any, max_norm: Any, **options: Any) -> float:
         return clip_grad_norm(parameters, max_norm, **{**options, "group": None})
 
-    with _replaced(step_module, "clip_grad_norm", local), _replaced(trace, "clip_grad_norm", local):
+    def local_of_roles(parameters: Any, max_norm: Any, **options: Any) -> dict[str, float]:
+        return clip_grad_norms(parameters, max_norm, **{**options, "group": None})
+
+    with _replaced(step_module, "clip_grad_norms", local_of_roles), _replaced(trace, "clip_grad_norm", local):
         yield
 
 
