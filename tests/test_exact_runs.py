@@ -15,6 +15,14 @@ from danlu.numerics import batch_invariant
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 
 
+@pytest.fixture(autouse=True)
+def products_of_torch() -> None:
+    """Exact engines of tests before these may have made the process's products batch-invariant."""
+    if batch_invariant._library is not None:
+        batch_invariant._library._destroy()
+        batch_invariant._library = None
+
+
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder) if "loss" in line]
 
