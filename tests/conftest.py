@@ -46,11 +46,15 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture
-def products_as_before() -> Iterator[None]:
-    """Exact engines make a process's products batch-invariant until it ends: here until the test does."""
-    before = batch_invariant._library
+def torch_products() -> Iterator[None]:
+    """A test begins and ends with torch's own products, which exact engines replace in a process until it ends."""
+    _restore_products()
     yield
-    if before is None and batch_invariant._library is not None:
+    _restore_products()
+
+
+def _restore_products() -> None:
+    if batch_invariant._library is not None:
         batch_invariant._library._destroy()
         batch_invariant._library = None
 

@@ -12,15 +12,7 @@ from builders.tiny_world import World, danlu, metrics
 from danlu.models.modules import Linear
 from danlu.numerics import batch_invariant
 
-pytestmark = pytest.mark.usefixtures("tokenising_here")
-
-
-@pytest.fixture(autouse=True)
-def products_of_torch() -> None:
-    """Exact engines of tests before these may have made the process's products batch-invariant."""
-    if batch_invariant._library is not None:
-        batch_invariant._library._destroy()
-        batch_invariant._library = None
+pytestmark = pytest.mark.usefixtures("tokenising_here", "torch_products")
 
 
 def losses(folder: Path) -> list[float]:

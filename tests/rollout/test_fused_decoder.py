@@ -14,7 +14,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
 from danlu.rollout import model_runner
 from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
+from danlu.rollout.engine import DraftOptions, EngineOptions
 from danlu.rollout.fused_decoder import FusedDecoder
 from danlu.rollout.request import Request, SamplingOptions
 
@@ -166,10 +166,17 @@ def test_no_room_for_copies_leaves_it_to_the_modules(decoder):
     assert fused_of(decoder(), limit=1000) is None
 
 
-def test_prompts_exact_numerics_and_drafts_are_computed_by_the_modules(decoder, calls):
+@pytest.mark.usefixtures("torch_products")
+def test_prompts_drafts_and_exact_numerics_are_computed_by_the_modules(decoder, calls):
     model = decoder()
     generate(model, ALIKE, GREEDY, 1)
-    generate(model, [[5, 6, 5, 6, 5]], GREEDY, 1)
+    assert calls == []
+    drafting = EmbeddedEngine(model, EngineOptions(draft=DraftOptions(tokens=3)))
+    (drafted,) = drafting.generate([Request(0, (5, 6, 5, 6, 5), GREEDY, 24)])
+    assert drafting.statistics.drafts_proposed > 0 and len(calls) < 23
+    assert drafted.tokens == generate(model, [[5, 6, 5, 6, 5]], GREEDY, 24)[0].tokens
+    calls.clear()
+    generate(model, ALIKE, GREEDY, 4, options=EngineOptions(exact=True))
     assert calls == []
 
 

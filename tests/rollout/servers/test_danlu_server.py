@@ -30,7 +30,7 @@ from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, Han
 from danlu.rollout.servers.http_engine import HTTPEngine
 from danlu.rollout.servers.server_interface import ServerOptions
 
-pytestmark = pytest.mark.usefixtures("products_as_before")
+pytestmark = pytest.mark.usefixtures("torch_products")
 
 FILTERED = SamplingOptions(temperature=0.8, top_k=7, top_p=0.9, seed=4)
 PROMPTS = [(3, 9, 4), (7,), (11, 12, 13, 14)]
