@@ -78,6 +78,19 @@ def go_back(folder: Path, step: int) -> None:
     (folder / "summary.json").unlink()
 
 
+def assert_goes_on(world: World, whole: Path, after: int, **more: Any) -> None:
+    """A run that finished in `whole`, set back to a step, goes on to the same lines, weights and rollouts."""
+    again = whole.with_name("again")
+    shutil.copytree(whole, again)
+    go_back(again, after)
+    resolved = (again / "recipe.yaml").read_text().replace(str(whole), str(again))
+    (again / "recipe.yaml").write_text(resolved)
+    assert without_times(run(world, again, **more)) == without_times(steps(whole))
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, again))
+    assert all(one[name].equal(other[name]) for name in one)
+    assert (whole / "rollouts.jsonl").read_text() == (again / "rollouts.jsonl").read_text()
+
+
 def test_a_policy_learns_what_it_is_rewarded_for(tiny_world: World, tmp_path: Path) -> None:
     lines = run(tiny_world, tmp_path / "run", steps=24, rollout={"samples": 8})
     assert all(line["ratio"] == 1 for line in lines)  # each rollout is trained on once
@@ -159,16 +172,8 @@ def test_a_run_stopped_in_a_rollout_goes_on_as_if_it_had_not_been(
 ) -> None:
     more = {"batch": {"prompts": 4, "micro": 1, "updates": 2, "passes": 2}, "checkpoint": {"every": 1, "keep": 20}}
     more |= {"rollout": FILTERED, "numerics": "exact"}
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    lines = run(tiny_world, whole, **more)
-    shutil.copytree(whole, again)
-    go_back(again, after)
-    resolved = (again / "recipe.yaml").read_text().replace(str(whole), str(again))
-    (again / "recipe.yaml").write_text(resolved)
-    assert without_times(run(tiny_world, again, **more)) == without_times(lines)
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, again))
-    assert all(one[name].equal(other[name]) for name in one)
-    assert (whole / "rollouts.jsonl").read_text() == (again / "rollouts.jsonl").read_text()
+    run(tiny_world, tmp_path / "whole", **more)
+    assert_goes_on(tiny_world, tmp_path / "whole", after, **more)
 
 
 LAYOUTS = {

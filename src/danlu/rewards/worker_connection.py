@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from danlu.worker_process import import_paths, python_command
@@ -20,6 +22,7 @@ from danlu.worker_process import import_paths, python_command
 LOAD_TIMEOUT_S = 120.0
 """For a process to start and run the files of its functions; imports are slow the first time."""
 _READ_BYTES = 1 << 16
+_LONGEST_WAIT_S = 0.5  # a process that left a child behind may end without its pipe being closed: it is looked after
 
 
 class WorkerConnection:
@@ -128,3 +131,22 @@ class WorkerConnection:
             pass
         except BrokenPipeError:  # what it means is told by `ending`
             self._outgoing = memoryview(b"")
+
+
+def wait_for_any(workers: Iterable[WorkerConnection | None]) -> None:
+    """Until one of those that are busy has something to say, or may not take longer."""
+    busy = [worker for worker in workers if worker and (worker.task or not worker.is_ready)]
+    with selectors.DefaultSelector() as selector:
+        for worker in busy:
+            worker.register(selector)
+        left_s = min((worker.deadline for worker in busy), default=math.inf) - time.monotonic()
+        if busy:
+            selector.select(max(0.0, min(_LONGEST_WAIT_S, left_s)))
+
+
+def end_all(workers: list[WorkerConnection | None]) -> None:
+    """Ends all processes, whatever they are doing, and leaves None in their places."""
+    for number, worker in enumerate(workers):
+        if worker is not None:
+            worker.end()
+            workers[number] = None

@@ -6,8 +6,6 @@ One thread does it all, over pipes that never block: whatever a process does, th
 from __future__ import annotations
 
 import math
-import selectors
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -19,11 +17,10 @@ from danlu.rewards.calling import Outcome
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.worker import START, Call
-from danlu.rewards.worker_connection import WorkerConnection
+from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any
 
 MOST_TIMEOUTS = 8
 """Calls of a reward that take too long one after the other; its others of the same answers are not made any more."""
-_LONGEST_WAIT_S = 0.5  # a process that left a child behind may end without its pipe being closed: it is looked after
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class RewardWorkers:
         self._timeout_s = timeout_s
         self._workers: list[WorkerConnection | None] = [None] * count
         self._takes_batch: list[bool] | None = None
-        weakref.finalize(self, _end_all, self._workers)
+        weakref.finalize(self, end_all, self._workers)
 
     def start(self) -> None:
         """Starts the first process and waits until it has loaded all rewards; nothing where one is running.
@@ -57,7 +54,7 @@ class RewardWorkers:
             return
         worker = self._workers[0] = WorkerConnection(START, self._rewards, self._timeout_s)
         while not worker.is_ready:
-            self._wait()
+            wait_for_any(self._workers)
             try:
                 self._take_up_loading(worker)
             except _LoadingFailed as error:
@@ -85,13 +82,13 @@ class RewardWorkers:
         while any(queues) or any(worker and worker.task for worker in self._workers):
             for number in range(count):
                 self._give_work(number, queues, answers)
-            self._wait()
+            wait_for_any(self._workers)
             for number in range(count):
                 yield from self._results(number, queues, timeouts)
 
     def close(self) -> None:
         """Ends all processes, whatever they are doing."""
-        _end_all(self._workers)
+        end_all(self._workers)
 
     def _give_work(self, number: int, queues: list[deque[Task]], answers: Sequence[JudgedAnswer]) -> None:
         """Starts a process if there is more work than others are free for, and gives it a task if it is free."""
@@ -154,16 +151,6 @@ class RewardWorkers:
             files = dict.fromkeys(str(each.path) for each in self._rewards if isinstance(each, UserFunction))
             raise _LoadingFailed(f"rewards: loading {', '.join(files) or 'them'}: {ending}")
 
-    def _wait(self) -> None:
-        """Until a process has something to say, or may not take longer."""
-        busy = [worker for worker in self._workers if worker and (worker.task or not worker.is_ready)]
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                worker.register(selector)
-            left_s = min((worker.deadline for worker in busy), default=math.inf) - time.monotonic()
-            if busy:
-                selector.select(max(0.0, min(_LONGEST_WAIT_S, left_s)))
-
     def _end(self, number: int) -> None:
         worker, self._workers[number] = self._workers[number], None
         if worker is not None:
@@ -185,10 +172,3 @@ def _given_up(
         for task in tasks:
             queue.remove(task)
             yield task.failed(reason)
-
-
-def _end_all(workers: list[WorkerConnection | None]) -> None:
-    for number, worker in enumerate(workers):
-        if worker is not None:
-            worker.end()
-            workers[number] = None

@@ -6,9 +6,6 @@ repeated there from their answers. So environments run where a user's rewards ru
 
 from __future__ import annotations
 
-import math
-import selectors
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -18,12 +15,11 @@ from danlu.errors import RecipeError, ResourceError
 from danlu.machine import usable_cores
 from danlu.rewards.environments.protocol import EnvironmentSource, EpisodeCall, Reply
 from danlu.rewards.environments.worker import START
-from danlu.rewards.worker_connection import WorkerConnection
+from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any
 
 MOST_AUTOMATIC_WORKERS = 8
 MOST_TIMEOUTS = 8
 """Calls that take too long one after the other; the others of the same turn are not made any more."""
-_LONGEST_WAIT_S = 0.5  # a process that left a child behind may end without its pipe being closed: it is looked after
 
 
 class EnvironmentWorkers:
@@ -39,7 +35,7 @@ class EnvironmentWorkers:
         self.count = count or min(usable_cores(), MOST_AUTOMATIC_WORKERS)
         self._workers: list[WorkerConnection | None] = [None] * self.count
         self._timeouts = 0  # one after the other
-        weakref.finalize(self, _end_all, self._workers)
+        weakref.finalize(self, end_all, self._workers)
 
     def start(self) -> None:
         """Starts the first process and waits until it has loaded the source; nothing where one is running.
@@ -50,7 +46,7 @@ class EnvironmentWorkers:
             return
         worker = self._workers[0] = self._new_worker()
         while not worker.is_ready:
-            self._wait()
+            wait_for_any(self._workers)
             try:
                 _take_up_loading(worker)
             except BaseException:
@@ -72,7 +68,7 @@ class EnvironmentWorkers:
             while len(replies) < len(calls):
                 for number in range(self.count):
                     self._give_work(number, queues[number], calls)
-                self._wait()
+                wait_for_any(self._workers)
                 for number in range(self.count):
                     replies |= self._taken(number, queues[number])
                 if self._timeouts >= MOST_TIMEOUTS:
@@ -92,7 +88,7 @@ class EnvironmentWorkers:
                 continue
             worker.call(True, None)
         while any(worker and worker.task for worker in self._workers):
-            self._wait()
+            wait_for_any(self._workers)
             for number, worker in enumerate(self._workers):
                 if worker is None or not worker.task:
                     continue
@@ -104,7 +100,7 @@ class EnvironmentWorkers:
 
     def close(self) -> None:
         """Ends all processes, whatever they are doing."""
-        _end_all(self._workers)
+        end_all(self._workers)
 
     def _new_worker(self) -> WorkerConnection:
         return WorkerConnection(START, self.source, self.timeout_s)
@@ -157,16 +153,6 @@ class EnvironmentWorkers:
             queue.clear()
         return dict.fromkeys(left, Reply(failure=reason))
 
-    def _wait(self) -> None:
-        """Until a process has something to say, or may not take longer."""
-        busy = [worker for worker in self._workers if worker and (worker.task or not worker.is_ready)]
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                worker.register(selector)
-            left_s = min((worker.deadline for worker in busy), default=math.inf) - time.monotonic()
-            if busy:
-                selector.select(max(0.0, min(_LONGEST_WAIT_S, left_s)))
-
     def _end(self, number: int) -> None:
         worker, self._workers[number] = self._workers[number], None
         if worker is not None:
@@ -182,10 +168,3 @@ def _take_up_loading(worker: WorkerConnection) -> None:
         worker.is_ready = True
     elif ending is not None:
         raise ResourceError(f"environment: loading it: {ending}")
-
-
-def _end_all(workers: list[WorkerConnection | None]) -> None:
-    for number, worker in enumerate(workers):
-        if worker is not None:
-            worker.end()
-            workers[number] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -197,12 +198,13 @@ def seed_of(request: Request, sample: int, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
-class TakesFiles:
+class TakesFiles(ABC):
     """What servers say that weights reach by files alone, not over a process group."""
 
     @property
+    @abstractmethod
     def address(self) -> str:
-        raise NotImplementedError
+        """What messages call the server."""
 
     def open_group(self, address: str) -> WeightGroup:
         """Raises ModelError."""
