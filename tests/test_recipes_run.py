@@ -102,6 +102,7 @@ def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]
         ("kto", ["batch.pairs=4", "evaluation.every=2"]),
         ("orpo", ["batch.pairs=4", "evaluation.every=2"]),
         ("distill", ["batch.sequences=2", "evaluation.every=2"]),
+        ("gkd", ["batch.sequences=2", "evaluation.every=2", "rollout.max_new_tokens=8"]),
         ("grpo", ["batch.prompts=4", "evaluation.every=2", "data.eval=4", *SHORT_ANSWERS]),
     ],
 )

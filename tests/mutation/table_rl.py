@@ -111,8 +111,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/experience.py",
-        "if without > self.settings.failures:",
-        "if without >= self.settings.failures:",
+        "if without <= self.settings.failures:",
+        "if without < self.settings.failures:",
+        "rollout/test_experience.py",
+    ),
+    Mutation(
+        "rollout/experience.py",
+        "self.log.lines - self._refused_lines",
+        "self.log.lines",
         "rollout/test_experience.py",
     ),
     Mutation(

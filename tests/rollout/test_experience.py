@@ -218,12 +218,32 @@ def test_too_many_answers_without_reward_end_the_run():
     assert experience(reward_of=lambda number, sample: float("nan") if sample else 1.0, failures=0.5).at(0)
 
 
-def test_a_rollout_that_is_refused_leaves_its_prompts_to_be_asked():
-    made = experience(reward_of=lambda number, sample: float("nan") if number > 3 else 1.0)
+def test_a_rollout_that_is_refused_leaves_its_prompts_to_be_asked_and_its_answers_to_be_read(tmp_path):
+    made = experience(tmp_path, reward_of=lambda number, sample: float("nan") if number > 3 else 1.0)
     made.at(0)
-    with pytest.raises(TrainingError):
+    with pytest.raises(TrainingError, match=r"The answers are in rollouts\.jsonl"):
         made.at(4)
-    assert made.sampler.next_prompt == made.state(4)["next_prompt"] == 4
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["number"] for line in lines] == list(range(8))
+    assert lines[4]["answers"][0]["text"] == "4:0" and lines[4]["answers"][0]["rewards"] == {"sample": None}
+    assert lines[4]["answers"][0]["failures"] == ["sample: it raised"]
+    state = made.state(4)
+    assert made.sampler.next_prompt == state["next_prompt"] == 4
+    assert state["log_lines"] == 4  # of rollouts that are trained on: the refused one is made again
+    made.close()
+    again = experience(tmp_path)
+    again.restore(state)
+    again.at(4)
+    numbers = [json.loads(line)["number"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert numbers == list(range(8)) and again.state(5)["log_lines"] == 8
+    again.close()
+    experience(tmp_path).at(0)  # a run that begins anew: nothing was saved of what there is
+    assert [json.loads(line)["number"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 @dataclass

@@ -74,6 +74,8 @@ class Experience:
     """What the present rollout was made from."""
     _pending: tuple[int, list[str]] = (0, [])
     """Of a checkpoint: the rollout that is half trained, and the rows of its items."""
+    _refused_lines: int = 0
+    """Of the log: of a rollout that the run stopped at, and makes again when it goes on."""
 
     @property
     def settings(self) -> ExperienceSettings:
@@ -132,13 +134,14 @@ class Experience:
             self.sampler.asynchronous.restore(state["asynchronous"])
         if self.log is not None:
             self.log.truncate(int(state["log_lines"]))
+            self._refused_lines = 0
 
     def _made_from(self) -> dict[str, Any]:
         return {
             **self.sampler.prompts.state(),
             "next_prompt": self.sampler.next_prompt,
             "estimator": self.estimator.state(),
-            "log_lines": 0 if self.log is None else self.log.lines,
+            "log_lines": 0 if self.log is None else self.log.lines - self._refused_lines,
         }
 
     def tensors(self, number: int) -> Mapping[str, Tensor]:
@@ -217,9 +220,14 @@ class Experience:
 
     def _roll_out(self, rollout: int) -> None:
         self._before = self._made_from()
+        if self.log is not None and (rollout == 0 or self._refused_lines):
+            # Of a run that ended before its first checkpoint, or of this rollout when it was refused.
+            self.log.truncate(self._before["log_lines"] if rollout else 0)
+            self._refused_lines = 0
+            self._before["log_lines"] = self.log.lines
         try:
             answered, metrics = self.sampler.next_rollout()
-            self._check_rewards(answered)
+            self._check_rewards(answered, rollout)
         except BaseException:  # the state that is saved then has these prompts before it
             self.sampler.next_prompt = self._before["next_prompt"]
             raise
@@ -248,15 +256,21 @@ class Experience:
         if self.sampler.asynchronous is not None:
             self.sampler.asynchronous.forget_taken()
 
-    def _check_rewards(self, answered: Answered) -> None:
+    def _check_rewards(self, answered: Answered, rollout: int) -> None:
+        """Raises TrainingError where too many answers have no reward, with the answers in the log to be looked at."""
         without = float(np.isnan(answered.rewards).all(-1).mean())
-        if without > self.settings.failures:
-            first, last = answered.numbers[0], answered.numbers[-1]
-            raise TrainingError(
-                f"{without:.0%} of the answers to prompts {first} to {last} have no reward, and reward_limits.failures "
-                f"is {self.settings.failures:g}. {self.sampler.first_failures()}Try the rewards on given "
-                "answers first: `danlu eval --rewards RECIPE --data FILE --answers COLUMN`"
-            )
+        if without <= self.settings.failures:
+            return
+        if self.log is not None:
+            before = self.log.lines
+            self._write(self.log, rollout, answered)
+            self._refused_lines = self.log.lines - before
+        first, last = answered.numbers[0], answered.numbers[-1]
+        raise TrainingError(
+            f"{without:.0%} of the answers to prompts {first} to {last} have no reward, and reward_limits.failures "
+            f"is {self.settings.failures:g}. {self.sampler.first_failures()}The answers are in rollouts.jsonl. Try the "
+            "rewards on given answers first: `danlu eval --rewards RECIPE --data FILE --answers COLUMN`"
+        )
 
     # -- trees
 

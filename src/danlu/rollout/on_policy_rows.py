@@ -152,6 +152,8 @@ class OnPolicyRows:
 
     def _draw(self, step: int) -> None:
         own = [number for number in self._numbers(step) if self.settings.answers(number)]
+        if self.log is not None and step == 0:  # what a run has left that ended before its first checkpoint
+            self.log.truncate(0)
         self._lines_before = 0 if self.log is None else self.log.lines
         started = time.perf_counter()
         completions = self._answered([self._request(number, self._row(number)) for number in own])
