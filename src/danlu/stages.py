@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from danlu.assembly.parameter_roles import VALUE
 from danlu.data.sources import reported_sources
 from danlu.images.classifier import ClassifierBuilder
@@ -13,6 +15,7 @@ from danlu.language.distillation import (
     distillation,
     held_out_distillation,
     teacher_columns,
+    teacher_divergence,
     teacher_models,
 )
 from danlu.language.initial_score_head import first_score_head
@@ -32,8 +35,8 @@ from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import HiddenStates, LossOptions, terms_of
 from danlu.recipe.value import value_rate, value_share
-from danlu.stage_protocols import Better, Stage, policy_alone
-from danlu.types import Objective, Task
+from danlu.stage_protocols import Better, RoleSpec, Stage, policy_alone
+from danlu.types import Objective, Role, Task
 
 
 def likelihood(recipe: Recipe) -> CrossEntropy:
@@ -134,8 +137,15 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         temperature=recipe.rollout.temperature,
         single_update=has_one_update(recipe),
     )
-    # A KL in the reward is known when the rollout is made; the reference is not asked again in each update.
-    policy = PolicyGradient(settings, kl is not None and REFERENCE in reference_models(recipe))
+    # A KL in the reward is known when the rollout is made; the reference is not asked again in each update. Nor are
+    # teachers that are asked of the drawn tokens.
+    term = None if recipe.teachers_advise else recipe.divergence
+    policy = PolicyGradient(
+        settings,
+        kl is not None and REFERENCE in reference_models(recipe),
+        None if term is None else teacher_divergence(recipe),
+        1.0 if term is None else term.weight,
+    )
     if not isinstance(section, sections.Ppo):
         return policy
     return PpoObjective(
@@ -145,6 +155,11 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         value_weight=section.value_weight,
         critic="policy" if value_share(recipe) == "policy" else VALUE,
     )
+
+
+def models_beside_policy(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The reference and the teachers of a recipe of stage rl, where it has any."""
+    return {**reference_models(recipe), **teacher_models(recipe)}
 
 
 def _vespo_weights(section: sections.PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
@@ -202,7 +217,7 @@ STAGES: dict[str, Stage] = {
         PromptReader,
         RolloutBuilder,
         policy_objective,
-        reference_models,
+        models_beside_policy,
         held_out_rewards,
         objective_rate=objective_rate,
         metrics=policy_metrics,

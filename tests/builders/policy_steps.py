@@ -15,6 +15,7 @@ from builders.preference_steps import scaled_model
 from builders.tiny_run import VOCABULARY, tiny_config
 from danlu.language.learner import DecoderLearner, objective_parameters
 from danlu.models.score_head import new_score_head
+from danlu.objectives.distillation import TeacherDivergence, TeacherTerm
 from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import ImportanceBounds
 from danlu.objectives.value import PpoObjective
@@ -55,10 +56,14 @@ class PerMicroBatch(DecoderLearner):
         return replace(loss, total=loss.total * share)
 
 
-OBJECTIVES = (*SETTINGS, "ppo")
+OBJECTIVES = (*SETTINGS, "ppo", "distilled")
+DIVERGENCE_WEIGHT = 0.3
+TEACHER = TeacherDivergence((TeacherTerm("reference"),), "reverse", temperature=1.5)
 
 
 def objective_of(name: str) -> PolicyGradient | PpoObjective:
+    if name == "distilled":  # the reference is a teacher too
+        return PolicyGradient(SETTINGS["sequences"], True, TEACHER, DIVERGENCE_WEIGHT)
     if name != "ppo":
         return PolicyGradient(SETTINGS[name], has_reference=True)
     head = new_score_head(tiny_config().hidden_size, 1, bias=True, seed=3, std=1.0).double()

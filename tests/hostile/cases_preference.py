@@ -271,7 +271,7 @@ CASES = [
         "teacher in sft",
         TRAIN,
         2,
-        ("error: r.yaml:", "teacher: only stage distill has a teacher; this is sft. Leave it out"),
+        ("error: r.yaml:", "teacher: only stages distill and rl have a teacher; this is sft. Leave it out"),
         lambda place: place.recipe(teacher="@base"),
     ),
     Case(

@@ -233,7 +233,7 @@ def test_a_smaller_vocabulary_is_refused_and_a_padded_one_told(tiny_world: World
     ("changes", "message"),
     [
         ({"teacher": None}, "teacher: missing: stage distill learns from one"),
-        ({"stage": "sft", "objective": None}, "teacher: only stage distill has a teacher; this is sft"),
+        ({"stage": "sft", "objective": None}, "teacher: only stages distill and rl have a teacher; this is sft"),
         ({"teacher": {"model": "x/y", "cache": True}}, r"teacher\.0\.cache: .* top_k does not say how many"),
         ({"objective": ["forward", "reverse"]}, r"objective\.1\.kind: reverse beside forward: there is one divergence"),
         ({"objective": "hidden"}, r"hidden is a term beside a divergence"),

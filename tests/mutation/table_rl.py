@@ -6,6 +6,25 @@ from mutation.table import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
+        "objectives/policy.py",
+        "total + self.divergence_weight * divergence",
+        "total + self.divergence_weight * divergence / batch.weight * totals.weight",
+        "objectives/test_policy.py",
+        "test_micro_batches_change_nothing",
+    ),
+    Mutation(
+        "rollout/estimators.py",
+        "share * (scores[role].astype(np.float64) - policy)",
+        "share * (policy - scores[role].astype(np.float64))",
+        "rollout/test_estimators.py",
+    ),
+    Mutation(
+        "rollout/estimators.py",
+        "np.where(sample.weights > 0, np.sum(ratios, axis=0), 0.0)",
+        "np.where(sample.weights >= 0, np.sum(ratios, axis=0), 0.0)",
+        "rollout/test_estimators.py",
+    ),
+    Mutation(
         "rewards/environments/tools.py",
         "self.errors += 1",
         "self.errors = 1",

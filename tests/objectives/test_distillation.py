@@ -16,7 +16,7 @@ from danlu.language.learner import DecoderLearner
 from danlu.language.roles import FrozenDecoder
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
-from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherTerm
+from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
 from danlu.train.step import StepGradients, accumulate
 from danlu.types import Objective, Pack
 
@@ -95,7 +95,7 @@ def written_out(
 
 @pytest.mark.parametrize("micro", [1, 2, 8])
 def test_loss_and_gradients_equal_the_formula_in_any_micro_batches(micro: int) -> None:
-    objective = Distillation(ONE, "forward", temperature=2.0, alpha=0.3)
+    objective = Distillation(TeacherDivergence(ONE, "forward", temperature=2.0), alpha=0.3)
     done, gradients = step(objective, micro)
     want, wanted = written_out({"teacher": 1.0}, 2.0, 0.3)
     assert done.loss == pytest.approx(want, rel=1e-5)
@@ -107,7 +107,9 @@ def test_loss_and_gradients_equal_the_formula_in_any_micro_batches(micro: int) -
 
 
 def test_several_teachers_are_a_mean_by_their_shares() -> None:
-    objective = Distillation((TeacherTerm("teacher", 0.25), TeacherTerm("teacher.1", 0.75)), temperature=1.5)
+    objective = Distillation(
+        TeacherDivergence((TeacherTerm("teacher", 0.25), TeacherTerm("teacher.1", 0.75)), temperature=1.5)
+    )
     done, gradients = step(objective)
     want, wanted = written_out({"teacher": 0.25, "teacher.1": 0.75}, 1.5, 0.0)
     assert done.loss == pytest.approx(want, rel=1e-5) and worst_relative_error(gradients, wanted) < 1e-5
@@ -129,7 +131,7 @@ def test_the_likeliest_tokens_of_a_teacher_with_all_others_as_one(micro: int) ->
         ids = logq.topk(5, dim=1).indices
         return forward_kl(logp.gather(1, ids), logq.gather(1, ids).log_softmax(1), squared)
 
-    done, gradients = step(Distillation((TeacherTerm("teacher", top_k=5),), temperature=2.0), micro)
+    done, gradients = step(Distillation(TeacherDivergence((TeacherTerm("teacher", top_k=5),), temperature=2.0)), micro)
     want, wanted = written_out({"teacher": 1.0}, 2.0, 0.0, over_outcomes)
     assert done.loss == pytest.approx(want, rel=1e-5) and worst_relative_error(gradients, wanted) < 1e-5
     other, others = written_out({"teacher": 1.0}, 2.0, 0.0, renormalised)
@@ -139,7 +141,7 @@ def test_the_likeliest_tokens_of_a_teacher_with_all_others_as_one(micro: int) ->
 @pytest.mark.parametrize("top_k", [None, 5])
 def test_rows_of_an_embedding_that_stand_for_no_token_take_no_part(top_k: int | None) -> None:
     term = TeacherTerm("teacher", top_k=top_k)
-    done, gradients = step(Distillation((term,)), vocab_size=70)
+    done, gradients = step(Distillation(TeacherDivergence((term,))), vocab_size=70)
 
     def chosen(logp: Tensor, logq: Tensor, squared: float) -> Tensor:
         ids = logq.topk(5, dim=1).indices
@@ -153,7 +155,7 @@ def matching(seed: int = 0) -> HiddenStateDistillation:
     torch.manual_seed(seed)
     terms = (TeacherTerm("teacher", 0.5), TeacherTerm("teacher.1", 0.5, top_k=4))
     widths = {"teacher": TEACHER_WIDTH, "teacher.1": 32}
-    return HiddenStateDistillation(Distillation(terms, alpha=0.5), 0.2, 32, widths)
+    return HiddenStateDistillation(Distillation(TeacherDivergence(terms), alpha=0.5), 0.2, 32, widths)
 
 
 def test_hidden_states_are_matched_by_a_map_that_is_trained() -> None:
@@ -179,9 +181,9 @@ def test_hidden_states_are_matched_by_a_map_that_is_trained() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Distillation(ONE, "forward", temperature=2.0, alpha=0.3),
-        lambda: Distillation((TeacherTerm("teacher", top_k=5),), "reverse"),
-        lambda: Distillation(ONE, "jensen-shannon", beta=0.3),
+        lambda: Distillation(TeacherDivergence(ONE, "forward", temperature=2.0), alpha=0.3),
+        lambda: Distillation(TeacherDivergence((TeacherTerm("teacher", top_k=5),), "reverse")),
+        lambda: Distillation(TeacherDivergence(ONE, "jensen-shannon", beta=0.3)),
         matching,
     ],
 )
@@ -198,7 +200,7 @@ def test_a_loss_scale_is_in_every_gradient_and_in_no_value(
 
 
 def test_an_empty_micro_batch_adds_nothing() -> None:
-    objective = Distillation((TeacherTerm("teacher", top_k=5),), alpha=0.3)
+    objective = Distillation(TeacherDivergence((TeacherTerm("teacher", top_k=5),)), alpha=0.3)
     done, want = step(objective, micro=1)
     again, got = step(objective, micro=1, items=[*ITEMS, EMPTY_PACK])
     assert again.loss == pytest.approx(done.loss, rel=1e-6) and worst_relative_error(got, want) < 1e-6

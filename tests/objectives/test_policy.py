@@ -12,7 +12,16 @@ import pytest
 import torch
 from builders.policy_formulas import FixedOutputs, mean_loss, token_losses
 from builders.policy_samples import NAN, drawn, random_items
-from builders.policy_steps import COUNT, OBJECTIVES, SETTINGS, PerMicroBatch, Seen, one_step, see
+from builders.policy_steps import (
+    COUNT,
+    DIVERGENCE_WEIGHT,
+    OBJECTIVES,
+    SETTINGS,
+    PerMicroBatch,
+    Seen,
+    one_step,
+    see,
+)
 from builders.preference_samples import preference_learner
 from builders.preference_steps import scaled_model
 from builders.process_group import run_group
@@ -22,6 +31,8 @@ from torch import Tensor
 
 from danlu.data.batch import collate, empty_like
 from danlu.data.trees import repeat_stem
+from danlu.models.attend import attend_for
+from danlu.models.decoder import Decoder
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
@@ -180,6 +191,34 @@ def test_two_processes_change_nothing_and_means_of_their_shares_are_seen(whole: 
         assert [name for name, wanted in whole.items() if differs(seen[name], wanted)] == []
     for seen in run_group(see, 2, list(OBJECTIVES), 5, PerMicroBatch):
         assert [name for name, wanted in whole.items() if not differs(seen[name], wanted)] == []
+
+
+def dense_divergence(items: Sequence[Pack]) -> tuple[float, dict[str, Tensor]]:
+    """The mean over trained tokens of T^2 KL(policy || teacher), of whole logits in float64, and its gradients."""
+    policy, batch = scaled_model(1), collate(items)
+
+    def logprobs(model: Decoder) -> Tensor:
+        hidden = model(batch.tokens, batch.positions, attend_for(batch), torch.float64)
+        return (model.logits(hidden)[batch.logits_indices] / 1.5).log_softmax(1)  # [N, V]
+
+    own, said = logprobs(policy), logprobs(scaled_model(0)).detach()
+    values = 1.5**2 * (own.exp() * (own - said)).sum(1)
+    mean = (values * batch.weights).sum() / batch.weights.sum()
+    mean.backward()
+    return mean.item(), {name: p.grad.to_dense() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def test_a_divergence_from_teachers_is_a_mean_over_the_trained_tokens_beside_the_policy_gradient(
+    whole: dict[str, Seen],
+) -> None:
+    value, wanted = dense_divergence(random_items(COUNT, VOCABULARY, support=5))
+    (mixed, metrics, gradients), (plain, _, without) = whole["distilled"], whole["sequences"]
+    assert metrics["divergence"] == pytest.approx(value, rel=1e-6)
+    assert mixed == pytest.approx(plain + DIVERGENCE_WEIGHT * value, rel=1e-6)
+    more = {name: (gradient - without[name]) / DIVERGENCE_WEIGHT for name, gradient in gradients.items()}
+    assert worst_relative_error(more, wanted) < 1e-6
+    # Control: a twentieth more is seen.
+    assert worst_relative_error({name: 1.05 * gradient for name, gradient in more.items()}, wanted) > 1e-2
 
 
 def redrawn(items: Sequence[Pack], temperature: float, *, within: bool = True) -> list[Pack]:

@@ -279,9 +279,44 @@ BROKEN = [
     ),
     ({"stage": "ppo", "objective": "{scale: batch}"}, "objective.0.scale: ppo has the value of each token in place"),
     ({"objective": "{rewards_apart: true}"}, "objective.0.rewards_apart: there is one reward, and nothing to keep it"),
-    ({"objective": "[grpo, rloo]"}, "objective: 2 terms: stage rl has one. Give one"),
-    ({"objective": "[sigmoid, {kind: grpo}]"}, "objective: 2 terms: stage rl has one. Give one"),
-    ({"objective": "forward"}, "objective.0.kind: forward is an objective of stage distill, not of stage rl"),
+    ({"objective": "[grpo, rloo]"}, "objective: 2 terms: stage rl has one policy gradient. Give one"),
+    ({"objective": "[sigmoid, {kind: grpo}]"}, "objective: 2 terms: stage rl has one policy gradient. Give one"),
+    ({"objective": "hidden"}, "objective.0.kind: hidden is an objective of stage distill, not of stage rl"),
+    ({"objective": "forward"}, "objective.0.kind: forward is a term beside a policy gradient, as in [grpo, forward]"),
+    (
+        {"objective": "[reverse, {kind: grpo}]", "teacher": "large"},
+        "objective.0.kind: the policy gradient comes first: write [grpo, reverse]",
+    ),
+    (
+        {"objective": "[sigmoid, reverse]", "teacher": "large"},
+        "objective.1.kind: reverse is a term beside a policy gradient, and sigmoid compares pairs. Leave it out",
+    ),
+    (
+        {"objective": "[grpo, reverse, forward]", "teacher": "large"},
+        "objective.2.kind: forward beside reverse: there is one divergence. Leave one out",
+    ),
+    ({"objective": "[grpo, reverse]"}, "teacher: missing: objective reverse is the distance from one. Name its folder"),
+    ({"teacher": "large"}, "teacher: the objective has no divergence from one, so nothing is learnt from it. Give one"),
+    (
+        {"objective": "[grpo, reverse]", "teacher": "{model: large, top_k: 9, cache: true}"},
+        "teacher.0.cache: true: answers are drawn while training, so nothing is known of them before. Leave it out",
+    ),
+    (
+        {"objective": "[grpo, {kind: reverse, policy_gradient: true}]", "teacher": "{model: large, top_k: 9}"},
+        "teacher.0.top_k: not read with policy_gradient: true, which asks of the drawn tokens alone. Leave it out",
+    ),
+    (
+        {"objective": "[grpo, {kind: reverse, policy_gradient: true, temperature: 2}]", "teacher": "large"},
+        "objective.1.temperature: not read with policy_gradient: true: tokens are compared as they were drawn",
+    ),
+    (
+        {"objective": "[grpo, {kind: reverse, cross_entropy: 0.3}]", "teacher": "large"},
+        "objective.1.cross_entropy: 0.3: the likelihood of rows, which stage rl has none of. Leave it out",
+    ),
+    (
+        {"objective": "[grpo, reverse]", "teacher": "large", "adapter": "prefix"},
+        "adapter.kind: prefix puts virtual tokens before every document, which a teacher in memory does not know. Take",
+    ),
     (
         {"stage": "online-dpo", "objective": "kto"},
         "objective.0.kind: kto takes answers judged one by one, and stage rl compares the best and the worst answer",
@@ -421,6 +456,9 @@ def test_one_broken_rule(read: Callable[..., Recipe], changed: dict[str, str], m
 
 SOUND = [
     {},
+    {"objective": "[grpo, {kind: jensen-shannon, beta: 0.3, weight: 0.1}]", "teacher": "[large, {model: x, top_k: 9}]"},
+    {"stage": "ppo", "objective": "[{gae: 0.9}, {kind: reverse, policy_gradient: true}]", "teacher": "large"},
+    {"objective": "[grpo, reverse]", "teacher": "large", "rewards": "{kind: length, most: 9, weight: 0}"},
     {"stage": "ppo", "rollout": "{samples: 1}", "value": "{rate_ratio: 10.0}"},
     {"stage": "ppo", "objective": "{kl: {in: reward, estimator: k1, target: 6.0, horizon: 500}, value_clip: null}"},
     {"stage": "remax", "rollout": "{samples: 1}"},

@@ -18,6 +18,7 @@ from danlu.rollout.estimators import (
     Judged,
     KlPenalty,
     RewardShaping,
+    TeacherAdvantages,
 )
 from danlu.rollout.experience_trees import ADVANTAGE, answer_tree
 from danlu.rollout.request import Completion
@@ -116,6 +117,24 @@ def test_the_coefficient_adapts_and_comes_back():
     other = GroupEstimator(kl=KlPenalty(AdaptiveKl(0.1, 1.0), adapts=True))
     other.restore(estimator.state())
     assert other.state() == estimator.state() != {"kl": 0.1}
+
+
+def test_teachers_log_ratios_are_added_to_what_rewards_say():
+    plain = judged([1, np.nan, 0, 4])
+    scores = [
+        {"teacher": np.full(item.tokens, -3.0, np.float32), "teacher.1": np.full(item.tokens, -0.5, np.float32)}
+        for item in plain.items
+    ]
+    data = judged([1, np.nan, 0, 4], token_scores=scores, branch_scores=[{}, {}])
+    estimator = TeacherAdvantages(GroupEstimator(scale="none"), {"teacher": 0.25, "teacher.1": 0.75}, weight=2.0)
+    items, metrics = estimator.estimate(data)
+    ratio = 0.25 * (-3 - -1) + 0.75 * (-0.5 - -1)
+    assert metrics == {"reverse_kl": pytest.approx(-ratio)}
+    assert [column[0] for column in of_answers(items, ADVANTAGE)] == pytest.approx(
+        [0 + 2 * ratio, 0, -2 + 2 * ratio, 2 + 2 * ratio]  # the second has no reward, and is not trained
+    )
+    assert not any(item.samples[0].columns[ADVANTAGE][:2].any() for item in items)
+    assert items[0].samples[0].weights.tolist() == [0, 0, 1, 1, 0, 0, 0]
 
 
 def critic_scores(data, value, last):

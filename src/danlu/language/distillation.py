@@ -1,4 +1,4 @@
-"""Stage `distill`: its teachers as models beside the policy, its objective, and what can be wrong with both."""
+"""Teachers of stages `distill` and `rl`: as models beside the policy, what is learnt from them, what can be wrong."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from danlu.language.reader import tokenizer_of
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.presets import from_scratch
-from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherTerm
+from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Divergence, ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
+from danlu.recipe.sections import ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
+from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
 from danlu.stage_protocols import ColumnSpec, FromColumns, Material, ModelSpec, RoleSpec
 from danlu.train.run_folder import Start
@@ -49,15 +50,13 @@ class DistillationBuilder(DecoderBuilder):
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The decoder and the teachers that are not cached, on the processes of a layout."""
         decoder = super().place(ranks, device, start, material)
-        notes = (*decoder.placed.notes, *_notes(self.recipe, decoder.model.config))
-        return replace(decoder, placed=replace(decoder.placed, notes=notes))
+        return with_teacher_notes(decoder)
 
 
-def teachers_of(recipe: Recipe) -> dict[Role, Teacher]:
-    """The teachers of a recipe by role: teacher, teacher.1, ..."""
-    return {
-        "teacher" if not index else f"teacher.{index}": teacher for index, teacher in enumerate(recipe.teacher or ())
-    }
+def with_teacher_notes(decoder: PlacedDecoder) -> PlacedDecoder:
+    """The placed models, whose notes say what is worth knowing of the teachers."""
+    notes = (*decoder.placed.notes, *_notes(decoder.recipe, decoder.model.config))
+    return replace(decoder, placed=replace(decoder.placed, notes=notes))
 
 
 def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
@@ -141,20 +140,23 @@ def _section(teacher: Teacher) -> Model:
     return Model(path=str(resolved.folder), adapters=[str(adapter.path) for adapter in resolved.stacks[0]])
 
 
-def distillation(recipe: Recipe) -> Objective:
-    """The objective of a recipe of stage distill."""
-    divergence = _divergence(recipe)
-    hidden = next((term for term in recipe.objective or () if isinstance(term, HiddenStates)), None)
-    teachers = teachers_of(recipe)
-    weight = sum(teacher.weight for teacher in teachers.values())
-    objective = Distillation(
-        tuple(TeacherTerm(role, teacher.weight / weight, teacher.top_k) for role, teacher in teachers.items()),
+def teacher_divergence(recipe: Recipe) -> TeacherDivergence:
+    """How far the policy of a recipe is from its teachers."""
+    divergence, shares = _divergence(recipe), teacher_shares(recipe)
+    return TeacherDivergence(
+        tuple(TeacherTerm(role, shares[role], teacher.top_k) for role, teacher in teachers_of(recipe).items()),
         divergence.kind,
         divergence.beta if isinstance(divergence, JensenShannon) else 0.5,
         divergence.temperature,
-        divergence.cross_entropy,
-        recipe.loss.label_smoothing,
-        recipe.loss.z_loss,
+    )
+
+
+def distillation(recipe: Recipe) -> Objective:
+    """The objective of a recipe of stage distill."""
+    hidden = next((term for term in recipe.objective or () if isinstance(term, HiddenStates)), None)
+    teachers, loss = teachers_of(recipe), recipe.loss
+    objective = Distillation(
+        teacher_divergence(recipe), _divergence(recipe).cross_entropy, loss.label_smoothing, loss.z_loss
     )
     if hidden is None:
         return objective
@@ -163,9 +165,8 @@ def distillation(recipe: Recipe) -> Objective:
 
 
 def _divergence(recipe: Recipe) -> ForwardKL | ReverseKL | JensenShannon:
-    divergence = next((term for term in recipe.objective or () if isinstance(term, Divergence)), None)
-    assert divergence is not None, "the recipe's rules ask for one"
-    return divergence
+    assert recipe.divergence is not None, "the recipe's rules ask for one"
+    return recipe.divergence
 
 
 def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:

@@ -7,14 +7,18 @@ from contextlib import closing
 from typing import TextIO
 
 import numpy as np
+import torch
 
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.data.prompts import Prompt, PromptOrder, PromptSpec, read_prompts
 from danlu.data.tokenizing import tokenizer_info
 from danlu.errors import DataError
 from danlu.language.builder import DecoderBuilder
+from danlu.language.distillation import check_teachers, with_teacher_notes
+from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.language.reinforcement import empty_item, reward_parts
+from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.rewards.build import check_columns
 from danlu.rewards.environments.build import environment_source, tool_schemas
@@ -100,11 +104,16 @@ def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: i
 
 
 class RolloutBuilder(DecoderBuilder):
-    """A `ModelBuilder`: the decoder that answers and learns."""
+    """A `ModelBuilder`: the decoder that answers and learns, and its teachers where it has some."""
 
     def check(self, start: Start | None) -> None:
-        """Also raises RecipeError for rewards and environments that cannot be."""
+        """Also raises a DanluError for rewards and environments that cannot be, and for teachers of other tokens."""
         super().check(start)
+        check_teachers(self.recipe)
         reward_parts(self.recipe)
         if self.recipe.environment is not None:
             environment_source(self.recipe.environment)
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+        """The decoder, and the models beside it, on the processes of a layout."""
+        return with_teacher_notes(super().place(ranks, device, start, material))

@@ -27,6 +27,7 @@ from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.sections.environments import ENVIRONMENT
+from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.environments.build import environment_workers, tool_schemas
 from danlu.rewards.environments.user_class import EnvironmentReward
@@ -43,6 +44,7 @@ from danlu.rollout.estimators import (
     GroupEstimator,
     KlPenalty,
     RewardShaping,
+    TeacherAdvantages,
 )
 from danlu.rollout.experience import Experience
 from danlu.rollout.experience_trees import SUPPORT, answer_tree, with_columns
@@ -231,6 +233,13 @@ def estimator_of(recipe: Recipe) -> Estimator:
     """What gives tokens their advantages."""
     if trains_on_pairs(recipe):
         return PairEstimator()
+    estimator = _estimator_of_rewards(recipe)
+    if not recipe.teachers_advise or recipe.divergence is None:
+        return estimator
+    return TeacherAdvantages(estimator, teacher_shares(recipe), recipe.divergence.weight)
+
+
+def _estimator_of_rewards(recipe: Recipe) -> Estimator:
     section = objective_section(recipe)
     overlong = section.overlong
     shaping = RewardShaping(
@@ -277,11 +286,12 @@ def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
     section = objective_section(recipe)
     reference = section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0
     values = isinstance(section, Ppo)
-    old = not has_old_logprobs(recipe) and (not has_one_update(recipe) or reference or values)
-    if not (old or reference or values):
+    teachers = tuple(teachers_of(recipe)) if recipe.teachers_advise else ()
+    old = not has_old_logprobs(recipe) and (not has_one_update(recipe) or reference or values or bool(teachers))
+    if not (old or reference or values or teachers):
         return None
     assert isinstance(learner, DecoderLearner), "a decoder learns from answers"
-    return TreeScorer(learner, old, reference, values, recipe.rollout.temperature)
+    return TreeScorer(learner, old, reference, values, recipe.rollout.temperature, teachers)
 
 
 def empty_item(recipe: Recipe) -> Pack:

@@ -18,6 +18,7 @@ class RolloutRemarks:
 
     def __init__(self, recipe: Recipe) -> None:
         self._max_new_tokens = recipe.rollout.max_new_tokens
+        self._rewards_teach = recipe.divergence is None or any(recipe.reward_weights.values())
         self._by_prompt = objective_section(recipe).baseline in ("group", "leave-one-out")
         self._in_a_row = {"equal": 0, "truncated": 0}
         self._said: set[str] = set()
@@ -25,7 +26,7 @@ class RolloutRemarks:
     def __call__(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """What has been true of the last steps, this one included."""
         lasting = f"in the last {REMARKED_STEPS} logged steps"
-        if self._lasts("equal", self._is_equal(metrics)):
+        if self._rewards_teach and self._lasts("equal", self._is_equal(metrics)):
             which = "all answers to a prompt" if self._by_prompt else "all answers"
             yield (
                 f"{which} have had the same reward {lasting}, so nothing tells better ones from worse ones. Look at "

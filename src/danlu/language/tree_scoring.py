@@ -28,6 +28,7 @@ class TreeScorer:
     Args:
         old, reference, values: what is asked for: the policy's log-probabilities, the reference's, the critic's values.
         temperature: that answers were drawn with.
+        teachers: roles of models whose log-probabilities are asked for too; scores are called by them.
     """
 
     learner: DecoderLearner
@@ -35,12 +36,13 @@ class TreeScorer:
     reference: bool
     values: bool
     temperature: float
+    teachers: tuple[Role, ...] = ()
 
     def __call__(self, items: Sequence[Pack]) -> Scores:
         """The scores of each item's tokens and branches."""
         names = [
             name for name, asked in ((OLD, self.old), (REFERENCE, self.reference), (VALUE_OLD, self.values)) if asked
-        ]
+        ] + list(self.teachers)
         token_starts = np.cumsum([0, *(item.tokens for item in items)])
         branch_starts = np.cumsum([0, *(len(item.samples[0].branches) for item in items)])
         of_tokens = torch.zeros(len(names), int(token_starts[-1]), dtype=torch.float32)
@@ -48,8 +50,7 @@ class TreeScorer:
         for numbers in self.learner.micro_batches(items):
             batch = self.learner.collate([items[number] for number in numbers])
             with torch.no_grad():
-                asked = [*([REFERENCE] if self.reference else []), *([self._critic] if self.values else [])]
-                outputs = self.learner.outputs(batch, 1.0, asked)
+                outputs = self.learner.outputs(batch, 1.0, self._roles)
                 scored = self._scored(outputs, batch)
                 last = outputs[self._critic].scores().float().reshape(-1).cpu() if self.values else None
             if not numbers:
@@ -73,6 +74,12 @@ class TreeScorer:
         return token_scores, branch_scores
 
     @property
+    def _roles(self) -> list[Role]:
+        """Beside the policy."""
+        own = [*([REFERENCE] if self.reference else []), *([self._critic] if self.values else [])]
+        return [*own, *self.teachers]
+
+    @property
     def _critic(self) -> Role:
         return "policy" if self.learner.critic is None else VALUE
 
@@ -87,4 +94,6 @@ class TreeScorer:
             scored[REFERENCE] = outputs["reference"].logprobs(temperature=self.temperature, support=support).logprobs
         if self.values:
             scored[VALUE_OLD] = outputs[self._critic].values()
+        for role in self.teachers:
+            scored[role] = outputs[role].logprobs(temperature=self.temperature, support=support).logprobs
         return {name: values.float() for name, values in scored.items()}

@@ -1,4 +1,4 @@
-"""The objective of distillation: the rows' own tokens, and what teachers say in their places.
+"""Divergences from teachers, and the objective of distillation: these, and the rows' own tokens.
 
 N targets · D policy's width · D' teacher's width
 """
@@ -26,18 +26,49 @@ class TeacherTerm:
 
 
 @dataclass(frozen=True)
-class Distillation:
-    """alpha x cross-entropy + (1 - alpha) x divergence from the teachers (arXiv:1503.02531, section 2), over targets.
-
-    Each target is weighed as in fine-tuning; the divergence is the mean of the teachers' by their shares, and has
-    temperature^2 in it (see `objectives.divergence`). The metrics are `divergence`, and `accuracy` and `nll` of the
-    rows' own tokens.
-    """
+class TeacherDivergence:
+    """How far the policy is from its teachers at each target's place: the mean of the divergences by their shares."""
 
     teachers: Sequence[TeacherTerm]
     kind: DivergenceKind = "forward"
     beta: float = 0.5
     temperature: float = 1.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Divergences, and of teachers with a top_k their likeliest tokens."""
+        chosen = {"top_tokens"} if any(teacher.top_k is not None for teacher in self.teachers) else set()
+        return frozenset({"divergence"} | chosen)
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The teachers."""
+        return frozenset(teacher.role for teacher in self.teachers)
+
+    def __call__(self, outputs: Mapping[Role, Outputs]) -> Tensor:
+        """[N] float32, nats, times temperature^2 (see `objectives.divergence`); carries the policy's gradient."""
+        values = [teacher.share * self._from(teacher, outputs) for teacher in self.teachers]
+        return torch.stack(values).sum(0)
+
+    def _from(self, teacher: TeacherTerm, outputs: Mapping[Role, Outputs]) -> Tensor:
+        return outputs["policy"].divergence(
+            outputs[teacher.role],
+            kind=self.kind,
+            beta=self.beta,
+            temperature=self.temperature,
+            top_k=teacher.top_k,
+        )
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """alpha x cross-entropy + (1 - alpha) x divergence from the teachers (arXiv:1503.02531, section 2), over targets.
+
+    Each target is weighed as in fine-tuning. The metrics are `divergence`, and `accuracy` and `nll` of the rows' own
+    tokens.
+    """
+
+    divergence: TeacherDivergence
     alpha: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -45,8 +76,7 @@ class Distillation:
     @property
     def needs(self) -> frozenset[str]:
         """The cross-entropy also where alpha is 0, for the metrics."""
-        chosen = {"top_tokens"} if any(teacher.top_k is not None for teacher in self.teachers) else set()
-        return frozenset({"cross_entropy", "divergence"} | chosen)
+        return self.divergence.needs | {"cross_entropy"}
 
     def without_extras(self) -> Distillation:
         """The same without label smoothing and z-loss, for held-out rows."""
@@ -59,8 +89,7 @@ class Distillation:
             likelihood = policy.cross_entropy(
                 label_smoothing=self.label_smoothing, z_loss=self.z_loss, by_target=batch.target_sources is not None
             )
-        values = sum(teacher.share * self._from(teacher, outputs) for teacher in self.teachers)  # [N]
-        divergence = (values * batch.weights).sum()
+        divergence = (self.divergence(outputs) * batch.weights).sum()
         total = divergence if not self.alpha else self.alpha * likelihood.total + (1 - self.alpha) * divergence
         return Loss(
             total,
@@ -70,15 +99,6 @@ class Distillation:
                 "divergence": Metric(divergence.detach(), batch.weight),
                 **losses_by_source(likelihood.by_target, batch),
             },
-        )
-
-    def _from(self, teacher: TeacherTerm, outputs: Mapping[Role, Outputs]) -> Tensor:
-        return outputs["policy"].divergence(
-            outputs[teacher.role],
-            kind=self.kind,
-            beta=self.beta,
-            temperature=self.temperature,
-            top_k=teacher.top_k,
         )
 
 
@@ -108,7 +128,8 @@ class HiddenStateDistillation(nn.Module):
         """The loss of the policy's outputs for `batch`."""
         loss = self.distillation(outputs, batch, totals)
         own = outputs["policy"].hidden().index_select(0, batch.logits_indices).float()  # [N, D]
-        errors = [self._error(own, outputs[teacher.role], teacher, batch) for teacher in self.distillation.teachers]
+        teachers = self.distillation.divergence.teachers
+        errors = [self._error(own, outputs[teacher.role], teacher, batch) for teacher in teachers]
         error = torch.stack(errors).sum()
         return Loss(loss.total + self.weight * error, {**loss.metrics, "hidden": Metric(error.detach(), batch.weight)})
 

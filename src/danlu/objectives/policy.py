@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.objectives.distillation import TeacherDivergence
 from danlu.objectives.policy_losses import (
     Answers,
     GammaWeight,
@@ -95,20 +96,28 @@ class PolicyGradient:
     `grpo`, `sapo` and `dr_grpo`, not among the tokens of `dapo`. What is left out by a mask that depends on
     log-probabilities (`off_policy`, `importance`) has a loss of 0 and stays in the divisor, as there; the KL to the
     reference is not masked.
+
+    With teachers the loss has a term more: `divergence_weight` x the divergence from them over the whole vocabulary, a
+    mean over the trained tokens of the step, of the policy as it is now and without a gradient through the drawing
+    (GKD with a reward, arXiv:2306.13649, equation 5: a weight of alpha / (1 - alpha)). It is neither clipped nor
+    masked.
     """
 
     settings: PolicyGradientSettings
     has_reference: bool = False
+    divergence: TeacherDivergence | None = None
+    divergence_weight: float = 1.0
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probabilities, of the policy and of the reference where there is one."""
-        return frozenset({"logprobs"})
+        """Log-probabilities, of the policy and of the reference where there is one; with teachers what these need."""
+        return frozenset({"logprobs"}) | (frozenset() if self.divergence is None else self.divergence.needs)
 
     @property
     def roles(self) -> frozenset[Role]:
-        """The reference, where there is one."""
-        return frozenset({"reference"}) if self.has_reference else frozenset()
+        """The reference and the teachers, where there are any."""
+        reference = frozenset({"reference"}) if self.has_reference else frozenset()
+        return reference | (frozenset() if self.divergence is None else self.divergence.roles)
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
         """How many answers and groups of a step are trained, its fresh tokens, and how many answers have a reward."""
@@ -125,6 +134,10 @@ class PolicyGradient:
             total = total - settings.entropy * (drawn.entropy * batch.weights).sum()
         with torch.no_grad():
             metrics = {**_token_metrics(settings, drawn, cost, batch, totals), **answer_metrics(batch)}
+        if self.divergence is not None:
+            divergence = (self.divergence(outputs) * batch.weights).sum()
+            total = total + self.divergence_weight * divergence
+            metrics["divergence"] = Metric(divergence.detach(), batch.weight)
         return Loss(total, metrics)
 
     def _drawn(self, outputs: Mapping[Role, Outputs], batch: Batch) -> _Drawn:

@@ -24,8 +24,6 @@ class PpoObjective(nn.Module):
     trained towards): see `advantages.generalized_advantages`.
     """
 
-    needs = frozenset({"logprobs", "values"})
-
     def __init__(
         self,
         score: nn.Linear,
@@ -42,6 +40,11 @@ class PpoObjective(nn.Module):
         self.policy = policy
         self.value_clip = value_clip
         self.value_weight = value_weight
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the policy gradient needs, and values."""
+        return self.policy.needs | {"values"}
 
     @property
     def score_head(self) -> nn.Linear:

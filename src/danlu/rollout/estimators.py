@@ -23,7 +23,7 @@ from danlu.objectives.advantages import (
     whitened,
 )
 from danlu.objectives.policy_losses import AdaptiveKl, KlEstimator, kl_estimate
-from danlu.rollout.experience_trees import ADVANTAGE, with_columns
+from danlu.rollout.experience_trees import ADVANTAGE, OLD, with_columns
 from danlu.types import Pack
 
 REFERENCE, VALUE_OLD, RETURN = "reference", "value_old", "return"
@@ -284,3 +284,53 @@ class GaeEstimator:
         """Takes up `state`."""
         if self.kl is not None:
             self.kl.coefficient.coefficient = float(state["kl"])
+
+
+@dataclass
+class TeacherAdvantages:
+    """Another estimator's advantages, and each token's own from teachers: weight x (log q - log p).
+
+    q is a teacher and p the policy that drew, at the temperature and within the support of the rollout; of several
+    teachers it is the mean by their shares. In the mean over draws that is the gradient of the reverse KL from the
+    policy to the teachers at each place, as if nothing came after a token: the on-policy distillation of Thinking
+    Machines (https://thinkingmachines.ai/blog/on-policy-distillation), with rewards beside it. It is added after
+    advantages are normalised, and not normalised itself.
+    """
+
+    estimator: Estimator
+    shares: Mapping[str, float]
+    """By the role of each teacher, which its log-probabilities are called by among the scores of tokens."""
+    weight: float = 1.0
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Those of the other estimator."""
+        return self.estimator.columns
+
+    @property
+    def facts(self) -> Sequence[str]:
+        """Those of the other estimator."""
+        return self.estimator.facts
+
+    def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
+        """The other's items with larger advantages where teachers find a token likelier; `reverse_kl` is the mean of
+        log p - log q over the tokens that are trained, in nats."""
+        items, metrics = self.estimator.estimate(judged)
+        advised, total, weight = [], 0.0, 0.0
+        for item, scores in zip(items, judged.token_scores, strict=True):
+            sample = item.samples[0]
+            policy = sample.columns[OLD].astype(np.float64)
+            ratios = [share * (scores[role].astype(np.float64) - policy) for role, share in self.shares.items()]
+            ratio = np.where(sample.weights > 0, np.sum(ratios, axis=0), 0.0)  # [S] log q - log p
+            total, weight = total - float((ratio * sample.weights).sum()), weight + float(sample.weights.sum())
+            advantage = sample.columns[ADVANTAGE] + self.weight * ratio
+            advised.append(with_columns(item, {ADVANTAGE: advantage.astype(np.float32)}))
+        return advised, {**metrics, **({"reverse_kl": total / weight} if weight else {})}
+
+    def state(self) -> dict[str, Any]:
+        """The other's."""
+        return self.estimator.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up `state`."""
+        self.estimator.restore(state)

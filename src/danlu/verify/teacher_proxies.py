@@ -1,4 +1,4 @@
-"""The teachers of stage `distill` in a verification: small models, with small adapters where theirs have some."""
+"""Teachers of stages `distill` and `rl` in a verification: small models, with small adapters where they have some."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.errors import RecipeError
-from danlu.language.distillation import resolved_teacher, teachers_of
+from danlu.language.distillation import resolved_teacher
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Teacher
+from danlu.recipe.teachers import teachers_of
 from danlu.types import Role
 from danlu.verify.proxy_adapters import proxy_adapter_folders
 from danlu.verify.proxy_model import proxy_config

@@ -55,6 +55,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     reference.reference_is_consistent,
     distillation.distillation_has_teacher,
     distillation.distillation_has_one_divergence,
+    distillation.divergence_reads_its_keys,
     distillation.own_answers_are_possible,
     rl.rl_keys_fit_stage,
     rl.prompt_template_is_valid,

@@ -1,22 +1,33 @@
-"""Rules about the teachers and the objective of stage `distill`."""
+"""Rules about teachers and divergences from them, in stages `distill` and `rl`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from danlu.recipe.rules.paths import sources_of
-from danlu.recipe.sections import Divergence, HiddenStates, Prefix, Prompt, Recipe
+from danlu.recipe.sections import Divergence, HiddenStates, Prefix, Prompt, Recipe, ReverseKL
 from danlu.recipe.yaml_tree import Problem
 
 
 def distillation_has_teacher(recipe: Recipe) -> Iterator[Problem]:
-    """Stage distill has a teacher, no other stage has one, and a teacher is one that the run can have."""
-    if recipe.stage != "distill":
+    """Who learns from a teacher has one, nobody else does, and a teacher is one that the run can have."""
+    divergence = recipe.divergence
+    if recipe.stage == "rl" and divergence is not None:
+        if not recipe.teacher and recipe.policy_gradient is not None:
+            message = f"missing: objective {divergence.kind} is the distance from one. Name its folder or run"
+            yield Problem("teacher", message, reads=("objective",))
+        yield from _teachers_suit_answers_to_come(recipe)
+    elif recipe.stage != "distill":
         if recipe.teacher is not None:
-            message = f"only stage distill has a teacher; this is {recipe.stage}. Leave it out, or set stage: distill"
-            yield Problem("teacher", message, reads=("stage",))
+            message = f"only stages distill and rl have a teacher; this is {recipe.stage}. Leave it out"
+            if recipe.stage == "rl":
+                message = (
+                    "the objective has no divergence from one, so nothing is learnt from it. Give one, as in "
+                    "objective: [grpo, {kind: reverse, weight: 0.1}], or leave it out"
+                )
+            yield Problem("teacher", message, reads=("stage", "objective"))
         return
-    if not recipe.teacher:
+    elif not recipe.teacher:
         yield Problem("teacher", "missing: stage distill learns from one. Name its folder or run", reads=("stage",))
     for index, teacher in enumerate(recipe.teacher or ()):
         key = f"teacher.{index}"
@@ -32,9 +43,43 @@ def distillation_has_teacher(recipe: Recipe) -> Iterator[Problem]:
         if not teacher.cache and isinstance(recipe.adapter, Prefix | Prompt):
             message = (
                 f"{recipe.adapter.kind} puts virtual tokens before every document, which a teacher in memory does not "
-                f"know. Give the teacher top_k and cache: true, or take adapter: lora"
+                f"know. {'Take' if recipe.stage == 'rl' else 'Give the teacher top_k and cache: true, or take'} "
+                "adapter: lora"
             )
             yield Problem("adapter.kind", message, reads=(key,))
+
+
+def _teachers_suit_answers_to_come(recipe: Recipe) -> Iterator[Problem]:
+    """Teachers of stage rl are asked while training, and of drawn tokens alone where these are all that is learnt."""
+    for index, teacher in enumerate(recipe.teacher or ()):
+        if teacher.cache:
+            message = "true: answers are drawn while training, so nothing is known of them before. Leave it out"
+            yield Problem(f"teacher.{index}.cache", message, reads=("stage",))
+        if teacher.top_k is not None and recipe.teachers_advise:
+            message = "not read with policy_gradient: true, which asks of the drawn tokens alone. Leave it out"
+            yield Problem(f"teacher.{index}.top_k", message, reads=("objective",))
+
+
+def divergence_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of a divergence belong to the recipe's stage, and go together."""
+    for index, term in enumerate(recipe.objective or ()):
+        if not isinstance(term, Divergence):
+            continue
+        key = f"objective.{index}"
+        if recipe.stage == "rl" and term.cross_entropy:
+            message = f"{term.cross_entropy}: the likelihood of rows, which stage rl has none of. Leave it out"
+            yield Problem(f"{key}.cross_entropy", message, reads=("stage",))
+        if recipe.stage == "rl" and recipe.teachers_advise and term.temperature != 1:
+            message = "not read with policy_gradient: true: tokens are compared as they were drawn. Leave it out"
+            yield Problem(f"{key}.temperature", message, reads=(f"{key}.policy_gradient",))
+        if recipe.stage != "rl" and term.weight != 1:
+            message = "only read with stage rl, beside a policy gradient. Leave it out"
+            yield Problem(f"{key}.weight", message, reads=("stage",))
+        if recipe.stage != "rl" and isinstance(term, ReverseKL) and term.policy_gradient:
+            message = (
+                "only read with stage rl. Leave it out; on_policy has the same gradient in the mean, with less noise"
+            )
+            yield Problem(f"{key}.policy_gradient", message, reads=("stage",))
 
 
 def distillation_has_one_divergence(recipe: Recipe) -> Iterator[Problem]:

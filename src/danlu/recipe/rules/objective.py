@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from danlu.recipe.sections import (
     Bco,
+    Divergence,
     PolicyGradientSection,
     PreferenceTerm,
     Recipe,
@@ -31,13 +32,40 @@ def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("objective", "empty: give at least one kind, or leave it out for the stage's own")
         return
     for index, term in enumerate(objective or ()):
-        if (stage := _stage_of(term)) != recipe.stage and not (recipe.stage == "rl" and stage == "preference"):
+        stage, of_rl = _stage_of(term), isinstance(term, PreferenceTerm | Divergence)
+        if stage != recipe.stage and not (recipe.stage == "rl" and of_rl):
             message = f"{_kind(term)} is an objective of stage {stage}, not of stage {recipe.stage}"
             yield Problem(f"objective.{index}.kind", message, reads=("stage",))
-    of_pairs = recipe.stage == "rl" and all(isinstance(term, PreferenceTerm) for term in objective or ())
-    if recipe.stage in ("reward", "rl") and len(objective or ()) > 1 and not of_pairs:
-        message = f"{len(objective or ())} terms: stage {recipe.stage} has one. Give one"
+    if recipe.stage == "rl":
+        yield from _terms_of_rl(objective or ())
+    elif recipe.stage == "reward" and len(objective or ()) > 1:
+        message = f"{len(objective or ())} terms: stage reward has one. Give one"
         yield Problem("objective", message, reads=("stage",))
+
+
+def _terms_of_rl(objective: Sequence[Section]) -> Iterator[Problem]:
+    """A policy gradient, and behind it perhaps a divergence from teachers; or terms over pairs of answers."""
+    divergences = [index for index, term in enumerate(objective) if isinstance(term, Divergence)]
+    others = [term for term in objective if not isinstance(term, Divergence)]
+    if len(others) > 1 and not all(isinstance(term, PreferenceTerm) for term in others):
+        message = f"{len(others)} terms: stage rl has one policy gradient. Give one"
+        yield Problem("objective", message, reads=("stage",))
+    for place, index in enumerate(divergences):
+        key, kind = f"objective.{index}.kind", _kind(objective[index])
+        if place:
+            message = f"{kind} beside {_kind(objective[divergences[0]])}: there is one divergence. Leave one out"
+            yield Problem(key, message, reads=("objective",))
+        elif not others:
+            message = (
+                f"{kind} is a term beside a policy gradient, as in [grpo, {kind}]. Put one before it; stage: distill "
+                "with on_policy learns from a teacher alone"
+            )
+            yield Problem(key, message, reads=("stage",))
+        elif isinstance(others[0], PreferenceTerm):
+            message = f"{kind} is a term beside a policy gradient, and {others[0].kind} compares pairs. Leave it out"
+            yield Problem(key, message, reads=("objective",))
+        elif index == 0:
+            yield Problem(key, f"the policy gradient comes first: write [{_kind(others[0])}, {kind}]")
 
 
 def preference_terms_go_together(recipe: Recipe) -> Iterator[Problem]:

@@ -88,7 +88,7 @@ def rewards_are_given(recipe: Recipe) -> Iterator[Problem]:
         return
     rewards = recipe.rewards
     if not rewards and recipe.environment is not None and recipe.environment.gives_reward:
-        if recipe.environment.weight == 0:
+        if recipe.environment.weight == 0 and recipe.divergence is None:
             message = "0, and there are no other rewards: nothing would be learnt. Give it another, or give rewards"
             yield Problem("environment.weight", message, reads=("rewards",))
         return
@@ -97,7 +97,7 @@ def rewards_are_given(recipe: Recipe) -> Iterator[Problem]:
         message = f"{state}: stage rl learns from them. Give one, such as {{kind: math, column: answer}}"
         yield Problem("rewards", message, reads=("stage",))
         return
-    if not any(recipe.reward_weights.values()):
+    if not any(recipe.reward_weights.values()) and recipe.divergence is None:
         yield Problem("rewards", "every weight is 0: nothing would be learnt. Give one reward another weight")
     seen: dict[str, int] = {}
     for index, reward in enumerate(rewards):

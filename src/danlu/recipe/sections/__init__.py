@@ -293,7 +293,8 @@ class Recipe(Section):
     """What is trained on, and how rows become tokens."""
     objective: list[Objective] | None = None
     """Stages preference, reward and distill: what is minimised, one term or several, whose weighted sum it is then.
-    Stage rl: the policy gradient, or terms of stage preference over the best and the worst of a prompt's answers."""
+    Stage rl: the policy gradient, and behind it perhaps a divergence from teachers ([grpo, {kind: reverse, weight:
+    0.1}]); or terms of stage preference over the best and the worst of a prompt's answers."""
     rewards: list[Reward] | None = None
     """Stage rl: what answers are worth, one reward or several, whose weighted sum it is then."""
     reward_limits: RewardLimits = RewardLimits()
@@ -307,7 +308,7 @@ class Recipe(Section):
     value: Value | None = None
     """Stage rl with objective ppo: the model of values; by default a head on the policy."""
     teacher: list[Teacher] | None = None
-    """Stage distill: whose distribution is learnt."""
+    """Stage distill, and stage rl with a divergence: whose distribution is learnt."""
     on_policy: Share | bool = False
     """Stage distill: the share of the items that have the policy's own answers in the place of the rows', drawn with
     the weights of the step as `rollout` says (GKD, arXiv:2306.13649); true: all of them."""
@@ -392,6 +393,16 @@ class Recipe(Section):
     def policy_gradient(self) -> PolicyGradientSection | None:
         """The policy gradient of stage `rl`; None for other stages, and where it trains on pairs of answers."""
         return next((term for term in self.objective or () if isinstance(term, PolicyGradientSection)), None)
+
+    @property
+    def divergence(self) -> ForwardKL | ReverseKL | JensenShannon | None:
+        """The divergence from teachers among the terms of the objective; None where there is none."""
+        return next((term for term in self.objective or () if isinstance(term, Divergence)), None)
+
+    @property
+    def teachers_advise(self) -> bool:
+        """Whether teachers are asked of drawn tokens alone, for the advantages of stage `rl`."""
+        return self.stage == "rl" and isinstance(self.divergence, ReverseKL) and self.divergence.policy_gradient
 
     @property
     def reward_weights(self) -> dict[str, float]:

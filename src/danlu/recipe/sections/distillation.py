@@ -1,4 +1,4 @@
-"""Stage `distill`: the teacher, and how far the policy's distribution is from its."""
+"""Stage `distill`, and terms of stage `rl`: the teacher, and how far the policy's distribution is from its."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class _Divergence(VariantSection):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """What the logits of teacher and policy are divided by; the divergence is multiplied by its square."""
     cross_entropy: Share = 0.0
-    """alpha of alpha x cross-entropy of the rows + (1 - alpha) x divergence."""
+    """Stage distill: alpha of alpha x cross-entropy of the rows + (1 - alpha) x divergence."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Stage rl: what the divergence, a mean over the tokens that are trained, is multiplied by beside the policy
+    gradient."""
 
 
 class ForwardKL(_Divergence):
@@ -44,6 +47,9 @@ class ReverseKL(_Divergence):
     """KL(policy || teacher), which keeps to what the teacher is likely to say (arXiv:2306.08543)."""
 
     kind: Literal["reverse"] = "reverse"
+    policy_gradient: bool = False
+    """Stage rl: weight x (log-probability under the teacher - under the policy) of each drawn token is added to the
+    advantage of that token; false: the divergence over the whole vocabulary is a term of the loss."""
 
 
 class JensenShannon(_Divergence):
