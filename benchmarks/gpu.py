@@ -546,7 +546,7 @@ def decoding(write: Write, device: Any, tiny: bool) -> None:
             write(
                 "decoding",
                 dtype=str(dtype).removeprefix("torch."),
-                layers=config.layers,
+                layers=len(config.layers),
                 prompts=count,
                 tokens_per_second=new * count / taken,
                 peak_bytes=most["bytes"],

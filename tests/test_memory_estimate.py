@@ -27,7 +27,9 @@ from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.families import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
+from danlu.models.layer_spec import Heads
 from danlu.models.loading import build
+from danlu.models.rope_config import Rope
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks
@@ -264,10 +266,13 @@ def test_what_is_offloaded_or_sharded_is_not_on_the_device(tiny_world: World, tm
 
 
 def test_flash_kernels_keep_no_scores() -> None:
-    cpu, cuda = keeps_scores("cpu", None), keeps_scores("cuda", 30.0)
-    assert cpu(512, None) and cpu(4096, 1024) and not cpu(4096, None) and not cpu(4096, 8192)
-    assert keeps_scores("cpu", 30.0)(4096, None)
-    assert not cuda(512, None) and not cuda(4096, 1024)
+    def mixer(window: int | None = None, softcap: float | None = None) -> Heads:
+        return Heads(heads=4, kv_heads=2, head_dim=8, rope=Rope(1e4, 8, 512), window=window, softcap=softcap)
+
+    cpu, cuda = keeps_scores("cpu"), keeps_scores("cuda")
+    assert cpu(512, mixer()) and cpu(4096, mixer(1024)) and not cpu(4096, mixer()) and not cpu(4096, mixer(8192))
+    assert cpu(4096, mixer(softcap=30.0))
+    assert not cuda(512, mixer(softcap=30.0)) and not cuda(4096, mixer(1024))
 
 
 def test_a_budget_that_holds_no_pack_is_told_with_the_recompute_that_would(tiny_world: World, tmp_path: Path) -> None:

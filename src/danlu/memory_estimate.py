@@ -7,7 +7,7 @@ counted byte by byte, activations and logits by the formulas of `plan.activation
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import Mixer
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
-from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, activation_bytes
+from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, KeepsScores, activation_bytes
 from danlu.plan.memory_advice import advice
 from danlu.plan.micro_batch import StepMemory
 from danlu.plan.parameter_memory import gathered_bytes, least_weight_bytes
@@ -198,7 +199,7 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
     need = estimate.step_memory().of_smallest
     kinds: tuple[Kind, ...] = ("selective", "full")
     for kind in kinds:
-        plan = [LayerPlan(layer, kind) for layer in range(estimate.config.layers)]
+        plan = [LayerPlan(layer, kind) for layer in range(len(estimate.config.layers))]
         with_kind = estimate.step_memory(plan).of_smallest
         if with_kind <= available and with_kind < need:
             return f"With memory: {{recompute: {kind}}} they need about {with_kind / 2**30:.2f} GiB; or give more."
@@ -212,7 +213,7 @@ def _activations(
     section = recipe.parallel
     kept = ActivationPlan(
         recompute=[(layer.kind, layer.segment) for layer in plan],
-        keeps_scores=keeps_scores(device_type, config.attention_softcap),
+        keeps_scores=keeps_scores(device_type),
         offload="activations" in recipe.memory.offload and (device_type != "cpu" or recipe.memory.folder is not None),
         in_flight=device_type != "cpu",
         tensor=section.tensor,
@@ -236,26 +237,29 @@ def _with_critic(
     device_type: str,
 ) -> ActivationBytes:
     """Both passes have their activations when the backward pass begins. plan: in place of the critic's own."""
-    is_alike = plan is not None and len(plan) == critic.config.layers
+    is_alike = plan is not None and len(plan) == len(critic.config.layers)
     own = _activations(
         recipe, critic.config, micro, plan if plan is not None and is_alike else critic.plan, device_type
     )
     return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
 
 
-def keeps_scores(device_type: str, softcap: float | None) -> Callable[[int, int | None], bool]:
+def keeps_scores(device_type: str) -> KeepsScores:
     """For which documents `models.attend` keeps attention's probabilities: those that no flash kernel attends.
 
-    Returns a function of (tokens of a document, sliding window). For a GPU that this machine does not have, the usual
-    kernels are taken for granted.
+    For a GPU that this machine does not have, the usual kernels are taken for granted.
     """
     if device_type == "cpu":
         short = kernels_of(torch.device("cpu")).short_document
-        return lambda length, window: length <= short or softcap is not None or (window is not None and window < length)
+        return lambda length, mixer: length <= short or mixer.softcap is not None or _is_windowed(length, mixer)
     kernels = kernels_of(torch.device(device_type)) if torch.cuda.is_available() else None
     windows = kernels is not None and kernels.varlen is None
-    capped = kernels is not None and softcap is not None and kernels.flex is None
-    return lambda length, window: capped or (windows and window is not None and window < length)
+    caps = kernels is not None and kernels.flex is None
+    return lambda length, mixer: (caps and mixer.softcap is not None) or (windows and _is_windowed(length, mixer))
+
+
+def _is_windowed(length: int, mixer: Mixer) -> bool:
+    return mixer.window is not None and mixer.window < length
 
 
 def _loss_workspace(recipe: Recipe, config: ModelConfig, micro: int, device_type: str) -> int:

@@ -268,15 +268,15 @@ def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
 def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device) -> list[recompute.LayerPlan]:
     """The plan of recompute kind `planned`: the fastest within the budget, by measurements.
 
-    They are made on this model, or on one layer of its config where it is on the meta device; with micro-batches of
-    full packs of one document each, padded as in a step. All processes measure, for layers that are cut communicate,
-    and the numbers of the first one make the plan of all.
+    They are made on this model, or on one layer of each kind of its config where it is on the meta device; with
+    micro-batches of full packs of one document each, padded as in a step. All processes measure, for layers that are
+    cut communicate, and the numbers of the first one make the plan of all.
     """
     model, section, micro = subject.model, recipe.memory.recompute, recipe.batch.micro
     assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
     shares = token_shares(recipe, ranks)
     if any(parameter.is_meta for parameter in model.parameters()):
-        config = replace(model.config, layers=1, windows=model.config.windows[:1])
+        config = replace(model.config, layers=model.config.kinds)
         probe = build(config, device=device)
         initialize(probe, recipe.seed)
         tensor.cut(probe, None, ranks.tensor, sequence=recipe.parallel.sequence)
@@ -296,7 +296,8 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     if dropout_state is not None:
         dropout_state.end()
     if probe is not model:
-        costs = [replace(costs[0], layer=int(name)) for name in model.layers]
+        of_kind = dict(zip(model.config.kinds, costs, strict=True))
+        costs = [replace(of_kind[layer], layer=index) for index, layer in enumerate(model.config.layers)]
     return ranks.world.from_first(lambda: recompute_planner.fastest_plan(costs, int((section.budget or 0) * 2**30)))
 
 

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from danlu.models.config import ModelConfig
+from builders.small_config import small_config
 from danlu.models.decoder import Decoder
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.request import Request
 
-CONFIG = ModelConfig(
-    family="llama", vocab_size=61, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8,
-    rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512, rope_scaling=None,
-)  # fmt: skip
+CONFIG = small_config()
 
 
 def small_decoder_of(seed: int) -> Decoder:

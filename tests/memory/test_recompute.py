@@ -79,8 +79,9 @@ def test_the_bits_are_those_of_a_step_that_keeps_everything(base: str) -> None:
 def numbers(made: RecomputeCase, kind: Kind) -> int:
     """What the module's table says, for all tokens and layers."""
     config = made.model.config
-    d, q, k = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    f = config.intermediate_size
+    spec = config.layers[0]
+    d, q, k = config.hidden_size, spec.mixer.query_width, spec.mixer.kv_width
+    f = spec.feed.intermediate_size
     each = {
         "none": 4 * d + 2 * q + 2 * k + 3 * f,
         "elementwise": 2 * d + 2 * q + 2 * k + 2 * f,
@@ -94,13 +95,13 @@ def scores(made: RecomputeCase) -> int:
     """Attention probabilities in blocks of rows (on a CPU), which count as attention's statistics."""
     lengths = [end - start for start, end in pairwise(BOUNDARIES)]
     filled = [-(-length // 32) * 32 for length in lengths]
-    return LAYERS * made.model.config.heads * sum(rows * rows for rows in filled)
+    return LAYERS * made.model.config.layers[0].mixer.heads * sum(rows * rows for rows in filled)
 
 
 def around(made: RecomputeCase) -> int:
     """Bytes kept outside of the layers: the final norm's input and statistics, two rotary tables, tokens."""
     config, tokens = made.model.config, BOUNDARIES[-1]
-    return tokens * (4 * config.hidden_size + 4 + 2 * 4 * config.head_dim + 8)
+    return tokens * (4 * config.hidden_size + 4 + 2 * 4 * config.layers[0].mixer.head_dim + 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

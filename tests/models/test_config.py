@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 
 from danlu.errors import ModelError
-from danlu.models.config import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    RopeScaling,
-    YarnScaling,
-    parameter_shapes,
-)
+from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.families import read_config_values
 from danlu.models.loading import build
+from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 
 
 @pytest.fixture
@@ -52,26 +45,43 @@ def test_predicted_parameters_are_those_of_the_model(hf_values: dict[str, Any]) 
 def test_the_context_is_what_a_scaling_makes_of_the_positions(
     config: ModelConfig, scaling: RopeScaling | None, context: int
 ) -> None:
-    assert replace(config, max_position_embeddings=100, rope_scaling=scaling).context_length == context
+    rope = Rope(10_000.0, 16, 100, scaling)
+    config = replace(config, max_position_embeddings=100)
+    config = config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, rope=rope)))
+    assert config.context_length == rope.context_length == context
 
 
 def test_derived_values(config: ModelConfig) -> None:
-    assert config.windows == (None, None, None)
-    assert config.attention_scale == 0.25
-    assert replace(config, query_pre_attn_scalar=64).attention_scale == 0.125
-    assert replace(config, partial_rotary_factor=0.75).rotary_dim == 12
+    assert len(config.layers) == 3 and config.kinds == config.layers[:1]
+    mixer = config.layers[0].mixer
+    assert mixer.window is None and mixer.attention_scale == 0.25
+    assert replace(mixer, scale=0.125).attention_scale == 0.125
+    assert mixer.rope.dim == 16
+    windowed = replace(config.layers[0], mixer=replace(mixer, window=3))
+    mixed = replace(config, layers=(*config.layers, windowed))
+    assert mixed.kinds == (config.layers[0], windowed) and len(mixed.ropes) == 1
+    assert windowed.differences(config.layers[0]) == ["mixer.window"]
+    assert mixed.largest_size == ("layers", 4)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"kv_heads": 3}, "4 query heads cannot share 3 key/value heads evenly"),
-        ({"layers": 0, "windows": ()}, "layers is 0: it must be at least 1"),
-        ({"windows": (None, 4)}, "2 attention windows are given for 3 layers"),
-        ({"windows": (None, 0, 4)}, "a sliding window must be at least 1 token"),
-        ({"partial_rotary_factor": 0.7}, "11 of head_dim 16 .partial_rotary_factor 0.7. is not a positive even number"),
+        ({"heads": 2**20 + 2}, "heads is 1,048,578: at most 1,048,576 can be built"),
+        ({"window": 0}, "a sliding window must be at least 1 token"),
+        ({"rope": Rope(10_000.0, 18, 64)}, "rotary embedding of 18 features does not fit a head of 16"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(config: ModelConfig, change: dict[str, Any], message: str) -> None:
+def test_heads_that_do_not_fit_are_refused(config: ModelConfig, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        replace(config, **change)
+        replace(config.layers[0].mixer, **change)
+
+
+def test_sizes_that_do_not_fit_are_refused(config: ModelConfig) -> None:
+    with pytest.raises(ModelError, match="layers is 0: it must be at least 1"):
+        replace(config, layers=())
+    with pytest.raises(ModelError, match="hidden_size is 0: it must be at least 1"):
+        replace(config, hidden_size=0)
+    with pytest.raises(ModelError, match="turns pairs of features: 11 features of a head is not a positive even"):
+        Rope(10_000.0, 11, 64)

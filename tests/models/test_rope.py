@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
-from danlu.models.families import read_config_values
 from danlu.models.hf_rope import write_rope
 from danlu.models.rope import document_lengths, inverse_frequencies, rotary_tables
+from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+
+HEAD_DIM = 32
+ROPE = Rope(50000.0, HEAD_DIM, 64)
 
 SCALINGS: list[RopeScaling] = [
     LinearScaling(4.0),
@@ -23,53 +23,47 @@ SCALINGS: list[RopeScaling] = [
 ]
 
 
-@pytest.fixture
-def config(tiny_values: Callable[[str], dict[str, Any]]) -> ModelConfig:
-    return read_config_values(tiny_values("llama-2") | {"head_dim": 32, "rope_theta": 50000.0})
-
-
-def theirs(config: ModelConfig, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
+def theirs(rope: Rope, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    assert config.rope_scaling is not None
-    rope = write_rope(config.rope_theta, config.partial_rotary_factor, config.rope_scaling)
-    hf = LlamaConfig(head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings, **rope)
-    return ROPE_INIT_FUNCTIONS[config.rope_scaling.kind](hf, "cpu", seq_len=seq_len)
+    assert rope.scaling is not None
+    written = write_rope(rope, HEAD_DIM)
+    hf = LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=rope.max_position_embeddings, **written)
+    return ROPE_INIT_FUNCTIONS[rope.scaling.kind](hf, "cpu", seq_len=seq_len)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-def test_frequencies_are_transformers(scaling: RopeScaling, share: float, config: ModelConfig) -> None:
-    config = replace(config, rope_scaling=scaling, partial_rotary_factor=share, max_position_embeddings=256)
-    expected, attention = theirs(config)
-    assert torch.equal(inverse_frequencies(config), expected)
-    cos, sin = rotary_tables(config, torch.tensor([0, 1, 2, 700]))
-    assert cos.shape == sin.shape == (4, config.rotary_dim)
+def test_frequencies_are_transformers(scaling: RopeScaling, share: float) -> None:
+    rope = Rope(50000.0, int(HEAD_DIM * share), 256, scaling)
+    expected, attention = theirs(rope)
+    assert torch.equal(inverse_frequencies(rope), expected)
+    cos, sin = rotary_tables(rope, torch.tensor([0, 1, 2, 700]))
+    assert cos.shape == sin.shape == (4, rope.dim)
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos[0], torch.full_like(cos[0], attention))
     angles = torch.tensor(700.0) * expected
     torch.testing.assert_close(sin[3], torch.cat((angles, angles)).sin() * attention)
-    assert not torch.equal(inverse_frequencies(replace(config, rope_scaling=None)), expected)
+    assert not torch.equal(inverse_frequencies(replace(rope, scaling=None)), expected)
 
 
 @pytest.mark.parametrize("length", [5, 64, 65, 300])
-def test_dynamic_frequencies_follow_the_length_of_the_document(length: int, config: ModelConfig) -> None:
-    config = replace(config, rope_scaling=DynamicScaling(2.0))
-    expected, _ = theirs(config, seq_len=length)
-    torch.testing.assert_close(inverse_frequencies(config, torch.tensor([length]))[0], expected, rtol=1e-6, atol=0)
-    plain = inverse_frequencies(replace(config, rope_scaling=None))
-    assert torch.equal(expected, plain) == (length <= config.max_position_embeddings)
+def test_dynamic_frequencies_follow_the_length_of_the_document(length: int) -> None:
+    rope = replace(ROPE, scaling=DynamicScaling(2.0))
+    expected, _ = theirs(rope, seq_len=length)
+    torch.testing.assert_close(inverse_frequencies(rope, torch.tensor([length]))[0], expected, rtol=1e-6, atol=0)
+    assert torch.equal(expected, inverse_frequencies(ROPE)) == (length <= rope.max_position_embeddings)
 
 
-def test_dynamic_tables_of_a_pack_are_those_of_its_documents_alone(config: ModelConfig) -> None:
-    config = replace(config, rope_scaling=DynamicScaling(2.0))
+def test_dynamic_tables_of_a_pack_are_those_of_its_documents_alone() -> None:
+    rope = replace(ROPE, scaling=DynamicScaling(2.0))
     lengths = [3, 100, 1, 70]
-    alone = [rotary_tables(config, torch.arange(length)) for length in lengths]
-    packed = rotary_tables(config, torch.cat([torch.arange(length) for length in lengths]))
+    alone = [rotary_tables(rope, torch.arange(length)) for length in lengths]
+    packed = rotary_tables(rope, torch.cat([torch.arange(length) for length in lengths]))
     for table, pieces in zip(packed, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(table, torch.cat(pieces), atol=2e-5, rtol=0)  # torch's pow rounds by vector lane
-    as_one = rotary_tables(config, torch.arange(174))
+    as_one = rotary_tables(rope, torch.arange(174))
     assert (as_one[0][:3] - packed[0][:3]).abs().max() > 0.05
 
 

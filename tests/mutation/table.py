@@ -107,8 +107,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/initialize.py",
-        "return small / math.sqrt(2 * config.layers)",
-        "return small / math.sqrt(config.layers)",
+        "return small / math.sqrt(2 * len(config.layers))",
+        "return small / math.sqrt(len(config.layers))",
         "models/test_initialize.py",
     ),
     Mutation(
@@ -836,7 +836,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_embedded_requests.py",
     ),
     Mutation(
-        "rollout/embedded.py", "not rotated_by_length(self._config, longest)", "True", "rollout/test_embedded_cache.py"
+        "rollout/embedded.py",
+        "not rotated_by_length(self._config.ropes, longest)",
+        "True",
+        "rollout/test_embedded_cache.py",
     ),
     Mutation(
         "rollout/ranks.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from builders.small_config import small_config
 
 from danlu.errors import RecipeError
 from danlu.models.config import ModelConfig
@@ -11,7 +12,8 @@ from danlu.recipe.sections import Parallel
 
 
 def config_of(heads: int, kv_heads: int, intermediate_size: int, vocab_size: int) -> ModelConfig:
-    return ModelConfig("llama", vocab_size, 64 * heads, intermediate_size, 2, heads, kv_heads, 64, 1e-6, 10_000.0, 4096)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "hidden_size": 64 * heads}
+    return small_config(**sizes, intermediate_size=intermediate_size, vocab_size=vocab_size)
 
 
 LARGE = config_of(32, 8, 14336, 128256)

@@ -5,47 +5,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import torch
+from builders.small_config import small_config
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import LayerSpec
 from danlu.plan.flops import attention_pairs, forward_flops, layer_parameters, training_flops
 
-CONFIG = ModelConfig(
-    family="llama",
-    hidden_size=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    intermediate_size=20,
-    vocab_size=50,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-)
+SIZES = {"hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 6, "intermediate_size": 20, "vocab_size": 50}
+CONFIG = small_config(**SIZES)
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
+    def __init__(self, width: int, spec: LayerSpec) -> None:
         super().__init__()
-        self.config, self.window = config, window
-        query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.q, self.k, self.v = (nn.Linear(config.hidden_size, out, bias=False) for out in (query, key, key))
-        self.o = nn.Linear(query, config.hidden_size, bias=False)
-        self.gate, self.up = (nn.Linear(config.hidden_size, config.intermediate_size, bias=False) for _ in range(2))
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.mixer = spec.mixer
+        query, key = spec.mixer.query_width, spec.mixer.kv_width
+        self.q, self.k, self.v = (nn.Linear(width, out, bias=False) for out in (query, key, key))
+        self.o = nn.Linear(query, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, spec.feed.intermediate_size, bias=False) for _ in range(2))
+        self.down = nn.Linear(spec.feed.intermediate_size, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [S, D], one document
-        config, per_head = self.config, (len(x), -1, self.config.head_dim)
+        mixer, per_head = self.mixer, (len(x), -1, self.mixer.head_dim)
         q, k, v = self.q(x).view(per_head), self.k(x).view(per_head), self.v(x).view(per_head)
-        k, v = (t.repeat_interleave(config.heads // config.kv_heads, dim=1) for t in (k, v))
+        k, v = (t.repeat_interleave(mixer.heads // mixer.kv_heads, dim=1) for t in (k, v))
         rows = []
         for i in range(len(x)):  # query by query: exactly the pairs that causal attention needs
-            seen = slice(0 if self.window is None else max(0, i + 1 - self.window), i + 1)
+            seen = slice(0 if mixer.window is None else max(0, i + 1 - mixer.window), i + 1)
             scores = torch.bmm(q[i].unsqueeze(1), k[seen].permute(1, 2, 0))  # [H, 1, keys]
             rows.append(torch.bmm(scores.softmax(-1), v[seen].transpose(0, 1)).view(-1))
         x = x + self.o(torch.stack(rows))
@@ -53,7 +43,7 @@ class Layer(nn.Module):
 
 
 def counted(config: ModelConfig, lengths: list[int], targets: list[int], backward: bool) -> int:
-    layers = nn.Sequential(*(Layer(config, window) for window in config.windows))
+    layers = nn.Sequential(*(Layer(config.hidden_size, spec) for spec in config.layers))
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     with FlopCounterMode(display=False) as counter:
         for length, some in zip(lengths, targets, strict=True):
@@ -71,7 +61,7 @@ def test_forward_and_training_equal_what_torch_counts() -> None:
 
 
 def test_sliding_windows_equal_what_torch_counts() -> None:
-    config = replace(CONFIG, windows=(3, None))
+    config = small_config(**SIZES, windows=(3, None))
     assert training_flops(config, [7, 2], 9) == counted(config, [7, 2], [7, 2], backward=True)
     assert training_flops(CONFIG, [7, 2], 9) != training_flops(config, [7, 2], 9)
 
@@ -84,18 +74,10 @@ def test_attention_pairs_equal_a_count() -> None:
 
 
 def test_per_token_is_six_n_and_attention() -> None:
-    config = replace(
-        CONFIG,
-        hidden_size=256,
-        layers=6,
-        heads=8,
-        kv_heads=4,
-        head_dim=32,
-        intermediate_size=1024,
-        vocab_size=4096,
-        windows=(),
-    )
-    six_n = 6 * (6 * layer_parameters(config) + 256 * 4096)
+    sizes = {"hidden_size": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate_size": 1024}
+    config = small_config(**sizes, layers=6, vocab_size=4096)
+    assert layer_parameters(config) == 6 * (2 * 256 * 32 * (8 + 4) + 3 * 256 * 1024)
+    six_n = 6 * (layer_parameters(config) + 256 * 4096)
     attention = 3 * 4 * 8 * 32 * 6 * (1024 + 1) / 2
     assert training_flops(config, (1024,), 1024) / 1024 == six_n + attention
 

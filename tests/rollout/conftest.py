@@ -8,10 +8,11 @@ import pytest
 import torch
 from builders.adapter_folders import adapter_folder
 from builders.bigram import bigram_folder
+from builders.small_config import small_config
 from builders.tiny_world import World
 
-from danlu.models.config import ModelConfig, RopeScaling
 from danlu.models.decoder import Decoder
+from danlu.models.rope_config import RopeScaling
 from danlu.recipe import sections
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ KINDS = {
     "llama": {},
     "window": {"windows": (5, None, 5)},
     "sliding": {"windows": (5, 9, 7)},
-    "softcap": {"windows": (6, None, 6), "attention_softcap": 3.0, "final_softcap": 5.0, "sandwich_norms": True},
+    "softcap": {"windows": (6, None, 6), "softcap": 3.0, "final_softcap": 5.0, "norms": "sandwich"},
     "qk-norm": {"qk_norm": True, "kv_heads": 1},
 }
 
@@ -35,21 +36,8 @@ def build(
     rope_scaling: RopeScaling | None = None,
 ) -> Decoder:
     """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies."""
-    sizes = {
-        "family": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "layers": 3,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": context,
-        "rope_scaling": rope_scaling,
-    }
-    decoder = Decoder(ModelConfig(**{**sizes, **KINDS[kind]}))
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": context, "rope_scaling": rope_scaling}
+    decoder = Decoder(small_config(layers=3, **sizes, **KINDS[kind]))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

@@ -8,7 +8,7 @@ import pytest
 from builders.generation import generate
 
 from danlu.errors import DataError
-from danlu.models.config import DynamicScaling
+from danlu.models.rope_config import DynamicScaling
 from danlu.rollout.chat import ChatFormat, Conversation
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions

@@ -10,7 +10,7 @@ import torch
 from builders.rollout_requests import GREEDY, SAMPLED, cache_of, check_same, requests, slowly
 
 from danlu.errors import DataError, ModelError
-from danlu.models.config import DynamicScaling
+from danlu.models.rope_config import DynamicScaling
 from danlu.rollout.blocks import BlockPool
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
@@ -74,7 +74,7 @@ def answers_over_nan(model, asked):
     """Twice, in a pool whose blocks hold NaN before."""
     engine = EmbeddedEngine(model, cache_of(model, 12, block=4, prefix_sharing=False))
     for _ in range(2):
-        for layer in range(model.config.layers):
+        for layer in range(len(model.config.layers)):
             for tensor in engine._runner.pool.tensors(layer):
                 tensor.fill_(float("nan"))
         yield engine.generate(asked)

@@ -9,7 +9,7 @@ from builders.reference_attention import ReferenceAttention
 
 from danlu.errors import DataError
 from danlu.models.attend import PackedAttention
-from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from danlu.models.saving import save
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions

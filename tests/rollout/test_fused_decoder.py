@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from builders.generation import generate
+from builders.small_config import small_config
 from torch import nn
 
-from danlu.models.config import DynamicScaling, YarnScaling
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
+from danlu.models.rope_config import DynamicScaling, YarnScaling
 from danlu.rollout import model_runner
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import DraftOptions, EngineOptions
@@ -24,22 +23,19 @@ RAGGED = [[3, 9, 4, 8], [7, 2, 5], [11, 12, 13]]
 CHANGES = {
     "llama": {},
     "qk-norm": {"qk_norm": True, "kv_heads": 1},
-    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "bias": True},
     "gelu": {"activation": "gelu_tanh", "norm_offset": 1.0},
     "yarn": {"rope_scaling": YarnScaling(4.0, 16)},
-    "scale": {"query_pre_attn_scalar": 3.0, "tie_word_embeddings": True},
+    "scale": {"scale": 3.0**-0.5, "tie_word_embeddings": True},
 }
 
 
 @pytest.fixture(scope="module")
-def decoder(small_decoder):
-    """A function: changes of the config -> a random decoder."""
+def decoder():
+    """A function: changes of the config, as `small_config` has them -> a random decoder."""
 
     def make(**changes):
-        config = small_decoder().config
-        known = {name: value for name, value in changes.items() if hasattr(config, name)}
-        assert known.keys() == changes.keys(), f"the config has no {changes.keys() - known.keys()}"
-        model = Decoder(replace(config, **changes))
+        model = Decoder(small_config(**{"layers": 3, **changes}))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -129,8 +125,9 @@ def test_what_takes_part_besides_is_left_to_the_modules(decoder):
     assert fused_of(decoder()) is not None
     for changes in (
         {"windows": (5, None, 5)},
-        {"attention_softcap": 3.0},
-        {"sandwich_norms": True},
+        {"softcap": 3.0},
+        {"norms": "sandwich"},
+        {"norms": "post"},
         {"rope_scaling": DynamicScaling(4.0)},
     ):
         assert fused_of(decoder(**changes)) is None, changes

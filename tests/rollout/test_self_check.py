@@ -11,8 +11,8 @@ from builders.tiny_adapters import adapter_set, perturb
 from torch import Tensor
 
 from danlu.errors import ResourceError
-from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder
+from danlu.models.rope_config import DynamicScaling
 from danlu.recipe import sections
 from danlu.rollout import exact_paged, self_check
 from danlu.rollout.paged import PagedAttention
@@ -96,7 +96,7 @@ def test_another_softmax_of_the_sampler_is_named(small_decoder: Any, monkeypatch
 
 def test_frequencies_that_follow_the_length_are_refused(small_decoder: Any) -> None:
     found = variant_operation(small_decoder(rope_scaling=DynamicScaling(2.0)), torch.float32)
-    assert found is not None and "rope_scaling: dynamic" in found
+    assert found is not None and "dynamic rotary scaling" in found
 
 
 def test_a_fingerprint_sees_a_single_bit() -> None:

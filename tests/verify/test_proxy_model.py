@@ -116,17 +116,22 @@ def test_what_decides_how_it_is_cut_is_kept(name: str, layout: Layout, quantized
     assert small.parameter_count() < 3_000_000 < 100 * 3_000_000 < large.parameter_count()
     degree = layout.tensor * layout.data
     assert small.vocab_size % degree == large.vocab_size % degree
-    assert (small.kv_heads < layout.tensor) == (large.kv_heads < layout.tensor)
-    assert (large.heads // large.kv_heads) % (small.heads // small.kv_heads) == 0
-    for kept in ("family", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "sandwich_norms"):
+    mine, its = small.layers[0].mixer, large.layers[0].mixer
+    assert (mine.kv_heads < layout.tensor) == (its.kv_heads < layout.tensor)
+    assert (its.heads // its.kv_heads) % (mine.heads // mine.kv_heads) == 0
+    for kept in ("family", "tie_word_embeddings", "norm_offset"):
         assert getattr(small, kept) == getattr(large, kept)
-    assert (small.attention_softcap, small.norm_offset) == (large.attention_softcap, large.norm_offset)
-    assert {one is None for one in small.windows} == {one is None for one in large.windows}
-    assert set(small.windows) <= {None, WINDOW}
+    sizes = {"heads", "kv_heads", "head_dim", "rope", "scale", "window"}
+    differences = {f"mixer.{name}" for name in sizes} | {"feed.intermediate_size"}
+    assert set(small.layers[0].differences(large.layers[0])) <= differences
+    windows = {layer.mixer.window for layer in small.layers}
+    assert {one is None for one in windows} == {layer.mixer.window is None for layer in large.layers}
+    assert windows <= {None, WINDOW}
     # Files can say it: a base of adapters is written as a folder.
     assert read_config_values(config_values(small, torch_dtype="float32")) == small
     if quantized:
-        assert small.hidden_size % (32 * layout.tensor) == small.intermediate_size % (32 * layout.tensor) == 0
+        assert small.hidden_size % (32 * layout.tensor) == 0
+        assert small.layers[0].feed.intermediate_size % (32 * layout.tensor) == 0
 
 
 def test_what_large_sizes_do_not_divide_by_small_ones_do_not_either() -> None:

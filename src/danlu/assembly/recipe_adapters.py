@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from danlu.adapters.adapter_config import CONFIG, WEIGHTS, AdapterFolder, adapte
 from danlu.adapters.targets import choose
 from danlu.assembly.base_model import Base, check_base, find_base
 from danlu.errors import ModelError
-from danlu.models.config import DynamicScaling, ModelConfig
+from danlu.models.config import ModelConfig
+from danlu.models.families import config_values
 from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
 from danlu.models.presets import from_scratch
@@ -66,7 +66,7 @@ def longest_shared_path(data: sections.Data, model: sections.Model, adapter: Any
     if not data.share_stem:
         return 0
     config = _config_of(model)
-    if not isinstance(config.rope_scaling, DynamicScaling):
+    if not config.rotates_by_length:
         return None
     return max(0, config.max_position_embeddings - _virtual_tokens(model, adapter))
 
@@ -91,14 +91,14 @@ def base_identity(model: sections.Model) -> dict[str, Any]:
     """
     assert model.path is not None, "the recipe's rules ask for a base"
     base = find_base(model.path)
-    config = json.loads(json.dumps(asdict(read_config(base.folder)), default=str))
+    config = json.loads(json.dumps(config_values(read_config(base.folder), torch_dtype="float32")))
     below = {}
     for folder in named_stack(model.adapters):
         digest = blake2b((folder.path / CONFIG).read_bytes(), digest_size=16)
         digest.update(tensors_fingerprint(read_header(folder.path / WEIGHTS)).encode())
         below[str(folder.path.resolve())] = digest.hexdigest()
     named = {"path": base.named, "fingerprint": base.fingerprint, "revision": base.revision}
-    return {"model": named, "config": config, "adapters": below}
+    return {"model": named, "config.json": config, "adapters": below}
 
 
 def base_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -106,13 +106,13 @@ def base_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
     A key of the config that only one of them has is of another version of danlu and is not judged.
     """
-    changes = []
+    changes, known_values = [], saved.get("config.json", {})
     if saved["model"]["fingerprint"] != current["model"]["fingerprint"]:
         changes.append(f"weights of model.path: {_named(saved['model'])} -> {_named(current['model'])}")
     changes += [
-        f"{key} in the config.json of {current['model']['path']}: {saved['config'][key]!r} -> {value!r}"
-        for key, value in current["config"].items()
-        if key in saved["config"] and saved["config"][key] != value
+        f"{key} in the config.json of {current['model']['path']}: {known_values[key]!r} -> {value!r}"
+        for key, value in current["config.json"].items()
+        if key in known_values and known_values[key] != value
     ]
     known = list(saved["adapters"].values())
     if len(known) != len(current["adapters"]):

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from danlu.errors import RecipeError
 from danlu.layer_types import Attend
 from danlu.memory.recompute import KINDS, Kind, LayerPlan, unwrap_layer, wrap_layer
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.rope import rotary_tables
 
 _ROUNDS = 3  # of measurement, of which the median counts
 _FRONTIER = 4096
@@ -125,16 +125,18 @@ def measure_layers(
         dtype:    of activations.
         gathered: as `recompute.wrap` has it.
     """
-    cos, sin = (table.to(dtype) for table in rotary_tables(model.config, positions))
+    rotations = model.rotations(positions, dtype)
     x = model.embed_tokens(tokens, dtype)  # also tells prefixes where their tokens are
-    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), cos, sin)}
+    weights = {
+        each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), *chain(*rotations))
+    }
     measured: dict[Any, LayerCosts] = {}
     costs = []
     for name, layer in model.layers.items():
         assert isinstance(layer, Layer)
         key = _cost_key(layer, x.requires_grad)
         if key not in measured:
-            inputs = x.detach().requires_grad_(x.requires_grad), cos, sin, attend
+            inputs = x.detach().requires_grad_(x.requires_grad), rotations, attend
             measured[key] = _measure_layer(layer, inputs, weights, gathered)
         costs.append(replace(measured[key], layer=int(name)))
         x = x.detach().requires_grad_(x.requires_grad or any(each.requires_grad for each in layer.parameters()))
@@ -162,7 +164,7 @@ def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], gat
                 times[kind].append(seconds)
     median = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     options = tuple(Option(kind, kept[kind], max(0.0, median[kind] - median["none"])) for kind in KINDS)
-    x, cos = inputs[:2]
+    x, ((cos, _), *_) = inputs[:2]
     # With sequence parallelism all tokens are gathered again, at one entrance after the other.
     gathered_again = len(cos) * x.shape[1] * x.element_size() if gathered else 0
     return LayerCosts(0, kept["none"] + gathered_again, options)

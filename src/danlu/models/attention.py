@@ -5,7 +5,7 @@ T packed tokens · D model width · H query heads · K key/value heads · C head
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from danlu.layer_types import Attend, KeyValuePrefix, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import Heads
 from danlu.models.modules import Linear, RMSNorm, forward_shared
+from danlu.models.rope import Rotation
 from danlu.models.sublayer import RecomputePoints, Role
 
 
@@ -40,21 +42,23 @@ class Attention(nn.Module):
         "selective": ("attend_heads",),
     }
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, spec: Heads, layer: int) -> None:
         super().__init__()
-        width, head = config.hidden_size, config.head_dim
-        self.q_proj = Linear(width, config.heads * head, bias=config.qkv_bias)
-        self.k_proj = Linear(width, config.kv_heads * head, bias=config.qkv_bias)
-        self.v_proj = Linear(width, config.kv_heads * head, bias=config.qkv_bias)
-        self.q_norm = RMSNorm(head, config) if config.qk_norm else None
-        self.k_norm = RMSNorm(head, config) if config.qk_norm else None
-        self.o_proj = Linear(config.heads * head, width, bias=config.o_bias)
+        width, head = config.hidden_size, spec.head_dim
+        self.q_proj = Linear(width, spec.query_width, bias=spec.qkv_bias)
+        self.k_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
+        self.v_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
+        self.q_norm = RMSNorm(head, config) if spec.qk_norm else None
+        self.k_norm = RMSNorm(head, config) if spec.qk_norm else None
+        self.o_proj = Linear(spec.query_width, width, bias=spec.o_bias)
         self.register_module("prefix", None)
         self.layer = layer
+        self.rope = config.ropes.index(spec.rope)
+        """Which of the model's rotary embeddings turns its queries and keys."""
         self.head_dim = self.tensor_unit = head
-        self.scale = config.attention_scale
-        self.window = config.windows[layer]
-        self.softcap = config.attention_softcap
+        self.scale = spec.attention_scale
+        self.window = spec.window
+        self.softcap = spec.softcap
 
     @property
     def cache(self) -> LayerCache:
@@ -62,8 +66,9 @@ class Attention(nn.Module):
         heads = self.k_proj.shape[0] // self.head_dim
         return LayerCache(((heads, self.head_dim), (heads, self.head_dim)), self.window)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
+    def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
+        """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
+        cos, sin = rotations[self.rope]  # [T, R]
         q, k, v = forward_shared(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
         out: Tensor = self.o_proj(self.attend_heads(q, k, v, cos, sin, attend))
         return out

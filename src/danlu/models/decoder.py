@@ -22,7 +22,7 @@ from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.config import ModelConfig
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
-from danlu.models.rope import rotary_tables
+from danlu.models.rope import Rotation, rotary_tables
 from danlu.models.sublayer import (
     AttentionSublayer,
     BoundaryOp,
@@ -35,7 +35,7 @@ from danlu.models.sublayer import (
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); Gemma-2 also norms what joins the residual stream.
+    """x + attention(norm(x)), then x + mlp(norm(x)); norms may also stand behind each half, or there alone.
 
     The slots `after_attention` and `after_mlp` take a module [T, D] -> [T, D] right behind each half. Attention and MLP
     may be cut over processes, between `enter` and `leave`. Under sequence parallelism (arXiv:2205.05198) all tokens are
@@ -56,12 +56,14 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config)
-        self.attention = Attention(config, layer)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
-        self.mlp_norm = RMSNorm(config.hidden_size, config)
-        self.mlp = MLP(config)
-        self.post_mlp_norm = RMSNorm(config.hidden_size, config) if config.sandwich_norms else None
+        spec = config.layers[layer]
+        before, behind = spec.norms != "post", spec.norms != "pre"
+        self.attention_norm = RMSNorm(config.hidden_size, config) if before else None
+        self.attention = Attention(config, spec.mixer, layer)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config) if behind else None
+        self.mlp_norm = RMSNorm(config.hidden_size, config) if before else None
+        self.mlp = MLP(config, spec.feed)
+        self.post_mlp_norm = RMSNorm(config.hidden_size, config) if behind else None
         self.register_module("after_attention", None)
         self.register_module("after_mlp", None)
         self.enter: BoundaryOp = identity
@@ -72,11 +74,13 @@ class Layer(nn.Module):
         """Attention and feed-forward network by name, in the order of the forward pass."""
         return {name: getattr(self, name) for name in self.sublayer_names}
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        branch = self.leave(self.attention(self.enter(self.attention_norm(x)), cos, sin, attend))
+    def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        branch = self.leave(self.attention(self.enter(normed), rotations, attend))
         branch = branch if self.after_attention is None else self.after_attention(branch)
         x = x + (branch if self.post_attention_norm is None else self.post_attention_norm(branch))
-        branch = self.leave(self.mlp(self.enter(self.mlp_norm(x))))
+        normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        branch = self.leave(self.mlp(self.enter(normed)))
         branch = branch if self.after_mlp is None else self.after_mlp(branch)
         out: Tensor = x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
         return out
@@ -100,7 +104,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed_tokens = Embedding(config)
         # Keyed by layer number, not a list: names stay what they are when a pipeline stage keeps only some layers.
-        self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(config.layers)})
+        self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(len(config.layers))})
         self.segments = ()
         self.norm = RMSNorm(config.hidden_size, config)
         own = config.has_own_head
@@ -139,6 +143,11 @@ class Decoder(nn.Module):
             self.lm_head.tie(self.embed_tokens)
         return self.lm_head
 
+    def rotations(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
+        """cos and sin [T, R] in `dtype` of each rotary embedding of `config.ropes`; arguments as in `forward`."""
+        tables = (rotary_tables(rope, positions, lengths) for rope in self.config.ropes)
+        return tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in tables)
+
     def forward(
         self,
         tokens: Tensor,
@@ -154,10 +163,10 @@ class Decoder(nn.Module):
                 lengths [T] int64: of each token's document, where only a part of that is given here.
         Returns [T, D] in `dtype`.
         """
-        cos, sin = (table.to(dtype) for table in rotary_tables(self.config, positions, lengths))  # [T, R]
+        rotations = self.rotations(positions, dtype, lengths)
         x = self.embed_tokens(tokens, dtype)  # [T, D]
         for part in self.segments or self.layers.values():
-            x = part(x, cos, sin, attend)
+            x = part(x, rotations, attend)
         return self.enter_head(self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:

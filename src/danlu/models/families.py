@@ -6,14 +6,16 @@ transformers takes for absent keys, the fields that only it has, and where its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
-from danlu.models.config import MAXIMUMS, Activation, ModelConfig
+from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.hf_rope import read_rope, write_rope
 from danlu.models.hf_values import HFValues
+from danlu.models.layer_spec import Activation, Dense, Heads, LayerSpec, check_sizes
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task
@@ -56,10 +58,11 @@ PHI3_MODULES: dict[str, str] = {
 class Family:
     architecture: str
     """The classes of transformers that load it, without the task: Llama of LlamaForCausalLM."""
-    read: Callable[[HFValues, int], dict[str, Any]]
-    """Fields of ModelConfig that only some families have, from config.json and the number of layers."""
+    read: Callable[[HFValues, LayerSpec, int], dict[str, Any]]
+    """From config.json, a layer by the keys that all families have, and the number of layers: fields of ModelConfig,
+    `layers` among them."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """The same fields, as keys of config.json."""
+    """What only some families have, as keys of config.json."""
     defaults: Mapping[str, Any]
     """What transformers (5.23) takes for absent keys. A key/value head count is always asked for where it guesses."""
     modules: Mapping[str, str] = field(default_factory=lambda: LLAMA_MODULES)
@@ -81,37 +84,43 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
         )
     hf = HFValues(values, family.defaults, where)
     _refuse_unsupported(hf)
-    layers, heads, width = hf.integer("num_hidden_layers"), hf.integer("num_attention_heads"), hf.integer("hidden_size")
-    if layers > MAXIMUMS["layers"]:  # before lists of so many are made
-        raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MAXIMUMS['layers']:,} can be built")
-    longest = hf.integer("max_position_embeddings")
-    rope = read_rope(hf, max_position_embeddings=longest, scalings=family.scalings)
-    if "head_dim" not in hf and (heads < 1 or width % heads):
-        raise hf.error(
-            "hidden_size", f"{width} does not divide over {heads} attention heads, and head_dim is not given"
-        )
-    own = family.read(hf, layers)
+    layers = hf.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:  # before lists of so many are made
+        raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MAX_LAYERS:,} can be built")
     try:
         return ModelConfig(
             family=str(model_type),
             vocab_size=hf.integer("vocab_size"),
-            hidden_size=width,
-            intermediate_size=hf.integer("intermediate_size"),
-            layers=layers,
-            heads=heads,
-            kv_heads=_kv_heads(hf, heads),
-            head_dim=hf.integer("head_dim") if "head_dim" in hf else width // heads,
+            hidden_size=hf.integer("hidden_size"),
             rms_norm_eps=hf.number("rms_norm_eps"),
-            max_position_embeddings=longest,
+            max_position_embeddings=hf.integer("max_position_embeddings"),
             tie_word_embeddings=hf.flag("tie_word_embeddings"),
             bos_token_id=hf.optional_integer("bos_token_id"),
             eos_token_ids=hf.token_ids("eos_token_id"),
             pad_token_id=hf.optional_integer("pad_token_id"),
             task=task_of(values),
-            **({"activation": _activation(hf, "hidden_act")} | rope | own),
+            **family.read(hf, _plain_layer(hf, family), layers),
         )
     except ModelError as error:
         raise error if str(error).startswith(where) else ModelError(f"{where}: {error}") from None
+
+
+def _plain_layer(hf: HFValues, family: Family) -> LayerSpec:
+    """A layer by the keys that all families have."""
+    heads, width = hf.integer("num_attention_heads"), hf.integer("hidden_size")
+    if "head_dim" not in hf and (heads < 1 or width % heads):
+        raise hf.error(
+            "hidden_size", f"{width} does not divide over {heads} attention heads, and head_dim is not given"
+        )
+    head_dim = hf.integer("head_dim") if "head_dim" in hf else width // heads
+    check_sizes({"heads": heads, "head_dim": head_dim})
+    mixer = Heads(
+        heads=heads,
+        kv_heads=_kv_heads(hf, heads),
+        head_dim=head_dim,
+        rope=read_rope(hf, head_dim, scalings=family.scalings),
+    )
+    return LayerSpec(mixer, Dense(hf.integer("intermediate_size"), _activation(hf, "hidden_act")))
 
 
 def task_of(values: Mapping[str, Any]) -> Task:
@@ -127,7 +136,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     torch_dtype: "float32", "bfloat16" or "float16": how the weights beside it are stored.
     Raises ModelError if the family has no key for something that `config` sets.
     """
-    family = FAMILIES[config.family]
+    family, first = FAMILIES[config.family], config.layers[0]
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
@@ -136,15 +145,15 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": _HF_ACTIVATIONS[config.activation],
+        "intermediate_size": first.feed.intermediate_size,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": first.mixer.heads,
+        "num_key_value_heads": first.mixer.kv_heads,
+        "head_dim": first.mixer.head_dim,
+        "hidden_act": _HF_ACTIVATIONS[first.feed.activation],
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        **write_rope(config.rope_theta, config.partial_rotary_factor, config.rope_scaling),
+        **write_rope(first.mixer.rope, first.mixer.head_dim),
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -156,7 +165,11 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     }
     understood = read_config_values(values)
     if understood != config:
-        lost = [name for name, value in vars(config).items() if getattr(understood, name) != value]
+        names = [each.name for each in fields(config)]
+        lost = [name for name in names if getattr(understood, name) != getattr(config, name)]
+        layers = zip(config.layers, understood.layers, strict=False)
+        parts = dict.fromkeys(part for mine, its in layers for part in mine.differences(its))
+        lost = [part for name in lost for part in (parts if name == "layers" and parts else [name])]
         raise ModelError(f"a {config.family} config.json cannot say this model's {', '.join(lost)}")
     return values
 
@@ -200,36 +213,47 @@ def _windows_by_type(hf: HFValues, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def _layers(plain: LayerSpec, windows: Sequence[int | None], **mixer: Any) -> dict[str, Any]:
+    """Layers that are alike but for their windows; mixer: what else is not as in `plain`."""
+    return {"layers": tuple(replace(plain, mixer=replace(plain.mixer, window=each, **mixer)) for each in windows)}
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    return [layer.mixer.window for layer in config.layers]
+
+
 def _layer_types(config: ModelConfig) -> list[str]:
-    return ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+    return ["full_attention" if window is None else "sliding_attention" for window in _windows(config)]
 
 
 def _one_window(config: ModelConfig) -> int | None:
     """The window of the layers that have one: a config.json has a key for only one."""
-    return next((window for window in config.windows if window is not None), None)
+    return next((window for window in _windows(config) if window is not None), None)
 
 
-def _read_llama(hf: HFValues, layers: int) -> dict[str, Any]:
+def _read_llama(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     biased = hf.flag("attention_bias")
-    return {"qkv_bias": biased, "o_bias": biased, "mlp_bias": hf.flag("mlp_bias")}
+    plain = replace(plain, feed=replace(plain.feed, bias=hf.flag("mlp_bias")))
+    return _layers(plain, [None] * layers, qkv_bias=biased, o_bias=biased)
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    first = config.layers[0]
+    return {"attention_bias": first.mixer.qkv_bias, "mlp_bias": first.feed.bias}
 
 
-def _read_windowed(hf: HFValues, layers: int) -> dict[str, Any]:
+def _read_windowed(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     if "layer_types" in hf and len(set(_windows_by_type(hf, layers))) > 1:
         raise hf.error("layer_types", "this family has the same window in every layer")
-    return {"windows": (hf.optional_integer("sliding_window"),) * layers}
+    return _layers(plain, [hf.optional_integer("sliding_window")] * layers)
 
 
 def _write_windowed(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": config.windows[0]}
+    return {"sliding_window": config.layers[0].mixer.window}
 
 
-def _read_qwen2(hf: HFValues, layers: int) -> dict[str, Any]:
-    return {"qkv_bias": True, "windows": _qwen_windows(hf, layers)}
+def _read_qwen2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    return _layers(plain, _qwen_windows(hf, layers), qkv_bias=True)
 
 
 def _qwen_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
@@ -245,45 +269,51 @@ def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": _one_window(config) is not None,
         "sliding_window": _one_window(config),
-        "max_window_layers": config.windows.count(None),
+        "max_window_layers": _windows(config).count(None),
         "layer_types": _layer_types(config),
     }
 
 
-def _read_qwen3(hf: HFValues, layers: int) -> dict[str, Any]:
+def _read_qwen3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     biased = hf.flag("attention_bias")
-    return {"qkv_bias": biased, "o_bias": biased, "qk_norm": True, "windows": _qwen_windows(hf, layers)}
+    return _layers(plain, _qwen_windows(hf, layers), qkv_bias=biased, o_bias=biased, qk_norm=True)
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.qkv_bias, **_write_qwen2(config)}
+    return {"attention_bias": config.layers[0].mixer.qkv_bias, **_write_qwen2(config)}
 
 
-def _read_gemma2(hf: HFValues, layers: int) -> dict[str, Any]:
+def _read_gemma2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     biased, window = hf.flag("attention_bias"), hf.optional_integer("sliding_window")
-    alternating = tuple(window if layer % 2 == 0 else None for layer in range(layers))
+    alternating = [window if layer % 2 == 0 else None for layer in range(layers)]
+    scalar = hf.number("query_pre_attn_scalar")
+    if scalar <= 0:
+        raise hf.error("query_pre_attn_scalar", f"{scalar:g} has no root that scores could be divided by")
+    feed = replace(plain.feed, activation=_activation(hf, "hidden_activation"))
     return {
-        "qkv_bias": biased,
-        "o_bias": biased,
-        "windows": _windows_by_type(hf, layers) if "layer_types" in hf else alternating,
-        "activation": _activation(hf, "hidden_activation"),
+        **_layers(
+            replace(plain, feed=feed, norms="sandwich"),
+            _windows_by_type(hf, layers) if "layer_types" in hf else alternating,
+            qkv_bias=biased,
+            o_bias=biased,
+            softcap=hf.optional_number("attn_logit_softcapping"),
+            scale=1 / math.sqrt(scalar),
+        ),
         "embedding_multiplier": hf.integer("hidden_size") ** 0.5,
-        "attention_softcap": hf.optional_number("attn_logit_softcapping"),
         "final_softcap": hf.optional_number("final_logit_softcapping"),
-        "query_pre_attn_scalar": hf.number("query_pre_attn_scalar"),
         "norm_offset": 1.0,
-        "sandwich_norms": True,
     }
 
 
 def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    scalar = config.query_pre_attn_scalar or config.head_dim
+    first = config.layers[0]
+    scalar = round(first.mixer.attention_scale**-2, 9)  # of whose root it is one over
     return {
-        "attention_bias": config.qkv_bias,
-        "hidden_activation": _HF_ACTIVATIONS[config.activation],
+        "attention_bias": first.mixer.qkv_bias,
+        "hidden_activation": _HF_ACTIVATIONS[first.feed.activation],
         "sliding_window": _one_window(config),
         "layer_types": _layer_types(config),
-        "attn_logit_softcapping": config.attention_softcap,
+        "attn_logit_softcapping": first.mixer.softcap,
         "final_logit_softcapping": config.final_softcap,
         # transformers 5 wants an integer here.
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from danlu.errors import ModelError
-from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from danlu.models.hf_values import HFValues
+from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 
 SCALINGS: dict[str, type[RopeScaling]] = {
     scaling.kind: scaling for scaling in (DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling)
@@ -18,11 +19,13 @@ _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "
 _DEFAULT_THETA = 10_000.0
 
 
-def read_rope(values: HFValues, *, max_position_embeddings: int, scalings: tuple[str, ...]) -> dict[str, Any]:
-    """The rotary settings of `values`, as fields of ModelConfig.
+def read_rope(values: HFValues, head_dim: int, *, scalings: tuple[str, ...]) -> Rope:
+    """The rotary settings of `values`, for heads of `head_dim` features.
 
-    Raises ModelError for a scaling the family cannot have or danlu does not know.
+    Raises ModelError for a scaling the family cannot have or danlu does not know, and for a share of a head that cannot
+    be rotated.
     """
+    longest = values.integer("max_position_embeddings")
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     rope = HFValues(values.section(key), {}, f"{values.where}: {key}")
     if any(isinstance(rope.raw(layer_type), dict) for layer_type in ("full_attention", "sliding_attention")):
@@ -34,14 +37,19 @@ def read_rope(values: HFValues, *, max_position_embeddings: int, scalings: tuple
     if theta <= 1 or not 0 < share <= 1:
         raise values.error(key, f"rope_theta {theta} must be above 1 and partial_rotary_factor {share} in (0, 1]")
     kind = rope.text("rope_type") if "rope_type" in rope else rope.text("type") if "type" in rope else "default"
-    settings = {"rope_theta": theta, "partial_rotary_factor": share}
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise ModelError(
+            f"rotary embedding turns pairs of features, but {dim} of head_dim {head_dim} "
+            f"(partial_rotary_factor {share}) is not a positive even number"
+        )
     if kind == "default":
-        return settings
+        return Rope(theta, dim, longest)
     if kind not in scalings:
         supported = ", ".join(("default", *scalings))
         raise values.error(key, f"rotary scaling {kind!r} is not supported for this family; supported: {supported}")
-    trained = values.optional_integer("original_max_position_embeddings") or max_position_embeddings
-    return {**settings, "rope_scaling": _read_scaling(rope, SCALINGS[kind], trained, max_position_embeddings)}
+    trained = values.optional_integer("original_max_position_embeddings") or longest
+    return Rope(theta, dim, longest, _read_scaling(rope, SCALINGS[kind], trained, longest))
 
 
 def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, longest: int) -> RopeScaling:
@@ -74,11 +82,14 @@ def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, long
     return scaling(**given)
 
 
-def write_rope(theta: float, partial_rotary_factor: float, scaling: RopeScaling | None) -> dict[str, Any]:
+def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
     """The older form, which transformers 4 and 5, vLLM and llama.cpp all read."""
-    written: dict[str, Any] = {"rope_theta": theta}  # without `rope_scaling: null`, at which transformers 5 warns
-    if partial_rotary_factor != 1.0:
-        written["partial_rotary_factor"] = partial_rotary_factor
+    written: dict[str, Any] = {"rope_theta": rope.theta}  # without `rope_scaling: null`, at which transformers 5 warns
+    scaling = rope.scaling
+    if rope.dim != head_dim:
+        share = rope.dim / head_dim
+        # Readers take the whole part of head_dim times this.
+        written["partial_rotary_factor"] = share if int(head_dim * share) == rope.dim else math.nextafter(share, 1.0)
     if scaling is not None:
         defaults = {field.name: field.default for field in fields(scaling)}
         settings = {name: value for name, value in asdict(scaling).items() if value != defaults[name]}

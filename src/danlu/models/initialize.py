@@ -60,7 +60,7 @@ def _initial_std(config: ModelConfig, name: str) -> float | None:
         return None
     small = math.sqrt(2 / (5 * config.hidden_size))
     if module in _WRITE_TO_STREAM:
-        return small / math.sqrt(2 * config.layers)
+        return small / math.sqrt(2 * len(config.layers))
     if module == "embed_tokens" and not config.tie_word_embeddings:
         return 1 / config.embedding_multiplier
     return small

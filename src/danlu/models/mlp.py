@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from danlu.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import Dense
 from danlu.models.modules import Linear, forward_shared
 from danlu.models.sublayer import RecomputePoints, Role
 
@@ -28,13 +29,13 @@ class MLP(nn.Module):
         "selective": ("gated_activation",),
     }
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, spec: Dense) -> None:
         super().__init__()
-        width, mlp = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(width, mlp, bias=config.mlp_bias)
-        self.up_proj = Linear(width, mlp, bias=config.mlp_bias)
-        self.down_proj = Linear(mlp, width, bias=config.mlp_bias)
-        self.activation = config.activation
+        width, mlp = config.hidden_size, spec.intermediate_size
+        self.gate_proj = Linear(width, mlp, bias=spec.bias)
+        self.up_proj = Linear(width, mlp, bias=spec.bias)
+        self.down_proj = Linear(mlp, width, bias=spec.bias)
+        self.activation = spec.activation
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = forward_shared(x, self.gate_proj, self.up_proj)

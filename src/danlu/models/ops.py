@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.config import Activation
+from danlu.models.layer_spec import Activation
 from danlu.models.packed_weights import active_packed_weights
 
 

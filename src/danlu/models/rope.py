@@ -9,16 +9,20 @@ T packed tokens · R rotated features of a head
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from danlu.models.config import DynamicScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin [T, R] of one rotary embedding."""
 
 
 def rotary_tables(
-    config: ModelConfig, positions: Tensor, lengths: Tensor | None = None, *, frequencies: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    rope: Rope, positions: Tensor, lengths: Tensor | None = None, *, frequencies: Tensor | None = None
+) -> Rotation:
     """cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants them.
 
     Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length:
@@ -27,22 +31,22 @@ def rotary_tables(
     lengths: [T] int64, the length of each token's document; by default read from the positions, which works where
     documents are whole.
     """
-    if lengths is None and isinstance(config.rope_scaling, DynamicScaling):
+    if lengths is None and rope.follows_length:
         lengths = document_lengths(positions)
     if frequencies is None:
-        frequencies = inverse_frequencies(config, lengths, device=positions.device)  # [R/2] or [T, R/2]
+        frequencies = inverse_frequencies(rope, lengths, device=positions.device)  # [R/2] or [T, R/2]
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # [T, R]
-    scaling = config.rope_scaling.attention_scaling if isinstance(config.rope_scaling, YarnScaling) else 1.0
+    scaling = rope.scaling.attention_scaling if isinstance(rope.scaling, YarnScaling) else 1.0
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-def rotated_by_length(config: ModelConfig, length: int) -> bool:
+def rotated_by_length(ropes: Sequence[Rope], length: int) -> bool:
     """Whether the beginning of a document of `length` tokens is rotated in another way than it would be alone.
 
     Keys that were cached when the document was shorter are then those of other frequencies.
     """
-    return isinstance(config.rope_scaling, DynamicScaling) and length > config.max_position_embeddings
+    return any(rope.follows_length and length > rope.max_position_embeddings for rope in ropes)
 
 
 def document_lengths(positions: Tensor) -> Tensor:
@@ -57,35 +61,33 @@ def document_lengths(positions: Tensor) -> Tensor:
     return lengths[document]
 
 
-def inverse_frequencies(
-    config: ModelConfig, lengths: Tensor | None = None, *, device: torch.device | str = "cpu"
-) -> Tensor:
+def inverse_frequencies(rope: Rope, lengths: Tensor | None = None, *, device: torch.device | str = "cpu") -> Tensor:
     """Radians per position of each rotated pair, [R/2] float32.
 
     lengths: [T] int64, used by dynamic NTK alone, which then gives [T, R/2]; without it the model's own length counts.
     """
-    width = config.rotary_dim
+    width = rope.dim
     exponents = torch.arange(0, width, 2, device=device).float() / width  # [R/2]
-    match config.rope_scaling:
+    match rope.scaling:
         case DynamicScaling(factor=factor):
-            base = _dynamic_base(config, factor, lengths, device)  # [] or [T, 1]
+            base = _dynamic_base(rope, factor, lengths, device)  # [] or [T, 1]
             return 1.0 / base**exponents
         case LinearScaling(factor=factor):
-            return 1.0 / config.rope_theta**exponents / factor
+            return 1.0 / rope.theta**exponents / factor
         case Llama3Scaling() as scaling:
-            return _llama3(1.0 / config.rope_theta**exponents, scaling)
+            return _llama3(1.0 / rope.theta**exponents, scaling)
         case YarnScaling() as scaling:
-            return _yarn(config.rope_theta**exponents, config, scaling)
+            return _yarn(rope.theta**exponents, rope, scaling)
         case None:
-            return 1.0 / config.rope_theta**exponents
+            return 1.0 / rope.theta**exponents
 
 
-def _dynamic_base(config: ModelConfig, factor: float, lengths: Tensor | None, device: torch.device | str) -> Tensor:
-    width, trained = config.rotary_dim, config.max_position_embeddings
+def _dynamic_base(rope: Rope, factor: float, lengths: Tensor | None, device: torch.device | str) -> Tensor:
+    width, trained = rope.dim, rope.max_position_embeddings
     if lengths is None:
-        return torch.tensor(config.rope_theta, device=device)
+        return torch.tensor(rope.theta, device=device)
     stretch = factor * lengths.clamp(min=trained)[:, None] / trained - (factor - 1)  # [T, 1], 1 up to `trained`
-    return config.rope_theta * stretch ** (width / (width - 2))
+    return rope.theta * stretch ** (width / (width - 2))
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -98,12 +100,12 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return torch.where(wavelengths < trained / high, frequencies, scaled)
 
 
-def _yarn(periods: Tensor, config: ModelConfig, scaling: YarnScaling) -> Tensor:
-    width, trained = config.rotary_dim, scaling.original_max_position_embeddings
+def _yarn(periods: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
+    width, trained = rope.dim, scaling.original_max_position_embeddings
 
     def pair_that_turns(turns: float) -> float:
         """Index of the feature pair that turns this often within the trained length."""
-        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Protocol
 from torch import Tensor
 
 from danlu.layer_types import Attend, LayerCache
+from danlu.models.rope import Rotation
 
 Role = Literal["column", "grouped", "row", "vocabulary"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
@@ -45,12 +46,12 @@ class Sublayer(Protocol):
 
 
 class AttentionSublayer(Sublayer, Protocol):
-    """x [T, D]; cos, sin [T, R] in x's dtype -> [T, D]."""
+    """x [T, D]; rotations: cos and sin [T, R] of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
 
     @property
     def cache(self) -> LayerCache: ...
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor: ...
+    def __call__(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor: ...
 
 
 class FeedForwardSublayer(Sublayer, Protocol):

@@ -101,17 +101,12 @@ def problems(section: Parallel, config: ModelConfig) -> Iterator[str]:
     degree = section.tensor
     if degree == 1:
         return
-    fitting = [n for n in divisors(config.heads) if _kv_fits(config.kv_heads, n) and config.intermediate_size % n == 0]
+    degrees = divisors(config.layers[0].mixer.heads)
+    fitting = [n for n in degrees if not any(kind.uncuttable(n) for kind in config.kinds)]
     near = " or ".join(map(str, _nearest(fitting, degree)))
-    if config.heads % degree:
-        yield f"parallel.tensor: {degree} does not divide the model's {config.heads} attention heads. Use {near}"
-    elif not _kv_fits(config.kv_heads, degree):
-        yield (
-            f"parallel.tensor: {degree} neither divides the model's {config.kv_heads} key/value heads nor is a "
-            f"multiple of them. Use {near}"
-        )
-    elif config.intermediate_size % degree:
-        yield f"parallel.tensor: {degree} does not divide the MLP's width of {config.intermediate_size}. Use {near}"
+    reasons = filter(None, (kind.uncuttable(degree) for kind in config.kinds))
+    if (reason := next(reasons, None)) is not None:
+        yield f"parallel.tensor: {reason}. Use {near}"
     elif config.vocab_size < degree:
         yield f"parallel.tensor: {degree} is more than the {config.vocab_size} tokens of the vocabulary. Use {near}"
 
@@ -120,11 +115,6 @@ def divisors(number: int) -> list[int]:
     """All divisors of a positive number, rising."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def _kv_fits(kv_heads: int, degree: int) -> bool:
-    """Whether each rank gets whole key/value heads, or several ranks get the same one."""
-    return kv_heads % degree == 0 or degree % kv_heads == 0
 
 
 def _nearest(fitting: list[int], wanted: int) -> list[int]:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import LayerSpec, Mixer
 from danlu.plan.flops import attention_pairs
 
-KeepsScores = Callable[[int, int | None], bool]
-"""(tokens of a document, sliding window) -> whether attention keeps its probabilities for the backward pass."""
+KeepsScores = Callable[[int, Mixer], bool]
+"""(tokens of a document, attention) -> whether it keeps its probabilities for the backward pass."""
 
 _IN_FLIGHT = 10
 """Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
@@ -32,7 +33,7 @@ class ActivationPlan:
     recompute: Sequence[tuple[str, int | None]] = ()
     """Kind of recomputation of each layer (none, elementwise, selective, full), and the number of the segment of which
     only the first input is kept, if the layer is in one; empty: none in all layers."""
-    keeps_scores: KeepsScores = lambda length, window: True
+    keeps_scores: KeepsScores = lambda length, mixer: True
     offload: bool = False
     """Whether activations are kept elsewhere than on the device."""
     in_flight: bool = True
@@ -72,8 +73,9 @@ def activation_bytes(
     that it makes is there once. Offloaded activations come back one operation after the other.
     """
     tokens = sum(lengths)
-    layers = plan.recompute or (("none", None),) * config.layers
-    by_layer = [_layer(config, lengths, window, plan) for window in config.windows]
+    layers = plan.recompute or (("none", None),) * len(config.layers)
+    of_kind = {kind: _layer(config.hidden_size, kind, lengths, plan) for kind in config.kinds}
+    by_layer = [of_kind[layer] for layer in config.layers]
     kept: float = 0.0
     inputs_kept: float = 0.0  # apart, because these tensors are counted exactly
     segments: dict[int, int] = {}  # number -> its layers
@@ -85,7 +87,7 @@ def activation_bytes(
             inputs_kept += sizes["full"]
         else:
             kept += sizes[kind]
-    widest = tokens * max(config.intermediate_size, config.heads * config.head_dim) / plan.tensor
+    widest = tokens * max(kind.widest for kind in config.kinds) / plan.tensor
     recomputes = any(kind != "none" for kind, _ in layers)
     recomputed: float = 0.0
     if recomputes or plan.offload:
@@ -108,22 +110,18 @@ def activation_bytes(
     )
 
 
-def _layer(
-    config: ModelConfig, lengths: Sequence[int], window: int | None, plan: ActivationPlan
-) -> Mapping[str, float]:
+def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: ActivationPlan) -> Mapping[str, float]:
     """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), and those of attention's
     probabilities alone (`scores`)."""
     tokens = sum(lengths)
-    width = config.hidden_size / (plan.tensor if plan.sequence else 1)
-    heads = config.heads * config.head_dim / plan.tensor
-    grouped = config.kv_heads * config.head_dim / min(plan.tensor, config.kv_heads)
-    inner = config.intermediate_size / plan.tensor
-    documents = [length for length in lengths if plan.keeps_scores(length, window)]
-    scores = config.heads / plan.tensor * attention_pairs(documents, window)
+    width = hidden_size / (plan.tensor if plan.sequence else 1)
+    mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(plan.tensor)
+    documents = [length for length in lengths if plan.keeps_scores(length, layer.mixer)]
+    scores = layer.mixer.heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
     return {
-        "none": tokens * (4 * width + 2 * heads + 2 * grouped + 3 * inner) + scores,
-        "elementwise": tokens * (2 * width + 2 * heads + 2 * grouped + 2 * inner) + scores,
-        "selective": tokens * (2 * width + heads + 2 * grouped + 2 * inner),
+        "none": tokens * (4 * width + mixer["none"] + feed["none"]) + scores,
+        "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]) + scores,
+        "selective": tokens * (2 * width + mixer["selective"] + feed["selective"]),
         "full": tokens * width,
         "scores": scores,
     }

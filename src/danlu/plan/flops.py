@@ -16,9 +16,9 @@ _FROZEN = 2
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Weights of one layer that take part in matrix products: q, k, v, o, gate, up, down."""
-    attention = 2 * config.hidden_size * config.head_dim * (config.heads + config.kv_heads)
-    return attention + 3 * config.hidden_size * config.intermediate_size
+    """Weights of all layers that one token is multiplied with: q, k, v, o, gate, up, down."""
+    of_kind = {kind: kind.product_weights(config.hidden_size) for kind in config.kinds}
+    return sum(of_kind[layer] for layer in config.layers)
 
 
 def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
@@ -32,9 +32,9 @@ def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
 
 def forward_flops(config: ModelConfig, lengths: Sequence[int], targets: int) -> int:
     """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a loss)."""
-    pairs_of = {window: attention_pairs(lengths, window) for window in set(config.windows)}
-    linear = 2 * sum(lengths) * config.layers * layer_parameters(config)
-    attention = 4 * config.heads * config.head_dim * sum(pairs_of[window] for window in config.windows)
+    linear = 2 * sum(lengths) * layer_parameters(config)
+    of_kind = {kind: kind.mixer.pair_flops() * attention_pairs(lengths, kind.mixer.window) for kind in config.kinds}
+    attention = sum(of_kind[layer] for layer in config.layers)
     return linear + attention + 2 * targets * config.hidden_size * config.vocab_size
 
 

@@ -280,7 +280,7 @@ class EmbeddedEngine:
             raise DataError(f"{where}: a request with this number is unfinished. Give each its own")
         # The last token is not cached: nothing comes after it.
         total = min(virtual_tokens + len(request.prompt) + request.max_new_tokens, self._config.context_length)
-        if self.exact and rotated_by_length(self._config, total):
+        if self.exact and rotated_by_length(self._config.ropes, total):
             raise DataError(
                 f"{where}: {len(request.prompt)} tokens with an answer of up to {request.max_new_tokens}: past "
                 f"{self._config.max_position_embeddings} tokens dynamic rotary scaling turns keys by the length that "
@@ -330,7 +330,7 @@ class EmbeddedEngine:
 
     def _new_sequence(self, answer: Answer) -> SequenceState:
         longest = len(answer.prompt) + answer.longest
-        shares = self.options.prefix_sharing and not rotated_by_length(self._config, longest)
+        shares = self.options.prefix_sharing and not rotated_by_length(self._config.ropes, longest)
         shares &= not answer.request.prompt_logprobs  # hidden states are needed, which the cache does not keep
         digests = [root_digest(answer.request.adapter, self.version)] if shares else None
         return SequenceState(answer.number, answer.tokens, len(answer.prompt), len(answer.branches), digests)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.models.attention import Attention
-from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.mlp import MLP
 from danlu.models.modules import Linear, RMSNorm
@@ -68,19 +67,20 @@ class FusedDecoder:
     """A decoder's layers with copies of their weights: made by `of`, used as long as `is_current`."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, layers: list[_FusedLayer]) -> None:
-        config = model.config
-        self._model, self._dtype, self._layers = model, dtype, layers
+        (spec,) = model.config.kinds
+        mixer, scale = spec.mixer, spec.mixer.attention_scale
+        self._model, self._dtype, self._layers, self._rope = model, dtype, layers, mixer.rope
         self._parameters = list(model.parameters())
         self._versions = [parameter._version for parameter in self._parameters]
-        self._heads, self._kv_heads, self._width = config.heads, config.kv_heads, config.head_dim
-        self._gelu = config.activation == "gelu_tanh"
+        self._heads, self._kv_heads, self._width = mixer.heads, mixer.kv_heads, mixer.head_dim
+        self._gelu = spec.feed.activation == "gelu_tanh"
         self._norm = _Norm.of(model.norm)
-        self._frequencies = inverse_frequencies(config)
+        self._frequencies = inverse_frequencies(mixer.rope)
         # In float32 the scale is in the queries' rotation; a narrower type would round once more for it.
         scales_queries = dtype == torch.float32
-        self._scale = 1.0 if scales_queries else config.attention_scale
-        of_queries = config.attention_scale if scales_queries else 1.0
-        kinds = [of_queries] * config.heads + [1.0] * config.kv_heads + [0.0] * config.kv_heads
+        self._scale = 1.0 if scales_queries else scale
+        of_queries = scale if scales_queries else 1.0
+        kinds = [of_queries] * mixer.heads + [1.0] * mixer.kv_heads + [0.0] * mixer.kv_heads
         self._turned = torch.tensor(kinds).unsqueeze(1).to(dtype)  # [H + 2K, 1]: values are not
         self._unturned = torch.tensor([float(kind == 0) for kind in kinds]).unsqueeze(1).to(dtype)
         half = self._width // 2
@@ -110,8 +110,10 @@ class FusedDecoder:
             qkv, o, gate_up, down = (product for product in products if product is not None)
             head_norm = None
             if attention.q_norm is not None and attention.k_norm is not None:
-                of_heads = [attention.q_norm] * model.config.heads + [attention.k_norm] * model.config.kv_heads
+                mixer = model.config.kinds[0].mixer
+                of_heads = [attention.q_norm] * mixer.heads + [attention.k_norm] * mixer.kv_heads
                 head_norm = _Norm.of(*of_heads)
+            assert layer.attention_norm is not None and layer.mlp_norm is not None, "`_is_plain` has looked"
             attention_norm, mlp_norm = _Norm.of(layer.attention_norm), _Norm.of(layer.mlp_norm)
             layers.append(_FusedLayer(attention_norm, qkv, head_norm, o, mlp_norm, gate_up, down))
         return cls(model, dtype, layers)
@@ -156,7 +158,7 @@ class FusedDecoder:
 
         Half-split rotation is x cos + (-second half, first half) sin; values are multiplied by 1 and 0.
         """
-        tables = rotary_tables(self._model.config, positions, frequencies=self._frequencies)
+        tables = rotary_tables(self._rope, positions, frequencies=self._frequencies)
         cos, sin = (table.to(self._dtype).unsqueeze(1) for table in (tables[0], tables[1] * self._signs))
         return torch.addcmul(self._unturned, cos, self._turned), sin * self._turned
 
@@ -169,7 +171,9 @@ def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Pro
 def _is_plain(model: Decoder) -> bool:
     """Whether nothing takes part in a layer but what `__call__` computes."""
     config = model.config
-    if isinstance(config.rope_scaling, DynamicScaling) or config.rotary_dim != config.head_dim:
+    if len(config.kinds) > 1 or config.rotates_by_length:
+        return False
+    if config.kinds[0].mixer.rope.dim != config.kinds[0].mixer.head_dim:
         return False
     if model.embed_tokens.weight.device.type != "cpu" or config.norm_offset != model.norm.offset:
         return False
@@ -194,6 +198,8 @@ def _is_plain_layer(layer: Layer) -> bool:
         attention.softcap,
     )
     if any(addition is not None for addition in additions):
+        return False
+    if layer.attention_norm is None or layer.mlp_norm is None:
         return False
     if layer.enter is not identity or layer.leave is not identity:
         return False

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from danlu.errors import ModelError, ResourceError
 from danlu.models.attention_kernels import copy_to
-from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.packed_weights import PackedWeights
 from danlu.numerics import batch_invariant
@@ -66,7 +65,7 @@ class ModelRunner:
         self._fused_is_known = False
         if self.exact:
             batch_invariant.enable()
-        self._lengths_matter = isinstance(model.config.rope_scaling, DynamicScaling)
+        self._lengths_matter = model.config.rotates_by_length
         layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
         windows = [layer.window for layer in layers]
         self.window = None if None in windows else max(window for window in windows if window is not None)

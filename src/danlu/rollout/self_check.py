@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from danlu.errors import ResourceError
 from danlu.layer_types import Attend
 from danlu.models.attend import BlockwiseAttention
-from danlu.models.config import DynamicScaling
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import Linear
 from danlu.numerics import batch_invariant
@@ -71,9 +70,9 @@ def variant_operation(
 ) -> str | None:
     """The first operation whose bits hang on what else is in a pass, and in which pass; None if there is none."""
     config = model.config
-    if isinstance(config.rope_scaling, DynamicScaling):
+    if config.rotates_by_length:
         return (
-            "its rotary frequencies follow the length of the text (rope_scaling: dynamic), which a rollout does not "
+            "its rotary frequencies follow the length of the text (dynamic rotary scaling), which a rollout does not "
             "know beforehand"
         )
     if model.vocab_shard is not None:

@@ -115,7 +115,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
         if parameter.requires_grad and set(reduce_group.ranks) <= set(training.ranks.tensor.ranks):
             partial[reduce_group.size] += parameter.numel()
     plan = placed.placed.plan
-    first_with_gradient, trained_between = _first_with_gradient(training, config.layers)
+    first_with_gradient, trained_between = _first_with_gradient(training, len(config.layers))
     # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
     keeping = [half for entry in plan if entry.kind != "full" for half in (2 * entry.layer, 2 * entry.layer + 1)]
     regions = decoder_regions(
@@ -123,7 +123,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
         first_with_gradient=first_with_gradient,
         trained_between=trained_between,
         gathered_again=[n for n in keeping if n >= first_with_gradient and _needs_input(learner.model, n)],
-        to_the_end=config.sandwich_norms or isinstance(training.recipe.adapter, Bottleneck),
+        to_the_end=any(kind.norms != "pre" for kind in config.kinds) or isinstance(training.recipe.adapter, Bottleneck),
     )
     return TensorStep(
         tokens=tokens,

@@ -132,7 +132,7 @@ def _config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
 
 def _summary(small: ModelConfig, large: ModelConfig) -> str:
     def sizes(config: ModelConfig) -> str:
-        return f"{config.layers} layers of {config.heads} heads ({config.kv_heads} of keys), width {config.hidden_size}"
+        return f"{len(config.layers)} layers of {config.layers[0].mixer}, width {config.hidden_size}"
 
     instead = "" if small == large else f" in place of {sizes(large)}"
     return f"{small.family}, {sizes(small)}{instead}"

@@ -113,7 +113,7 @@ def _on_layers(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
     single = {name for site in large_sites for name in (site.name, site.hf_name) if site.layer is not None}
 
     def moved(name: str) -> str:
-        return _LAYER.sub(lambda match: f"layers.{int(match[1]) * small.layers // config.layers}", name)
+        return _LAYER.sub(lambda match: f"layers.{int(match[1]) * len(small.layers) // len(config.layers)}", name)
 
     def target(given: str) -> list[str]:
         if given not in single and _selects(small_sites, given):

@@ -13,8 +13,9 @@ from pathlib import Path
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
+from danlu.models.layer_spec import Heads, LayerSpec
 from danlu.parallel.layout import Layout
-from danlu.plan.activation_memory import activation_bytes
+from danlu.plan.activation_memory import ActivationPlan, activation_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
@@ -43,37 +44,49 @@ def proxy_config(
     a model that this one is not as wide as.
     """
     tensor = layout.tensor
-    kv_per_rank = 2 if tensor <= 2 else 1
-    kv_heads = config.kv_heads if config.kv_heads <= tensor else tensor * min(kv_per_rank, config.kv_heads // tensor)
-    queries = _queries_per_key(config.heads // config.kv_heads, kv_heads, tensor)
-    head_dim = next(
-        size
-        for size in (8, 16, 32, 64, 128, 256)
-        if (turned := int(size * config.partial_rotary_factor)) and turned % 2 == 0
-        if size >= (16 if quantized else 8)
-    )
-    attention = kv_heads * queries * head_dim
+    large = _sample_layers(config.layers, 4 if deep or len(config.kinds) > 1 else 2)
+    mixers = [_small_heads(layer.mixer, tensor, quantized=quantized) for layer in large]
     unit = BLOCK * tensor if quantized else 8
-    hidden = _round_to(attention * config.hidden_size / (config.heads * config.head_dim), unit)
+    hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, unit)
     hidden += unit if hidden == other_width else 0
-    intermediate = _round_to(hidden * config.intermediate_size / config.hidden_size, unit if quantized else 4 * tensor)
-    windows = _sample_windows(config.windows, 4 if deep or len(set(config.windows)) > 1 else 2)
-    scalar, multiplier = config.query_pre_attn_scalar, config.embedding_multiplier
+    inner_unit = unit if quantized else 4 * tensor
+    inner = [_round_to(hidden * layer.feed.intermediate_size / config.hidden_size, inner_unit) for layer in large]
+    feeds = [replace(layer.feed, intermediate_size=size) for layer, size in zip(large, inner, strict=True)]
+    multiplier = config.embedding_multiplier
     return replace(
         config,
         vocab_size=_with_remainder(config.vocab_size, VOCAB_SIZE, layout.tensor * layout.data),
         hidden_size=hidden,
-        intermediate_size=intermediate,
-        layers=len(windows),
-        heads=kv_heads * queries,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        windows=tuple(None if window is None else WINDOW for window in windows),
-        query_pre_attn_scalar=None if scalar is None else scalar * head_dim / config.head_dim,
+        layers=tuple(
+            replace(layer, mixer=mixer, feed=feed) for layer, mixer, feed in zip(large, mixers, feeds, strict=True)
+        ),
         embedding_multiplier=math.sqrt(hidden) if multiplier == math.sqrt(config.hidden_size) else multiplier,
         bos_token_id=1,
         eos_token_ids=(2,),
         pad_token_id=None,
+    )
+
+
+def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
+    """Few and narrow heads that tensor ranks share as they share the large ones."""
+    kv_per_rank = 2 if tensor <= 2 else 1
+    kv_heads = large.kv_heads if large.kv_heads <= tensor else tensor * min(kv_per_rank, large.kv_heads // tensor)
+    queries = _queries_per_key(large.heads // large.kv_heads, kv_heads, tensor)
+    share = large.rope.dim / large.head_dim
+    head_dim = next(
+        size
+        for size in (8, 16, 32, 64, 128, 256)
+        if (turned := int(size * share)) and turned % 2 == 0
+        if size >= (16 if quantized else 8)
+    )
+    return replace(
+        large,
+        heads=kv_heads * queries,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=replace(large.rope, dim=int(head_dim * share)),
+        scale=None if large.scale is None else large.scale * math.sqrt(large.head_dim / head_dim),
+        window=None if large.window is None else WINDOW,
     )
 
 
@@ -95,13 +108,13 @@ def _with_remainder(size: int, small: int, degree: int) -> int:
     return max(degree, small // degree * degree) + size % degree
 
 
-def _sample_windows(windows: tuple[int | None, ...], count: int) -> tuple[int | None, ...]:
-    """Windows of `count` layers: of the first ones, or, where those lack a kind that others have, spread over all."""
-    count = min(count, len(windows))
-    first = windows[:count]
-    if len(set(first)) == len(set(windows)):
+def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec, ...]:
+    """So many layers: the first ones, or, where those lack a kind that others have, spread over all."""
+    count = min(count, len(layers))
+    first = layers[:count]
+    if len(set(first)) == len(set(layers)):
         return first
-    return tuple(windows[place * (len(windows) - 1) // max(1, count - 1)] for place in range(count))
+    return tuple(layers[place * (len(layers) - 1) // max(1, count - 1)] for place in range(count))
 
 
 def proxy_recipe(
@@ -160,15 +173,12 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
     if memory.recompute.kind != "planned":
         return memory
     assert isinstance(micro, int), "the recipe's rules ask for it"
-    local_config = replace(
-        small,
-        hidden_size=small.hidden_size // (cut if recipe.parallel.sequence else 1),
-        heads=small.heads // cut,
-        kv_heads=max(1, small.kv_heads // cut),
-        intermediate_size=small.intermediate_size // cut,
+    local_width = small.hidden_size // (cut if recipe.parallel.sequence else 1)
+    lengths, element_bytes = [min(recipe.data.max_length, MAX_LENGTH)] * micro, DTYPES[recipe.precision].itemsize
+    activations = activation_bytes(
+        replace(small, hidden_size=local_width), lengths, element_bytes, ActivationPlan(tensor=cut)
     )
-    lengths = [min(recipe.data.max_length, MAX_LENGTH)] * micro
-    kept = _BUDGET_SHARE * activation_bytes(local_config, lengths, DTYPES[recipe.precision].itemsize).kept / 2**30
+    kept = _BUDGET_SHARE * activations.kept / 2**30
     return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
 
 

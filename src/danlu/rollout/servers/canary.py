@@ -234,7 +234,7 @@ def _sampled(config: ModelConfig, version: int | None) -> list[HFTensor]:
     tensors = hf_tensors(config)
     if version is None:
         return tensors
-    layer = f"model.layers.{version % config.layers}."
+    layer = f"model.layers.{version % len(config.layers)}."
     return [tensor for tensor in tensors if tensor.name.startswith(layer) or ".layers." not in tensor.name]
 
 

@@ -1,0 +1,210 @@
+"""What a layer of a decoder is made of, as plain data: what mixes its tokens, its feed-forward network, its norms.
+
+A `LayerSpec` says all that decides the layer's parameters, products, cache and cuts. `decoder.Layer` builds it; the
+plan, tensor parallelism and the shrunken models of `danlu verify` read it. Imports no torch.
+
+D model width · H query heads · K key/value heads · C head width · F inner width of the feed-forward network
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from danlu.errors import ModelError
+from danlu.models.rope_config import Rope
+
+Activation = Literal["silu", "gelu_tanh"]
+Norms = Literal["pre", "post", "sandwich"]
+Shapes = dict[str, tuple[int, ...]]
+"""Name of a parameter, without its layer -> shape."""
+Kept = Mapping[Literal["none", "elementwise", "selective"], float]
+"""Kind of recomputation -> elements a token that are kept for the backward pass (with `none`: all that are made)."""
+
+MAXIMUMS = {
+    "heads": 2**20,
+    "kv_heads": 2**20,
+    "head_dim": 2**20,
+    "intermediate_size": 2**31 - 1,
+}
+"""Bounds far above every published model, below which sizes can be multiplied and listed without harm."""
+
+
+def check_sizes(sizes: Mapping[str, Any], maximums: Mapping[str, int] = MAXIMUMS) -> None:
+    """Raises ModelError for a size below 1 or above its maximum; what has none in `maximums` is no size."""
+    for name, maximum in maximums.items():
+        size = sizes.get(name, 1)
+        if size < 1:
+            raise ModelError(f"{name} is {size}: it must be at least 1")
+        if size > maximum:
+            raise ModelError(f"{name} is {size:,}: at most {maximum:,} can be built")
+
+
+def linear_shapes(name: str, out_features: int, in_features: int, biased: bool) -> Shapes:
+    """Weight and, if it has one, bias of a linear layer."""
+    weight: Shapes = {f"{name}.weight": (out_features, in_features)}
+    return weight | {f"{name}.bias": (out_features,)} if biased else weight
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention by heads with keys and values of their own: multi-head (K = H), grouped-query, multi-query (K = 1)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    scale: float | None = None
+    """What q·k is multiplied by; None: one over the root of head_dim."""
+    window: int | None = None
+    """How many tokens a query sees, itself included; None: all."""
+    softcap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k before rotation (Qwen3)."""
+
+    def __post_init__(self) -> None:
+        check_sizes(vars(self))
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly: "
+                "the second must divide the first"
+            )
+        if self.rope.dim > self.head_dim:
+            raise ModelError(f"rotary embedding of {self.rope.dim} features does not fit a head of {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ModelError(f"a sliding window must be at least 1 token: {self.window}")
+
+    @property
+    def attention_scale(self) -> float:
+        """What q·k is multiplied by."""
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def query_width(self) -> int:
+        """Features of all queries, H C."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all keys, and of all values, K C."""
+        return self.kv_heads * self.head_dim
+
+    def parameter_shapes(self, width: int) -> Shapes:
+        """Its parameters in a model of that width, in the order of the forward pass."""
+        shapes = linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
+        shapes |= linear_shapes("k_proj", self.kv_width, width, self.qkv_bias)
+        shapes |= linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
+        if self.qk_norm:
+            shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
+        return shapes | linear_shapes("o_proj", width, self.query_width, self.o_bias)
+
+    def pair_flops(self) -> int:
+        """Operations of one query on one key it sees: scores, and the sum of values."""
+        return 4 * self.query_width
+
+    def kept(self, tensor: int) -> Kept:
+        """What the backward pass needs of each token, on one of so many tensor ranks, beside scores."""
+        queries, keys = self.query_width / tensor, self.kv_width / min(tensor, self.kv_heads)
+        return {
+            "none": 2 * queries + 2 * keys,
+            "elementwise": 2 * queries + 2 * keys,
+            "selective": queries + 2 * keys,
+        }
+
+    def uncuttable(self, degree: int) -> str | None:
+        """Why tensor ranks of that number cannot share it; None: they can."""
+        if self.heads % degree:
+            return f"{degree} does not divide the model's {self.heads} attention heads"
+        if self.kv_heads % degree and degree % self.kv_heads:
+            return f"{degree} neither divides the model's {self.kv_heads} key/value heads nor is a multiple of them"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads ({self.kv_heads} of keys)"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward network: down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(vars(self))
+
+    def parameter_shapes(self, width: int) -> Shapes:
+        """Its parameters in a model of that width, in the order of the forward pass."""
+        shapes = linear_shapes("gate_proj", self.intermediate_size, width, self.bias)
+        shapes |= linear_shapes("up_proj", self.intermediate_size, width, self.bias)
+        return shapes | linear_shapes("down_proj", width, self.intermediate_size, self.bias)
+
+    def kept(self, tensor: int) -> Kept:
+        """What the backward pass needs of each token, on one of so many tensor ranks."""
+        inner = self.intermediate_size / tensor
+        return {"none": 3 * inner, "elementwise": 2 * inner, "selective": 2 * inner}
+
+    def uncuttable(self, degree: int) -> str | None:
+        """Why tensor ranks of that number cannot share it; None: they can."""
+        if self.intermediate_size % degree:
+            return f"{degree} does not divide the MLP's width of {self.intermediate_size}"
+        return None
+
+
+Mixer = Heads
+Feed = Dense
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a decoder: attention, then a feed-forward network, each with norms around it."""
+
+    mixer: Mixer
+    feed: Feed
+    norms: Norms = "pre"
+    """Before each half (`pre`), behind it, before it joins the residual stream (`post`), or both (`sandwich`)."""
+
+    def parameter_shapes(self, width: int) -> Shapes:
+        """Its parameters in a model of that width, in the order of the forward pass."""
+        before, behind = self.norms != "post", self.norms != "pre"
+        shapes: Shapes = {}
+        for name, half in (("attention", self.mixer), ("mlp", self.feed)):
+            shapes |= {f"{name}_norm.weight": (width,)} if before else {}
+            shapes |= {f"{name}.{part}": shape for part, shape in half.parameter_shapes(width).items()}
+            shapes |= {f"post_{name}_norm.weight": (width,)} if behind else {}
+        return shapes
+
+    def product_weights(self, width: int) -> int:
+        """Weights that one token is multiplied with."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes(width).values() if len(shape) == 2)
+
+    @property
+    def widest(self) -> int:
+        """Features of its widest tensor between two products."""
+        return max(self.mixer.query_width, self.feed.intermediate_size)
+
+    def uncuttable(self, degree: int) -> str | None:
+        """Why tensor ranks of that number cannot share the layer; None: they can."""
+        return self.mixer.uncuttable(degree) or self.feed.uncuttable(degree)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Names and values of its sizes, for messages about a model that is too large."""
+        for half in (self.mixer, self.feed):
+            yield from ((name, getattr(half, name)) for name in MAXIMUMS if hasattr(half, name))
+
+    def differences(self, other: LayerSpec) -> list[str]:
+        """Names of what another layer has not, or has otherwise: `mixer.qk_norm`."""
+        names: list[str] = []
+        for half in ("mixer", "feed"):
+            mine, its = getattr(self, half), getattr(other, half)
+            if type(mine) is not type(its):
+                names.append(half)
+                continue
+            values: dict[str, Any] = vars(mine)
+            names += [f"{half}.{name}" for name, value in values.items() if getattr(its, name) != value]
+        return names + (["norms"] if self.norms != other.norms else [])

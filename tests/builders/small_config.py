@@ -1,0 +1,51 @@
+"""Configs of small decoders, from the fields of their parts by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import Dense, Heads, LayerSpec
+from danlu.models.rope_config import Rope, RopeScaling
+
+SMALL: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+
+
+def small_config(
+    *,
+    layers: int = 2,
+    windows: tuple[int | None, ...] = (),
+    rope_scaling: RopeScaling | None = None,
+    rope_theta: float = 10_000.0,
+    **changes: Any,
+) -> ModelConfig:
+    """A Llama of two layers of width 32 with 4 query heads of width 8 on 2 key/value heads.
+
+    windows: of each layer; by default none has one. changes: fields of ModelConfig, LayerSpec, Heads and Dense.
+    """
+    values = SMALL | changes
+    rope = Rope(rope_theta, values["head_dim"], values["max_position_embeddings"], rope_scaling)
+    of_part = {part: {field.name for field in fields(part)} for part in (ModelConfig, LayerSpec, Heads, Dense)}
+    unknown = values.keys() - set().union(*of_part.values())
+    assert not unknown, f"no part of a config has {unknown}"
+
+    def given(part: type) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name in of_part[part]}
+
+    feed = Dense(**given(Dense))
+    specs = tuple(
+        LayerSpec(Heads(**given(Heads), rope=rope, window=window), feed, **given(LayerSpec))
+        for window in windows or (None,) * layers
+    )
+    return ModelConfig(**given(ModelConfig), layers=specs)
