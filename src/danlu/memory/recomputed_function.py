@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from danlu.errors import TrainingError
 
@@ -185,10 +186,11 @@ class _Frame:
         self._function = function
         self._where = where
         self._surroundings = _surroundings
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        leaves, self._structure = tree_flatten(args)  # tensors may lie in tuples
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
-        self._args = tuple(None if isinstance(arg, Tensor) else arg for arg in args)
-        self._tensor_indices = [index for index, arg in enumerate(args) if isinstance(arg, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._outer_hooks = hooks_in_force()
         self._kept: list[_SavedAsUsual] | None = None  # the inputs, once something is to be recomputed from them
         # During the forward pass, inputs by their storage: views of them that are saved need not be recomputed.
@@ -290,11 +292,12 @@ class _Frame:
                 raise self._differs()
             self._tensors[output] = y.detach()
 
-    def _arguments(self) -> list[Any]:
-        args = list(self._args)
+    def _arguments(self) -> tuple[Any, ...]:
+        leaves = list(self._leaves)
         for number, (index, requires_grad) in enumerate(zip(self._tensor_indices, self._requires_grad, strict=True)):
-            args[index] = self.input(number).requires_grad_(requires_grad)
-        return args
+            leaves[index] = self.input(number).requires_grad_(requires_grad)
+        arguments: tuple[Any, ...] = tree_unflatten(leaves, self._structure)
+        return arguments
 
     def _differs(self) -> TrainingError:
         return TrainingError(

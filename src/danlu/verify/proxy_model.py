@@ -85,9 +85,14 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
         kv_heads=kv_heads,
         head_dim=head_dim,
         rope=replace(large.rope, dim=int(head_dim * share)),
-        scale=None if large.scale is None else large.scale * math.sqrt(large.head_dim / head_dim),
+        scale=None if large.scale is None else _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim)),
         window=None if large.window is None else WINDOW,
     )
+
+
+def _as_one_over_a_root(scale: float) -> float:
+    """The scale to nine digits, as a config.json that has a number of whose root it is one over can say it."""
+    return 1 / math.sqrt(round(scale**-2, 9))
 
 
 def _queries_per_key(large: int, kv_heads: int, tensor: int) -> int:
