@@ -9,7 +9,7 @@ from builders.small_config import small_config
 from torch import nn
 
 from danlu.models.decoder import Decoder
-from danlu.models.packed_weights import PackedWeights
+from danlu.models.packed_weights import PackedWeights, can_pack
 from danlu.models.rope_config import DynamicScaling, YarnScaling
 from danlu.rollout import model_runner
 from danlu.rollout.embedded import EmbeddedEngine
@@ -95,6 +95,9 @@ def test_control_another_weight_is_noticed(decoder, monkeypatch, part):
     assert got.logprobs[1:] != pytest.approx(expected.logprobs[1:], abs=2e-5)
 
 
+@pytest.mark.skipif(
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU has no packed products of bfloat16"
+)
 def test_bfloat16_is_as_near_as_the_modules_are(decoder, calls, monkeypatch):
     model = decoder().to(torch.bfloat16)
     sampled = SamplingOptions(temperature=0)
