@@ -168,7 +168,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         names = [each.name for each in fields(config)]
         lost = [name for name in names if getattr(understood, name) != getattr(config, name)]
         layers = zip(config.layers, understood.layers, strict=False)
-        parts = dict.fromkeys(part for mine, its in layers for part in mine.differences(its))
+        parts = dict.fromkeys(part for own, read in layers for part in own.differences(read))
         lost = [part for name in lost for part in (parts if name == "layers" and parts else [name])]
         raise ModelError(f"a {config.family} config.json cannot say this model's {', '.join(lost)}")
     return values

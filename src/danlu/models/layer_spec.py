@@ -201,10 +201,10 @@ class LayerSpec:
         """Names of what another layer has not, or has otherwise: `mixer.qk_norm`."""
         names: list[str] = []
         for half in ("mixer", "feed"):
-            mine, its = getattr(self, half), getattr(other, half)
-            if type(mine) is not type(its):
+            own, others = getattr(self, half), getattr(other, half)
+            if type(own) is not type(others):
                 names.append(half)
                 continue
-            values: dict[str, Any] = vars(mine)
-            names += [f"{half}.{name}" for name, value in values.items() if getattr(its, name) != value]
+            values: dict[str, Any] = vars(own)
+            names += [f"{half}.{name}" for name, value in values.items() if getattr(others, name) != value]
         return names + (["norms"] if self.norms != other.norms else [])
