@@ -25,7 +25,7 @@ from danlu.language.rollout import rollout_engine
 from danlu.parallel.ranks import Ranks
 from danlu.placing import Placed
 from danlu.recipe import Loaded, Recipe, load
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.embedded import EmbeddedEngine
@@ -102,9 +102,11 @@ class RecordedRewards:
         self.parts = [RewardPart(name, _not_asked, weight) for name, weight in recipe.reward_weights.items()]
         self.resampled = objective_section(recipe).resample > 0
         self.rewards: dict[tuple[int, int], Mapping[str, float | None]] = {}
+        self.steps: dict[tuple[int, int], Mapping[str, Mapping[str, Sequence[Any]]]] = {}
         for line in (line for lines in rollouts.values() for line in lines):
             for sample, answer in enumerate(line["answers"]):
                 self.rewards[line["number"], sample] = answer["rewards"]
+                self.steps[line["number"], sample] = answer.get("steps", {})
             if (greedy := line.get("greedy_rewards")) is not None:
                 self.rewards[GREEDY_NUMBERS + line["number"], 0] = greedy
 
@@ -115,7 +117,13 @@ class RecordedRewards:
             RewardFailure(self.parts[part].name, answer, "recorded as not given")
             for answer, part in np.argwhere(np.isnan(values)).tolist()
         ]
-        return RewardTable(values, failures)
+        steps = {
+            (number, part): StepRewards(tuple(own[each.name]["ends"]), tuple(own[each.name]["values"]))
+            for number, answer in enumerate(answers)
+            for part, each in enumerate(self.parts)
+            if each.name in (own := self.steps.get((answer.number, answer.sample), {}))
+        }
+        return RewardTable(values, failures, steps)
 
     def close(self) -> None:
         """Nothing is open."""

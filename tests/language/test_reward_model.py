@@ -16,7 +16,7 @@ from danlu.errors import DataError, ModelError
 from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
 from danlu.models.saving import save
 from danlu.models.score_head import new_score_head
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.types import Task
 
@@ -120,6 +120,12 @@ def test_a_process_reward_model_gives_its_least_certain_step(tiny_world: World, 
         assert len(tree.branches) == 3, "the prompt and two steps"
         steps = [float(right[branch.stop - 1]) for branch in tree.branches[1:]]
         assert score == pytest.approx(min(steps), rel=1e-4) and score != pytest.approx(max(steps), rel=1e-3)
+    first, _, nothing = replace(reward, per_step=True)([*answers, JudgedAnswer("\n", {}, "1 + 1?")])
+    assert isinstance(first, StepRewards) and nothing is None
+    assert first.ends == (13, 28) and min(first.values) == scores[0] and len(set(first.values)) == 2
+    long = replace(answers[0], text="1 and 1 is 2.\n" + "and so on, " * 200 + "\n3.")
+    (cut,) = replace(reward, per_step=True)([long])
+    assert isinstance(cut, StepRewards) and len(cut.values) == len(cut.ends) < 3  # what the model's context has
 
 
 def test_what_gives_no_score_is_refused(tiny_world: World, tmp_path: Path) -> None:

@@ -6,6 +6,36 @@ from mutation.table import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
+        "rollout/estimators.py",
+        "of_steps.append((part, last, value))",
+        "of_steps.append((part, 0, value))",
+        "rollout/test_estimators.py",
+    ),
+    Mutation(
+        "rollout/estimators.py",
+        "advantages[answer][: place + 1] += weight * value",
+        "advantages[answer][:place] += weight * value",
+        "rollout/test_estimators.py",
+    ),
+    Mutation(
+        "rollout/estimators.py",
+        "earned[place] += judged.weights[part] * reward",
+        "earned[-1] += judged.weights[part] * reward",
+        "rollout/test_estimators.py",
+    ),
+    Mutation(
+        "rollout/step_places.py",
+        "first = int(before[-1]) + 1 if len(before) else 0",
+        "first = 0",
+        "rollout/test_step_places.py",
+    ),
+    Mutation(
+        "rewards/protocol.py",
+        "lines.append((bare, start + len(bare)))",
+        "lines.append((bare, start + len(line)))",
+        "rewards/test_rewards.py",
+    ),
+    Mutation(
         "objectives/policy.py",
         "total + self.divergence_weight * divergence",
         "total + self.divergence_weight * divergence / batch.weight * totals.weight",
@@ -254,12 +284,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/estimators.py",
         "sums[answer] = penalty[places].sum()",
         "sums[answer] = penalty[places].mean()",
-        "rollout/test_estimators.py",
-    ),
-    Mutation(
-        "rollout/estimators.py",
-        "earned[-1:] += np.nan_to_num(terminal[answer])",
-        "earned[:1] += np.nan_to_num(terminal[answer])",
         "rollout/test_estimators.py",
     ),
     Mutation("rollout/estimators.py", "missing |= self.truncated", "pass", "rollout/test_estimators.py"),

@@ -279,6 +279,27 @@ BROKEN = [
     ),
     ({"stage": "ppo", "objective": "{scale: batch}"}, "objective.0.scale: ppo has the value of each token in place"),
     ({"objective": "{rewards_apart: true}"}, "objective.0.rewards_apart: there is one reward, and nothing to keep it"),
+    (
+        {"stage": "ppo", "objective": "{process_supervision: true}"},
+        "objective.0.process_supervision: ppo takes rewards where steps end by itself. Leave it out",
+    ),
+    (
+        {"objective": "{process_supervision: true, baseline: leave-one-out}"},
+        "objective.0.baseline: leave-one-out compares whole answers, and process_supervision steps. Use group, batch",
+    ),
+    ({"objective": "{process_supervision: true, scale: mean}"}, "objective.0.scale: mean is of whole answers, and"),
+    (
+        {"objective": "{process_supervision: true, rewards_apart: true}", "rewards": "[my.py:a, my.py:b]"},
+        "objective.0.rewards_apart: process_supervision keeps rewards apart by itself. Leave it out",
+    ),
+    (
+        {"objective": "{process_supervision: true, overlong: 9}"},
+        "objective.0.overlong: one number for an answer, and process_supervision compares steps. Leave it out",
+    ),
+    (
+        {"objective": "{process_supervision: true, kl: {in: reward}}"},
+        "objective.0.kl.in: reward: one number for an answer, and process_supervision compares steps. Use in: loss",
+    ),
     ({"objective": "[grpo, rloo]"}, "objective: 2 terms: stage rl has one policy gradient. Give one"),
     ({"objective": "[sigmoid, {kind: grpo}]"}, "objective: 2 terms: stage rl has one policy gradient. Give one"),
     ({"objective": "hidden"}, "objective.0.kind: hidden is an objective of stage distill, not of stage rl"),

@@ -12,7 +12,7 @@ import pytest
 from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.code import Code, code_of, passes, require_isolation
 from danlu.rewards.function import UserFunction, load_function
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 
 
@@ -159,6 +159,40 @@ def test_functions_are_called_as_trl_calls_them(tmp_path):
     reward = load_function(f"{path}:contents")
     assert reward.takes_batch
     assert reward([JudgedAnswer("two", {}, messages), JudgedAnswer("2", {}, messages[1:])]) == [23, 11]
+
+
+STEPS = """
+import numpy
+
+def by_line(completion, rewards):
+    return rewards
+
+def as_array(completion, rewards):
+    return numpy.array(rewards)
+
+def in_batches(completions, rewards):
+    return rewards
+"""
+
+
+def test_a_list_rewards_the_steps_of_an_answer(tmp_path):
+    path = tmp_path / "steps.py"
+    path.write_text(STEPS)
+    text = "1 + 1 = 2\r\n\n  \nso 2\n"  # two lines that are not empty, of 9 and 4 characters
+    by_line = StepRewards((9, 19), (0.5, -1.0))
+    for name in ("by_line", "as_array"):
+        assert load_function(f"{path}:{name}")([judged(text, rewards=[0.5, -1])]) == [by_line]
+    pairs = [judged(text, rewards=[(3, 1), (3, 2), (20, 0.5)]), judged("a", rewards=2.0), judged("", rewards=[])]
+    wanted = [StepRewards((3, 3, 20), (1.0, 2.0, 0.5)), 2.0, StepRewards((), ())]
+    assert load_function(f"{path}:in_batches")(pairs) == wanted
+    for rewards, message in (
+        ([1, 2, 3], "3 rewards for an answer of 2 steps, which are its lines that are not empty; pairs"),
+        ([(3, 1), 2], "rewards of steps are numbers, or pairs"),
+        ([(5, 1), (3, 1)], r"steps end at \[5, 3\], which has to rise within the 20 characters of the answer"),
+        ([(21, 1)], r"steps end at \[21\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            load_function(f"{path}:by_line")([judged(text, rewards=rewards)])
 
 
 def test_a_file_is_run_once_and_stays_as_it_was_read(file):

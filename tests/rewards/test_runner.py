@@ -18,7 +18,7 @@ from danlu.errors import RecipeError, ResourceError
 from danlu.rewards import worker_connection, worker_pool
 from danlu.rewards.code import Code, require_isolation
 from danlu.rewards.function import UserFunction
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Pattern
 
@@ -39,6 +39,10 @@ def fickle(completion):
             return math.inf
         case "text":
             return "good"
+        case "two\\nsteps":
+            return [0.25, 0.5]
+        case "a\\nbroken\\nstep":
+            return [0.25, math.nan, 1.0]
         case "hang":
             time.sleep(60)
         case "hang in C":
@@ -158,6 +162,13 @@ def test_a_failure_is_told_and_costs_only_its_own_answer(runner, text, reason):
     (failure,) = table.failures
     assert (failure.reward, failure.answer) == ("fickle", 1) and failure.reason.startswith(reason)
     assert many_rewards.score(judged("a", "bb")).values[:, 0].tolist() == [1, 2], "the runner is of no more use"
+
+
+def test_rewards_of_steps_come_out_of_their_process_and_are_summed(runner):
+    table = runner(Length(most=99), "fickle").score(judged("plain", "two\nsteps", "a\nbroken\nstep"))
+    assert table.values[:2, 1].tolist() == [5.0, 0.75] and np.isnan(table.values[2, 1])
+    assert table.steps == {(1, 1): StepRewards((3, 9), (0.25, 0.5))}
+    assert by_answer(table) == {2: "it gave nan for a step"}
 
 
 @pytest.mark.parametrize("text", ["hang", "hang in C"])
@@ -364,7 +375,7 @@ def test_an_interrupt_ends_the_scoring_at_once(runner):
 CALLER = """
 from danlu.rewards import worker_connection, worker_pool
 from danlu.rewards.function import UserFunction
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
 
 worker_pool.usable_cores = lambda: {cores}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -169,6 +171,80 @@ def test_a_critic_gives_each_token_its_advantage(bootstraps):
     np.testing.assert_allclose(np.concatenate(of_answers(items, ADVANTAGE)), advantages, rtol=1e-6)
     np.testing.assert_allclose(np.concatenate(of_answers(items, RETURN)), returns, rtol=1e-6)
     assert items[0].samples[0].columns[VALUE_OLD][2:].tolist() == [0.25] * 5
+
+
+STEPS = ({0: ([0, 1], [0.5, -1.0])}, {}, {0: ([0], [3.0])}, {0: ([1, 1, 2], [1.0, 0.25, -2.0])})
+"""Of answers of 2, 3, 1 and 4 tokens: where their steps end, and what these earned; the second has no steps."""
+TOKENS = ([0.5, -1.0], [0.0, 0.0, 2.0], [3.0], [0.0, 1.25, -2.0, 0.0])
+"""What each token earned: the second answer's reward is 2, at its end."""
+
+
+def with_steps(data):
+    steps = [
+        {part: (np.array(places), np.array(values)) for part, (places, values) in of_answer.items()}
+        for of_answer in STEPS
+    ]
+    return replace(data, step_rewards=steps)
+
+
+def gae(rewards, values, last, discount, trace_decay):
+    """By the recursion, from the last token to the first, in float64."""
+    advantages, carried, following = [], 0.0, last
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        carried = reward + discount * following - value + discount * trace_decay * carried
+        advantages.insert(0, carried)
+        following = value
+    return advantages
+
+
+def test_rewards_of_steps_are_earned_where_they_end():
+    rewards = [sum(each) for each in TOKENS]
+    data = with_steps(judged(rewards, **critic_scores(judged(rewards), 0.25, 0.5)))
+    data = replace(data, weights=[2.0])
+    items, _ = GaeEstimator(discount=0.9, trace_decay=0.8, whitens=False).estimate(data)
+    wanted = [gae([2 * each for each in earned], [0.25] * len(earned), 0.0, 0.9, 0.8) for earned in TOKENS]
+    for column, of_answer in zip(of_answers(items, ADVANTAGE), wanted, strict=True):
+        np.testing.assert_allclose(column, of_answer, rtol=1e-6)
+    # Control: as rewards of whole answers, with the same sums, they are other advantages.
+    whole, _ = GaeEstimator(discount=0.9, trace_decay=0.8, whitens=False).estimate(replace(data, step_rewards=()))
+    same = [
+        np.allclose(column, of_answer, rtol=1e-3)
+        for column, of_answer in zip(of_answers(whole, ADVANTAGE), wanted, strict=True)
+    ]
+    assert same == [False, True, True, False]
+
+
+def test_groups_compare_sums_of_steps_or_with_process_supervision_steps():
+    rewards = [sum(each) for each in TOKENS]
+    data = with_steps(judged(rewards))
+    summed, _ = GroupEstimator(scale="none").estimate(data)
+    assert [set(column.tolist()) for column in of_answers(summed, ADVANTAGE)] == [{-1.25}, {1.25}, {1.875}, {-1.875}]
+    items, _ = GroupEstimator(process_supervision=True).estimate(data)
+    first, second = [0.5, -1.0, 2.0], [3.0, 1.0, 0.25, -2.0]  # of the steps of each prompt's answers, the second's one
+    normalised = [
+        [(value - np.mean(of_prompt)) / (np.std(of_prompt, ddof=1) + 1e-4) for value in of_prompt]
+        for of_prompt in (first, second)
+    ]
+    (a, b, c), (d, e, f, g) = normalised
+    wanted = [[a + b, b], [c, c, c], [d], [e + f + g, e + f + g, g, 0.0]]
+    for column, of_answer in zip(of_answers(items, ADVANTAGE), wanted, strict=True):
+        np.testing.assert_allclose(column, of_answer, rtol=1e-6)
+    without = replace(data, step_rewards=())  # control: each answer as one step is as without process supervision
+    plain, one_step = (GroupEstimator(process_supervision=each).estimate(without)[0] for each in (False, True))
+    np.testing.assert_allclose(
+        np.concatenate(of_answers(plain, ADVANTAGE)), np.concatenate(of_answers(one_step, ADVANTAGE)), rtol=1e-6
+    )
+
+
+def test_several_rewards_of_steps_are_normalised_apart_and_added_up_by_weight():
+    rewards = np.array([[1.0, 5.0], [0.0, np.nan], [2.0, 1.0], [0.0, 1.0]])
+    data = replace(
+        judged(rewards), weights=[1.0, 0.5], step_rewards=[{}, {}, {1: (np.array([0]), np.array([1.0]))}, {}]
+    )
+    items, _ = GroupEstimator(scale="none", process_supervision=True).estimate(data)
+    wanted = [[0.5, 0.5], [-0.5] * 3, [1.0], [-1.0] * 4]  # of the second reward one answer, and two alike
+    for column, of_answer in zip(of_answers(items, ADVANTAGE), wanted, strict=True):
+        np.testing.assert_allclose(column, of_answer)
 
 
 def test_a_critics_tokens_pay_for_their_kl():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import numpy as np
 
 from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.data.batch import empty_like
+from danlu.errors import RecipeError
 from danlu.language.learner import DecoderLearner
 from danlu.language.reader import tokenizer_of
 from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
@@ -31,7 +32,7 @@ from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.environments.build import environment_workers, tool_schemas
 from danlu.rewards.environments.user_class import EnvironmentReward
-from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.runner import RewardPart
 from danlu.rollout.answer_pairs import PairEstimator
 from danlu.rollout.asynchronous import AsynchronousRollouts
@@ -71,8 +72,11 @@ def reward_parts(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None
 
     def reward_model(section: ModelReward) -> Reward:
         if judges is not None and section.path in judges:
-            return judges[section.path]
-        return DeferredRewardModel(resolve_reward_model(section.path), recipe)
+            return replace(judges[section.path], per_step=section.per_step)
+        resolved = resolve_reward_model(section.path)
+        if section.per_step and resolved.config.task != "token-classification":
+            raise RecipeError(f"per_step: {section.path} judges whole answers, not their steps. Leave it out")
+        return DeferredRewardModel(resolved, recipe, section.per_step)
 
     environment = recipe.environment
     own: list[RewardPart] = []
@@ -90,14 +94,16 @@ class DeferredRewardModel:
 
     resolved: ResolvedModel
     recipe: Recipe
+    per_step: bool = False
 
     @cached_property
     def model(self) -> RewardModel:
         """The loaded model. Raises ModelError, as `load_reward_model` does."""
         assert self.recipe.precision != "auto", "a run has chosen its precision before it judges"
-        return load_reward_model(self.resolved, precision=self.recipe.precision, device=self.recipe.device)
+        model = load_reward_model(self.resolved, precision=self.recipe.precision, device=self.recipe.device)
+        return replace(model, per_step=self.per_step)
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
         return self.model(answers)
 
 
@@ -187,7 +193,7 @@ def experience_items(
             ranks.world,
             _rollouts(recipe, len(prompts.train)),
         )
-    experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model)
+    experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model, chat.decode)
     if not prompts.held_out:
         return experience, None
     return experience, HeldOutAnswers(experience, prompts.held_out)
@@ -255,7 +261,9 @@ def _estimator_of_rewards(recipe: Recipe) -> Estimator:
         kl = KlPenalty(coefficient, target is not None, section.kl.estimator)
     if isinstance(section, Ppo):
         return GaeEstimator(section.discount, section.gae, section.whiten, section.bootstrap_truncated, shaping, kl)
-    return GroupEstimator(section.baseline, section.scale, section.rewards_apart, shaping, kl)
+    return GroupEstimator(
+        section.baseline, section.scale, section.rewards_apart, shaping, kl, section.process_supervision
+    )
 
 
 def _settings(recipe: Recipe, chat: ChatTokenizer, vocab_size: int) -> ExperienceSettings:

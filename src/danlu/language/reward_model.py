@@ -25,7 +25,7 @@ from danlu.errors import DataError, ModelError
 from danlu.language.scoring import row_values, scored_rows, scoring_learner
 from danlu.models.hf_layout import SCORE
 from danlu.recipe.sections import QuantizationSection
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards, lines_of
 from danlu.rollout.generation_config import Precision
 from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.rollout.resolve_model import ResolvedModel, resolve_model
@@ -48,22 +48,28 @@ class RewardModel:
     task: Task
     switched_on: Callable[[], AbstractContextManager[None]] = nullcontext
     """Makes a context in which the model has its adapters, where it is one that another model has too."""
+    per_step: bool = False
+    """Whether a process reward model gives each step's probability where the step ends, in the place of the least."""
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
         samples: dict[int, Sample] = {}
         for number, rendered in self._rendered(answers).items():
             tree = self._within_context(rendered)
             if tree is not None:
                 where = f"answer {number}"
                 samples[number] = Sample(tree.tokens, tree.weights, where, branches=tree.branches, facts=tree.facts)
-        scores: list[float | None] = [None] * len(answers)
+        scores: list[float | StepRewards | None] = [None] * len(answers)
         with self.switched_on():
             packs = [Pack((sample,)) for sample in samples.values()]
             rows = list(scored_rows(scoring_learner(self.loaded), packs))
         for number, row in zip(samples, rows, strict=True):
-            scores[number] = (
-                float(np.min(row_values(row, steps=True)["steps"])) if self._judges_steps else float(row.scores[-1])
-            )
+            if not self._judges_steps:
+                scores[number] = float(row.scores[-1])
+                continue
+            right = row_values(row, steps=True)["steps"]  # those that the model's context has
+            ends = [end for _, end in lines_of(answers[number].text)]
+            by_step = StepRewards(tuple(ends[: len(right)]), tuple(right))
+            scores[number] = by_step if self.per_step else float(np.min(right))
         return scores
 
     @property
@@ -87,7 +93,7 @@ class RewardModel:
         if isinstance(prompt, str) and self.loaded.chat_tokenizer.tokenizer.has_template:
             prompt = [{"role": "user", "content": prompt}]
         if self._judges_steps:
-            steps: list[Any] = [line for line in answer.text.splitlines() if line.strip()]
+            steps: list[Any] = [line for line, _ in lines_of(answer.text)]
             value = {"prompt": prompt, "completions": steps, "labels": [None] * len(steps)}
             row = parse_answers(value, "stepwise", "stepwise", where)
             assert isinstance(row, StepwiseAnswer), "the format says so"

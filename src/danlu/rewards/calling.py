@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from danlu.errors import DanluError
-from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 ASYNCIO = str(Path(sysconfig.get_path("stdlib")) / "asyncio")
@@ -27,13 +27,21 @@ class Outcome:
     """What a reward said of one answer: a number, or NaN and the reason for it."""
 
     value: float
+    """Of steps their sum."""
     failure: str | None = None
+    steps: StepRewards | None = None
 
 
-def outcome_of(value: float | None) -> Outcome:
+def outcome_of(value: float | StepRewards | None) -> Outcome:
     """What a reward gave, as an outcome: None, NaN and what is infinite in float32 are no numbers."""
     if value is None:
         return Outcome(math.nan, "it gave None")
+    if isinstance(value, StepRewards):
+        failures = [outcome_of(each).failure for each in value.values]
+        if first := next((failure for failure in failures if failure is not None), None):
+            return Outcome(math.nan, f"{first} for a step")
+        total = outcome_of(sum(value.values))
+        return total if total.failure is not None else Outcome(total.value, steps=value)
     number = float(value)
     if abs(number) <= LARGEST:
         return Outcome(number)

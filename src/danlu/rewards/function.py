@@ -2,6 +2,9 @@
 
 `def short(completion, **row) -> float | None` is called with each answer. A function with a parameter `completions` is
 called as TRL calls one: with the answers of many rows at once, their prompts, and a list for each column.
+
+In the place of a number there may be rewards of steps: a list of numbers, one for each line of the answer that is not
+empty, or of pairs (characters of the answer up to the end of the step, reward).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 from danlu.errors import RecipeError
 from danlu.rewards.calling import failure_reason
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards, lines_of
 
 
 class FunctionReward:
@@ -38,9 +41,9 @@ class FunctionReward:
         """Whether it is called with many answers at once."""
         return "completions" in self._parameters
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
         if not self.takes_batch:
-            return [_as_reward(self._call(_columns(answer))) for answer in answers]
+            return [_as_reward(self._call(_columns(answer)), answer) for answer in answers]
         columns = [_columns(answer) for answer in answers]
         names = dict.fromkeys(name for row in columns for name in row)
         lists: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names}
@@ -50,7 +53,7 @@ class FunctionReward:
         rewards = list(self._call(lists))
         if len(rewards) != len(answers):
             raise ValueError(f"the function gave {len(rewards)} rewards for {len(answers)} answers")
-        return [_as_reward(reward) for reward in rewards]
+        return [_as_reward(reward, answer) for reward, answer in zip(rewards, answers, strict=True)]
 
     def _call(self, columns: dict[str, Any]) -> Any:
         names = columns if self._takes_all else [name for name in columns if name in self._parameters]
@@ -110,7 +113,7 @@ class UserFunction:
         """The function as a reward. Raises what `resolve` raises."""
         return FunctionReward(self.resolve())
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
         return self.load()(answers)
 
 
@@ -154,10 +157,31 @@ def _as_in_trl(answer: JudgedAnswer) -> Any:
     return answer.text if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.text}]
 
 
-def _as_reward(value: Any) -> float | None:
-    """A number or None. Raises TypeError for anything else."""
+def _as_reward(value: Any, answer: JudgedAnswer) -> float | StepRewards | None:
+    """A number, rewards of steps, or None. Raises TypeError for anything else, ValueError for steps that do not fit."""
     if value is None:
         return None
+    if getattr(value, "ndim", 0):  # an array or a tensor
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return _as_steps(value, answer.text)
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         return float(value)
     raise TypeError(f"a reward is a number or None, and the function gave {type(value).__name__}: {value!r}")
+
+
+def _as_steps(steps: Sequence[Any], text: str) -> StepRewards:
+    if any(isinstance(step, list | tuple) for step in steps):
+        if not all(isinstance(step, list | tuple) and len(step) == 2 for step in steps):
+            raise TypeError("rewards of steps are numbers, or pairs (characters up to the end of the step, reward)")
+        ends, values = [int(end) for end, _ in steps], [float(value) for _, value in steps]
+        if ends != sorted(ends) or not all(0 < end <= len(text) for end in ends):
+            raise ValueError(f"steps end at {ends}, which has to rise within the {len(text)} characters of the answer")
+        return StepRewards(tuple(ends), tuple(values))
+    lines = lines_of(text)
+    if len(steps) != len(lines):
+        raise ValueError(
+            f"{len(steps)} rewards for an answer of {len(lines)} steps, which are its lines that are not empty; pairs "
+            "(characters up to the end of the step, reward) say where others end"
+        )
+    return StepRewards(tuple(end for _, end in lines), tuple(float(step) for step in steps))

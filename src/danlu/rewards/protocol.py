@@ -30,10 +30,31 @@ class JudgedAnswer:
     """With an environment: what it gave."""
 
 
+@dataclass(frozen=True)
+class StepRewards:
+    """What an answer earned step by step (process rewards). As one number it is their sum."""
+
+    ends: tuple[int, ...]
+    """Characters of the answer up to the end of each step, not falling."""
+    values: tuple[float, ...]
+    """Of each step."""
+
+
 class Reward(Protocol):
     """Judges answers, those of a prompt or of many at once. None where it cannot say: counted, and never a 0."""
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> Sequence[float | None]: ...
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> Sequence[float | StepRewards | None]: ...
+
+
+def lines_of(text: str) -> list[tuple[str, int]]:
+    """(line, characters of the text up to its end) of each line that is not empty: the steps of an answer."""
+    lines, start = [], 0
+    for line in text.splitlines(keepends=True):
+        (bare,) = line.splitlines()
+        if bare.strip():
+            lines.append((bare, start + len(bare)))
+        start += len(line)
+    return lines
 
 
 def column_of(answer: JudgedAnswer, name: str) -> Any:

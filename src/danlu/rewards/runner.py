@@ -8,9 +8,9 @@ programs wait for somebody else within limits of their own, in threads. A reward
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
 from danlu.rewards.judge import Judge
-from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers, Task
 
@@ -58,6 +58,8 @@ class RewardTable:
     """[M answers, R rewards] float64, NaN where a reward was not given."""
     failures: Sequence[RewardFailure]
     """One for each NaN, by reward and answer."""
+    steps: Mapping[tuple[int, int], StepRewards] = field(default_factory=dict)
+    """By (answer, reward) the rewards of steps, whose sum the number is."""
 
     @property
     def unjudged(self) -> np.ndarray:
@@ -173,7 +175,13 @@ class RewardRunner:
                 for answer, outcome in enumerate(outcomes[number])
                 if outcome.failure is not None
             ]
-        return RewardTable(values, failures)
+        steps = {
+            (answer, number): outcome.steps
+            for number, of_part in outcomes.items()
+            for answer, outcome in enumerate(of_part)
+            if outcome.steps is not None
+        }
+        return RewardTable(values, failures, steps)
 
 
 def _needs_worker(reward: Reward) -> bool:

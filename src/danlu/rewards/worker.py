@@ -49,7 +49,8 @@ def serve() -> None:
             _end_group()
         with _cpu_limit(call.cpu_limit_s):
             outcomes = call_on_batch(rewards[call.reward], call.answers)
-        _reply(replies, [[each.value, each.failure] for each in outcomes])
+        steps = [None if each.steps is None else [each.steps.ends, each.steps.values] for each in outcomes]
+        _reply(replies, [[each.value, each.failure, own] for each, own in zip(outcomes, steps, strict=True)])
 
 
 def _load(rewards: Sequence[Reward], replies: BinaryIO) -> list[Reward]:

@@ -15,7 +15,7 @@ from danlu.errors import RecipeError, ResourceError
 from danlu.machine import usable_cores
 from danlu.rewards.calling import Outcome
 from danlu.rewards.function import UserFunction
-from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.worker import START, Call
 from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any
 
@@ -33,6 +33,12 @@ class Task:
     def failed(self, reason: str) -> tuple[Task, list[Outcome]]:
         """The task with an outcome for each of its answers that says why there is no number."""
         return self, [Outcome(math.nan, reason)] * len(self.numbers)
+
+
+def _outcome(value: float | None, failure: str | None, steps: tuple[list[int], list[float]] | None) -> Outcome:
+    """An outcome out of a line of JSON."""
+    own = None if steps is None else StepRewards(tuple(steps[0]), tuple(steps[1]))
+    return Outcome(math.nan if value is None else value, failure, own)
 
 
 class RewardWorkers:
@@ -130,7 +136,7 @@ class RewardWorkers:
         if reply is not None:
             worker.task = None
             timeouts[task.reward] = 0
-            yield task, [Outcome(math.nan if value is None else value, failure) for value, failure in reply]
+            yield task, [_outcome(*each) for each in reply]
         elif ending is not None:
             timeouts[task.reward] += worker.is_late
             self._end(number)

@@ -16,6 +16,7 @@ from torch import Tensor
 from danlu.objectives.advantages import (
     Baseline,
     Scale,
+    answer_advantages,
     combined_advantages,
     generalized_advantages,
     overlong_penalty,
@@ -24,6 +25,7 @@ from danlu.objectives.advantages import (
 )
 from danlu.objectives.policy_losses import AdaptiveKl, KlEstimator, kl_estimate
 from danlu.rollout.experience_trees import ADVANTAGE, OLD, with_columns
+from danlu.rollout.step_places import TokenRewards
 from danlu.types import Pack
 
 REFERENCE, VALUE_OLD, RETURN = "reference", "value_old", "return"
@@ -45,11 +47,26 @@ class Judged:
     greedy_rewards: np.ndarray | None = None  # [G, R]
     token_scores: Sequence[Mapping[str, np.ndarray]] = ()  # of each item, [S] each
     branch_scores: Sequence[Mapping[str, np.ndarray]] = ()  # of each item, [branches] each
+    step_rewards: Sequence[Mapping[int, TokenRewards]] = ()
+    """Of each answer, by the number of the reward: what its steps earned, whose sum the reward is; none of any where
+    no reward judges steps."""
 
     @property
     def total(self) -> Tensor:
         """[M] float64: the weighted sum of each answer's rewards, NaN where there is none."""
         return weighted_reward(torch.from_numpy(self.rewards), self.weights)
+
+    def earned(self, answer: int) -> list[tuple[int, int, float]]:
+        """(number of the reward, place among the answer's tokens, reward) of each step; of a reward without steps its
+        number, at the last token."""
+        last, of_steps = int(self.lengths[answer]) - 1, list[tuple[int, int, float]]()
+        steps = self.step_rewards[answer] if self.step_rewards else {}
+        for part, value in enumerate(self.rewards[answer].tolist() if last >= 0 else ()):
+            if part in steps:
+                of_steps += [(part, *each) for each in zip(*(column.tolist() for column in steps[part]), strict=True)]
+            elif not np.isnan(value):
+                of_steps.append((part, last, value))
+        return of_steps
 
     def masked(self, items: Sequence[Pack], *, truncated: bool) -> list[Pack]:
         """The items where answers without a reward, and perhaps those that were cut off, have no weight: they are not
@@ -156,13 +173,19 @@ class KlPenalty:
 
 @dataclass
 class GroupEstimator:
-    """One advantage for all tokens of an answer, from the rewards of others: the family of GRPO."""
+    """One advantage for all tokens of an answer, from the rewards of others: the family of GRPO.
+
+    Rewards of steps count by their sum; with `process_supervision` by themselves (arXiv:2402.03300, section 4.1.3):
+    each reward's steps of all answers to a prompt are normalised together, and a token has the sum of those that end
+    with it or later. A reward without steps is a step that ends with the answer.
+    """
 
     baseline: Baseline = "group"
     scale: Scale = "group"
     apart: bool = False
     shaping: RewardShaping = field(default_factory=RewardShaping)
     kl: KlPenalty | None = None
+    process_supervision: bool = False
     columns: ClassVar = (ADVANTAGE,)
     facts: ClassVar[tuple[str, ...]] = ()
 
@@ -171,8 +194,32 @@ class GroupEstimator:
         judged, metrics = self.shaping.shaped(judged), dict[str, float]()
         if self.kl is not None:
             judged, metrics = self._with_kl(judged, self.kl)
+        advantages = self._by_step(judged) if self.process_supervision else self._by_answer(judged)
+        items = []
+        for number, item in enumerate(judged.items):
+            column = np.zeros(len(item.samples[0].tokens), np.float32)
+            for answer, places in judged.answers(number):
+                column[places] = advantages[answer]
+            items.append(with_columns(item, {ADVANTAGE: column}))
+        return judged.masked(items, truncated=self.shaping.masks_truncated), metrics
+
+    def _by_step(self, judged: Judged) -> list[np.ndarray]:
+        """[T] float64 of each answer: what each token's own and later steps were better than others."""
+        advantages = [np.zeros(length) for length in judged.lengths.tolist()]
+        steps = [(answer, *step) for answer in range(len(advantages)) for step in judged.earned(answer)]
+        for part, weight in enumerate(judged.weights):
+            own = [(answer, place, value) for answer, of_part, place, value in steps if of_part == part]
+            groups = torch.from_numpy(judged.groups[[answer for answer, _, _ in own]])
+            values = torch.tensor([value for _, _, value in own], dtype=torch.float64)
+            normalised = answer_advantages(values, groups, baseline=self.baseline, scale=self.scale).tolist()
+            for (answer, place, _), value in zip(own, normalised, strict=True):
+                advantages[answer][: place + 1] += weight * value
+        return advantages
+
+    def _by_answer(self, judged: Judged) -> np.ndarray:
+        """[M] float64: one for all tokens of each answer."""
         greedy = judged.greedy_rewards
-        advantages = combined_advantages(
+        return combined_advantages(
             torch.from_numpy(judged.rewards),
             judged.weights,
             torch.from_numpy(judged.groups),
@@ -181,13 +228,6 @@ class GroupEstimator:
             scale=self.scale,
             greedy_rewards=None if greedy is None else torch.from_numpy(greedy[judged.groups]),
         ).numpy()
-        items = []
-        for number, item in enumerate(judged.items):
-            column = np.zeros(len(item.samples[0].tokens), np.float32)
-            for answer, places in judged.answers(number):
-                column[places] = advantages[answer]
-            items.append(with_columns(item, {ADVANTAGE: column}))
-        return judged.masked(items, truncated=self.shaping.masks_truncated), metrics
 
     def state(self) -> dict[str, Any]:
         """The coefficient of KL, where it is in the reward."""
@@ -214,7 +254,8 @@ class GroupEstimator:
 
 @dataclass
 class GaeEstimator:
-    """Advantages of tokens from a critic (GAE, arXiv:1506.02438): PPO. The reward is earned by the last token."""
+    """Advantages of tokens from a critic (GAE, arXiv:1506.02438): PPO. A reward is earned by the last token, those of
+    steps by the tokens that end them."""
 
     discount: float = 1.0
     trace_decay: float = 0.95
@@ -243,7 +284,8 @@ class GaeEstimator:
             branches = judged.last_branches(number)
             for (answer, places), branch in zip(judged.answers(number), branches, strict=True):
                 earned = -penalties[number][places]
-                earned[-1:] += np.nan_to_num(terminal[answer])
+                for part, place, reward in judged.earned(answer):
+                    earned[place] += judged.weights[part] * reward
                 rewards.append(earned)
                 values.append(scores[VALUE_OLD][places].astype(np.float64))
                 goes_on = self.bootstraps_truncated and judged.truncated[answer]

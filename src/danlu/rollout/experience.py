@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ from danlu.rollout.experience_trees import (
 )
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.rollout_sampler import Answered, ExperienceSettings, RolloutSampler
+from danlu.rollout.step_places import TokenRewards, token_rewards
+from danlu.rollout.stopping import Decode
 from danlu.types import Pack
 
 STALENESS = ("staleness", "staleness_max")
@@ -58,6 +60,7 @@ class Experience:
             reference and a critic say of each token. All processes call it together.
         log: what was answered, a line a prompt; None on other processes than the first.
         laid_out: an item as it goes through the model.
+        decode: token ids to text, where rewards judge steps of it.
     """
 
     sampler: RolloutSampler
@@ -65,6 +68,7 @@ class Experience:
     score: Callable[[Sequence[Pack]], Scores] | None = None
     log: LineLog | None = None
     laid_out: Callable[[Pack], Pack] = lambda item: item
+    decode: Decode | None = None
 
     _rollout: int | None = None  # whose items are there
     _items: list[Pack] = field(default_factory=list)
@@ -309,16 +313,30 @@ class Experience:
             answered.greedy_rewards,
             token_scores,
             branch_scores,
+            self._step_rewards(answered),
         )
+
+    def _step_rewards(self, answered: Answered) -> list[dict[int, TokenRewards]]:
+        """Of each answer what its steps earned, at the tokens where they end; nothing where no reward judges steps."""
+        if not any(steps for of_prompt in answered.steps for steps in of_prompt):
+            return []
+        assert self.decode is not None, "who has rewards of steps says how tokens become text"
+        return [
+            token_rewards(completion, prompt.tokens, steps, self.decode)
+            for prompt, completions, of_prompt in zip(
+                answered.prompts, answered.completions, answered.steps, strict=True
+            )
+            for completion, steps in zip(completions, of_prompt, strict=True)
+        ]
 
     def _write(self, log: LineLog, rollout: int, answered: Answered) -> None:
         """A line for each prompt: what was asked, answered and rewarded."""
         settings, parts = self.settings, self.sampler.rewards.parts
         step = rollout * settings.updates * settings.passes + 1
         for place, (number, prompt) in enumerate(zip(answered.numbers, answered.prompts, strict=True)):
-            answers = []
+            answers: list[dict[str, Any]] = []
             for completion, rewards in zip(answered.completions[place], answered.rewards[place], strict=True):
-                entry = {
+                entry: dict[str, Any] = {
                     "text": completion.text,
                     "finish": completion.finish,
                     "tokens": completion.tokens,
@@ -330,6 +348,8 @@ class Experience:
                     entry["turns"] = [dict(turn) for turn in completion.turns]
                 if failures := self.sampler.failures.get((completion.number, completion.sample)):
                     entry["failures"] = failures
+                if steps := answered.steps[place][len(answers)] if answered.steps else {}:
+                    entry["steps"] = {parts[part].name: asdict(of_steps) for part, of_steps in steps.items()}
                 answers.append(entry)
             line = {"step": step, "number": number, "row": prompt.where, "prompt": prompt.prompt, "answers": answers}
             if answered.greedy_rewards is not None:

@@ -18,7 +18,7 @@ from danlu.data.prompts import Prompt
 from danlu.parallel.comm import Group
 from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.watchdog import PHASE
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
@@ -97,6 +97,8 @@ class Answered:
     completions: tuple[tuple[Completion, ...], ...]  # of each prompt
     rewards: np.ndarray  # [prompts, samples, R], NaN where there is none
     greedy_rewards: np.ndarray | None  # [prompts, R]
+    steps: tuple[tuple[Mapping[int, StepRewards], ...], ...] = ()
+    """Of each answer to each prompt: rewards of its steps, by the number of the reward; nothing where none has any."""
 
     def chosen(self, places: Sequence[int]) -> Answered:
         """Some of the prompts."""
@@ -107,6 +109,7 @@ class Answered:
             tuple(self.completions[place] for place in index),
             self.rewards[index],
             None if self.greedy_rewards is None else self.greedy_rewards[index],
+            tuple(self.steps[place] for place in index),
         )
 
     def and_(self, other: Answered) -> Answered:
@@ -118,6 +121,7 @@ class Answered:
             self.completions + other.completions,
             np.concatenate([self.rewards, other.rewards]),
             np.concatenate([self.greedy_rewards, other.greedy_rewards]) if both_greedy else None,  # type: ignore[list-item]
+            self.steps + other.steps,
         )
 
 
@@ -272,7 +276,7 @@ class RolloutSampler:
         if self.asynchronous is not None:
             self._ask_up_to(self.asynchronous, self.next_prompt)
             generate = self.asynchronous.take
-        completions, rewards = self._judged_completions(requests, [*prompts, *prompts], generate)
+        completions, rewards, steps = self._judged_completions(requests, [*prompts, *prompts], generate)
         sampled = completions[: count * settings.samples]
         for completion in sampled:
             if completion.tokens:  # an environment may fail before the first
@@ -283,14 +287,20 @@ class RolloutSampler:
             tuple(tuple(sampled[i * settings.samples : (i + 1) * settings.samples]) for i in range(count)),
             rewards[: len(sampled)].reshape(count, settings.samples, -1),
             rewards[len(sampled) :] if settings.greedy else None,
+            tuple(tuple(steps[i * settings.samples : (i + 1) * settings.samples]) for i in range(count)),
         )
 
     def answer(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> Answered:
         """One answer to each of other prompts, which are not trained on; numbers: of their requests."""
         requests = self._requests(numbers, prompts, sampling, 1)
-        completions, rewards = self._judged_completions(requests, prompts, self.engine.generate)
+        completions, rewards, steps = self._judged_completions(requests, prompts, self.engine.generate)
         return Answered(
-            tuple(numbers), tuple(prompts), tuple((completion,) for completion in completions), rewards[:, None], None
+            tuple(numbers),
+            tuple(prompts),
+            tuple((completion,) for completion in completions),
+            rewards[:, None],
+            None,
+            tuple((of_answer,) for of_answer in steps),
         )
 
     def _requests_of(self, numbers: Sequence[int], prompts: Sequence[Prompt]) -> list[Request]:
@@ -321,8 +331,9 @@ class RolloutSampler:
 
     def _judged_completions(
         self, requests: Sequence[Request], prompts: Sequence[Prompt], generate: Generate
-    ) -> tuple[list[Completion], np.ndarray]:
-        """The completions of requests, each of one of the prompts in order, and their rewards [completions, R]."""
+    ) -> tuple[list[Completion], np.ndarray, list[dict[int, StepRewards]]]:
+        """The completions of requests, each of one of the prompts in order, their rewards [completions, R] and those of
+        their steps, by the number of the reward."""
         start = time.perf_counter()
         PHASE.begin("rollout")
         episodes = self.episodes
@@ -337,13 +348,15 @@ class RolloutSampler:
         ]
         PHASE.begin("rewards")
         # They may take longer than a collective may.
-        rewards = self.world.from_first(
+        rewards, steps = self.world.from_first(
             lambda: self._rewarded(answers, completions), barrier=lambda: untimed_barrier(f"rewards-{next(_barriers)}")
         )
         self.times.reward += time.perf_counter() - start
-        return list(completions), rewards
+        return list(completions), rewards, steps
 
-    def _rewarded(self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]) -> np.ndarray:
+    def _rewarded(
+        self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]
+    ) -> tuple[np.ndarray, list[dict[int, StepRewards]]]:
         table = self.rewards.score(answers)
         for failure in table.failures:
             completion = completions[failure.answer]
@@ -351,11 +364,15 @@ class RolloutSampler:
                 f"{failure.reward}: {failure.reason}"
             )
         values = table.values
+        steps: list[dict[int, StepRewards]] = [{} for _ in completions]
+        for (answer, reward), of_steps in table.steps.items():
+            steps[answer][reward] = of_steps
         for place, completion in enumerate(completions):
             if isinstance(completion, Episode) and completion.failure is not None:
                 self.failures[completion.number, completion.sample] = [f"environment: {completion.failure}"]
                 values[place] = np.nan  # whatever other rewards say of an episode that was not played to its end
-        return values
+                steps[place] = {}
+        return values, steps
 
 
 def judged_answer(completion: Completion, prompt: Prompt) -> JudgedAnswer:

@@ -226,6 +226,7 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     if objective.rewards_apart and objective.kl is not None and objective.kl.in_reward and objective.needs_reference:
         message = "reward: subtracted from the sum of rewards, and rewards_apart has none. Use in: loss"
         yield Problem("objective.0.kl.in", message, reads=("objective.0.rewards_apart",))
+    yield from _process_supervision_problems(objective)
     yield from _kl_problems(objective)
     yield from _clip_problems(objective)
     yield from _vespo_problems(objective)
@@ -233,6 +234,33 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     if importance is not None and importance.low is not None and importance.low >= importance.high:
         message = f"{importance.low} is not below high, which is {importance.high}: nothing would be trained"
         yield Problem("objective.0.importance.low", message, reads=("objective.0.importance.high",))
+
+
+def _process_supervision_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
+    if not objective.process_supervision:
+        return
+    reads = ("objective.0.process_supervision",)
+    if objective.needs_value:
+        message = "ppo takes rewards where steps end by itself. Leave it out"
+        yield Problem("objective.0.process_supervision", message, reads=("objective.0.kind",))
+        return
+    if objective.baseline not in ("group", "batch", "none"):
+        message = (
+            f"{objective.baseline} compares whole answers, and process_supervision steps. Use group, batch or none"
+        )
+        yield Problem("objective.0.baseline", message, reads=reads)
+    if objective.scale == "mean":
+        message = "mean is of whole answers, and process_supervision compares steps. Use group, batch or none"
+        yield Problem("objective.0.scale", message, reads=reads)
+    if objective.rewards_apart:
+        message = "process_supervision keeps rewards apart by itself. Leave it out"
+        yield Problem("objective.0.rewards_apart", message, reads=reads)
+    if objective.overlong is not None:
+        message = "one number for an answer, and process_supervision compares steps. Leave it out"
+        yield Problem("objective.0.overlong", message, reads=reads)
+    if objective.kl is not None and objective.kl.in_reward and objective.needs_reference:
+        message = "reward: one number for an answer, and process_supervision compares steps. Use in: loss"
+        yield Problem("objective.0.kl.in", message, reads=reads)
 
 
 def _kl_problems(objective: PolicyGradientSection) -> Iterator[Problem]:

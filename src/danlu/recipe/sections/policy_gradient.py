@@ -108,6 +108,10 @@ class PolicyGradientSection(VariantSection):
     rewards_apart: bool = False
     """With several rewards: advantages of each of them, which are then summed and divided by the deviation of the sum
     (GDPO, arXiv:2601.05242); false takes the advantages of the sum of rewards."""
+    process_supervision: bool = False
+    """Where a reward judges steps: each step's reward is compared with those of all steps of all answers to the prompt,
+    and a token's advantage is the sum over the steps that end with it or later (arXiv:2402.03300, section 4.1.3); each
+    reward by itself. false takes the sum of an answer's steps."""
     ratio: Literal["token", "sequence"] = "token"
     """Of each token, or the geometric mean over its answer (GSPO)."""
     loss: Literal["clip", "cispo", "sapo", "vespo"] = "clip"

@@ -95,7 +95,7 @@ class CodeReward(RewardSection):
 
 class FunctionReward(RewardSection):
     """A function of yours: `def short(completion, **row) -> float | None`; one with a parameter `completions` is called
-    as TRL calls it."""
+    as TRL calls it. A list in the place of a number rewards steps: the answer's lines, or pairs (end, reward)."""
 
     short = "path"
     short_pattern: ClassVar[str] = FUNCTION_PATTERN
@@ -121,6 +121,9 @@ class ModelReward(RewardSection):
     kind: Literal["model"] = "model"
     path: str
     """A Hugging Face folder, a hub id or a finished run."""
+    per_step: bool = False
+    """Of a model that judges steps (objective stepwise): each step earns, at its last token, the probability that it is
+    right; false: the answer earns the least of them."""
 
 
 class JudgeReward(RewardSection):
