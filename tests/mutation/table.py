@@ -1151,6 +1151,42 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_episodes.py",
     ),
     Mutation(
+        "rollout/agent_conversations.py",
+        "run = None if answered.parent is None else ending.pop(answered.parent, None)",
+        "run = None if answered.parent is None else ending.get(answered.parent)",
+        "rollout/test_agent_conversations.py",
+    ),
+    Mutation(
+        "rollout/agent_conversations.py",
+        "        drawn += [*[False] * len(between), *[True] * len(answered.completion.tokens)]",
+        "        drawn += [True] * (len(between) + len(answered.completion.tokens))",
+        "rollout/test_agent_conversations.py",
+    ),
+    Mutation(
+        "rollout/agent_conversations.py",
+        "        return json.dumps(message, sort_keys=True, ensure_ascii=False)",
+        '        return str(message["role"])',
+        "rollout/test_agent_conversations.py",
+    ),
+    Mutation(
+        "rollout/agent_conversations.py",
+        'key = hashlib.blake2b(f"{number}/{self.repeats}/".encode(), digest_size=8)',
+        'key = hashlib.blake2b(f"{number}/".encode(), digest_size=8)',
+        "rollout/test_agent_conversations.py",
+    ),
+    Mutation(
+        "rollout/agent_episodes.py",
+        "        if result.failure is not None and episode.cut is None:",
+        "        if result.failure is not None:",
+        "rollout/test_agent_episodes.py",
+    ),
+    Mutation(
+        "rollout/agent_episodes.py",
+        "            if answers >= self.section.max_turns:",
+        "            if answers > self.section.max_turns:",
+        "rollout/test_agent_episodes.py",
+    ),
+    Mutation(
         "rollout/experience_trees.py",
         "first += int(drawn.sum())",
         "first += len(drawn)",

@@ -21,7 +21,7 @@ from danlu.language.reinforcement import empty_item, reward_parts
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.rewards.build import check_columns
-from danlu.rewards.environments.build import environment_source, tool_schemas
+from danlu.rewards.environments.build import check_environment, tool_schemas
 from danlu.stage_protocols import Material, Prompts
 from danlu.train.progress import RowProgress
 from danlu.train.run_folder import Start
@@ -112,7 +112,7 @@ class RolloutBuilder(DecoderBuilder):
         check_teachers(self.recipe)
         reward_parts(self.recipe)
         if self.recipe.environment is not None:
-            environment_source(self.recipe.environment)
+            check_environment(self.recipe.environment)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The decoder, and the models beside it, on the processes of a layout."""

@@ -26,11 +26,11 @@ from danlu.objectives.policy_losses import AdaptiveKl
 from danlu.parallel.comm import Group
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
+from danlu.recipe.sections import AgentSection, Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.rewards.build import build_rewards, build_runner
-from danlu.rewards.environments.build import environment_workers, tool_schemas
+from danlu.rewards.environments.build import agent_processes, environment_workers, tool_schemas
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.runner import RewardPart
@@ -52,7 +52,7 @@ from danlu.rollout.experience_trees import SUPPORT, answer_tree, with_columns
 from danlu.rollout.held_out_answers import HeldOutAnswers
 from danlu.rollout.request import Completion, SamplingOptions
 from danlu.rollout.resolve_model import ResolvedModel
-from danlu.rollout.rollout_sampler import ExperienceSettings, Rewards, RolloutSampler
+from danlu.rollout.rollout_sampler import ExperienceSettings, PlaysEpisodes, Rewards, RolloutSampler
 from danlu.rollout.turn_rendering import TurnRenderer
 from danlu.stage_protocols import HeldOut, Prompts
 from danlu.train.position import ItemSource
@@ -208,10 +208,10 @@ def _rollouts(recipe: Recipe, prompts: int) -> int:
     return math.ceil(math.ceil((recipe.epochs or 1) * prompts * batch.passes) / (batch.prompts * batch.passes))
 
 
-def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) -> Episodes | None:
+def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) -> PlaysEpisodes | None:
     """What plays the turns of an answer, in a `room` of so many tokens; None where the recipe has no environment.
 
-    Raises what `environment_workers` does.
+    Raises what `environment_workers` and `agent_processes` do.
     """
     section = recipe.environment
     if section is None:
@@ -224,6 +224,20 @@ def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) ->
         tool_schemas(section),
         frozenset(chat.silent_ids),
     )
+    if isinstance(section, AgentSection):
+        # An HTTP server, which other runs of the stage do without.
+        from danlu.rollout.agent_episodes import AgentEpisodes
+        from danlu.rollout.serving.agent_endpoint import AgentEndpoint
+
+        return AgentEpisodes(
+            agent_processes(section),
+            AgentEndpoint(section.host, section.port, sampling_options(recipe), chat.tokenizer),
+            renderer,
+            section,
+            room,
+            recipe.seed,
+            world,
+        )
     return Episodes(
         environment_workers(section),
         renderer,

@@ -20,6 +20,8 @@ HARMLESS: dict[str, str] = {
     "data.workers": "how many processes tokenise",
     "deterministic": "the same mathematics, rounded differently",
     "device": "the same mathematics, rounded differently",
+    "environment.host": "where agents ask",
+    "environment.port": "where agents ask",
     "environment.timeout_s": "how long environments are waited for",
     "environment.workers": "how many processes hold environments",
     "evaluation.every": "when the model is judged, not how it is trained; but it matters with `evaluation.early_stop`",

@@ -97,6 +97,13 @@ class WorkerConnection:
         self._outgoing = memoryview(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
         self._flush()
 
+    def post(self, message: Any) -> None:
+        """Sends the process something that it need not reply to, behind what it was sent before."""
+        assert self.is_ready, "it is loading"
+        self._limit_s = self.deadline = math.inf
+        self._outgoing = memoryview(bytes(self._outgoing) + pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._flush()
+
     def receive(self) -> Any:
         """The next reply if it is there in whole, else None."""
         self._flush()

@@ -22,7 +22,7 @@ from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.episodes import Episode, Episodes, episode_metrics
+from danlu.rollout.episodes import Episode, episode_metrics
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.support import check_trainable
 
@@ -84,6 +84,16 @@ class Rewards(Protocol):
     def parts(self) -> Sequence[RewardPart]: ...
 
     def score(self, answers: Sequence[JudgedAnswer]) -> RewardTable: ...
+
+    def close(self) -> None: ...
+
+
+class PlaysEpisodes(Protocol):
+    """Has answers come about in several turns; see `rollout.episodes` and `rollout.agent_episodes`."""
+
+    def answer(
+        self, generate: Generate, requests: Sequence[Request], prompts: Sequence[Prompt]
+    ) -> Sequence[Completion]: ...
 
     def close(self) -> None: ...
 
@@ -156,7 +166,7 @@ class RolloutSampler:
     settings: ExperienceSettings
     world: Group
     asynchronous: AsynchronousRollouts | None = None
-    episodes: Episodes | None = None
+    episodes: PlaysEpisodes | None = None
     """Where an environment answers back."""
     next_prompt: int = 0
     times: Times = field(default_factory=Times)

@@ -70,20 +70,27 @@ class TurnRenderer:
             ids = tuple(encode_text(self.tokenizer, prompt.prompt + said)) if said else prompt.tokens
             turns: list[Mapping[str, Any]] = [{"role": "user", "content": prompt.prompt + said}]
             return Dialogue(turns, "", ids, 1)
-        given = [{"role": "user", "content": prompt.prompt}] if isinstance(prompt.prompt, str) else prompt.prompt
-        messages = parse_turns([dict(turn) for turn in given], {}, prompt.where).messages
+        messages = _messages_of(prompt)
         for turn in first:
             *before, last = messages
             if last.role != "user":
                 raise DataError(f"{prompt.where}: what reset returns stands behind a user's message, not {last.role}'s")
             joined = f"{last.content}\n\n{turn.text}" if last.content else turn.text
             messages = (*before, Message("user", joined))
-        conversation = Conversation(messages, tuple(dict(tool) for tool in self.tools) or None)
+        shown = self._shown(messages)
         template = self.tokenizer.template(bool(self.tools))
-        shown = [turn_of(message) for message in shown_messages(conversation, template, self.system)]
         text = template.render(shown, self.tools, prompt=True)
         ids = tuple(self.tokenizer.encode(text)) if first else prompt.tokens
-        return Dialogue(list(shown), text, ids, len(shown))
+        return Dialogue(shown, text, ids, len(shown))
+
+    def prompt_messages(self, prompt: Prompt) -> list[Mapping[str, Any]]:
+        """The messages of a row's prompt as the template sees them. Raises DataError where it refuses them."""
+        return self._shown(_messages_of(prompt))
+
+    def _shown(self, messages: tuple[Message, ...]) -> list[Mapping[str, Any]]:
+        conversation = Conversation(messages, tuple(dict(tool) for tool in self.tools) or None)
+        template = self.tokenizer.template(bool(self.tools))
+        return [turn_of(message) for message in shown_messages(conversation, template, self.system)]
 
     def answered(self, dialogue: Dialogue, tokens: Sequence[int]) -> str:
         """Takes an answer into the conversation. Returns its text, a stop string and all, without its end token."""
@@ -100,19 +107,36 @@ class TurnRenderer:
 
         Raises DataError where the template refuses it.
         """
-        for turn in turns:
-            named = {"name": turn.name} if turn.name else {}
-            dialogue.turns.append({"role": turn.role, "content": turn.text, **named})
         if not self.tokenizer.has_template:
-            dialogue.ids = (*dialogue.ids, *self.tokenizer.encode("".join(turn.text for turn in turns)))
+            said = "".join(turn.text for turn in turns)
+            dialogue.turns += [{"role": turn.role, "content": turn.text} for turn in turns]
+            dialogue.ids = (*dialogue.ids, *self.tokenizer.encode(said))
             return False
-        template = self.tokenizer.template(bool(self.tools))
-        if any(turn.role == "tool" for turn in turns) and not template.takes_results:
+        messages = [
+            {"role": turn.role, "content": turn.text, **({"name": turn.name} if turn.name else {})} for turn in turns
+        ]
+        return self.extend(dialogue, messages, self.tools)
+
+    def open(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Dialogue:
+        """A conversation that somebody else has written, up to where the assistant goes on.
+
+        Raises DataError where the template refuses it.
+        """
+        text = self.tokenizer.template(bool(tools)).render(messages, tools, prompt=True)
+        return Dialogue(list(messages), text, tuple(self.tokenizer.encode(text)), 0)
+
+    def extend(
+        self, dialogue: Dialogue, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Takes messages behind an answer into the conversation; see `go_on`."""
+        dialogue.turns += messages
+        template = self.tokenizer.template(bool(tools))
+        if any(message["role"] == "tool" for message in messages) and not template.takes_results:
             raise DataError(
                 "the chat template does not show messages of role tool. Name one that does in model.chat_template, or "
                 "let the environment speak as the user"
             )
-        whole = template.render(dialogue.turns, self.tools, prompt=True)
+        whole = template.render(dialogue.turns, tools, prompt=True)
         place = _end_of_same(dialogue.text, whole)
         if place is None:
             dialogue.text, dialogue.ids = whole, tuple(self.tokenizer.encode(whole))
@@ -132,6 +156,11 @@ class TurnRenderer:
         # Encoded with the end token before it: some tokenizers put a space where a text begins.
         encoded = self.tokenizer.encode(closing)
         return encoded[len(self.tokenizer.encode(terminator)) :]
+
+
+def _messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    given = [{"role": "user", "content": prompt.prompt}] if isinstance(prompt.prompt, str) else prompt.prompt
+    return parse_turns([dict(turn) for turn in given], {}, prompt.where).messages
 
 
 def _end_of_same(text: str, whole: str) -> int | None:

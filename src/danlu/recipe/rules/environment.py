@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import PythonEnvironment, Recipe, Tools
+from danlu.recipe.sections import Agent, AgentSection, PythonEnvironment, Recipe, Tools
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.yaml_tree import Problem
 
@@ -22,6 +22,8 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("environment.path", message)
     if isinstance(section, Tools):
         yield from _tool_problems(section)
+    if isinstance(section, AgentSection):
+        yield from _agent_problems(section)
     if recipe.rollout.staleness > 0:
         message = (
             f"{recipe.rollout.staleness}: answers to an environment are drawn turn by turn, not ahead of time. Use 0"
@@ -37,6 +39,26 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         if section.gives_reward and reward.label == ENVIRONMENT:
             message = "called environment, as the environment's own reward is. Give it another name"
             yield Problem(f"rewards.{index}.name", message, reads=(ENVIRONMENT,))
+
+
+def _agent_problems(section: AgentSection) -> Iterator[Problem]:
+    if section.host in ("0.0.0.0", "::", ""):
+        message = (
+            f"{section.host!r} is no address that agents can be told. Give one of this machine that they reach, such "
+            "as 127.0.0.1 for programs on it"
+        )
+        yield Problem("environment.host", message)
+    if not isinstance(section, Agent):
+        return
+    if (section.path is None) == (section.command is None):
+        state = "both path and command are given" if section.path else "what runs is missing"
+        message = f"{state}: give either path, as in my_agent.py:solve, or command, as in python my_agent.py"
+        yield Problem(ENVIRONMENT, message, reads=("environment.path", "environment.command"))
+    elif section.path is not None and not _names_something(section.path):
+        message = f"{section.path!r} names no function: write its file and its name, as in my_agent.py:solve"
+        yield Problem("environment.path", message)
+    elif section.command is not None and not section.command.strip():
+        yield Problem("environment.command", "empty: write what runs an agent, as in python my_agent.py")
 
 
 def _tool_problems(section: Tools) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from danlu.recipe.messages import format_value
-from danlu.recipe.sections import Data, FunctionReward, PythonEnvironment, Recipe, Source, Tools
+from danlu.recipe.sections import Agent, Data, FunctionReward, PythonEnvironment, Recipe, Source, Tools
 from danlu.recipe.yaml_tree import Problem
 from danlu.spelling import did_you_mean
 
@@ -139,10 +139,12 @@ def _input_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def _environment_files(recipe: Recipe) -> dict[str, str]:
-    """The files of the user's environment or tools, by key."""
+    """The files of the user's environment, agent or tools, by key."""
     match recipe.environment:
         case PythonEnvironment() as section:
             return {"environment.path": section.file}
+        case Agent() as section:
+            return {"environment.path": section.file} if section.file else {}
         case Tools() as section:
             return {f"environment.tools.{index}": path.rpartition(":")[0] for index, path in enumerate(section.tools)}
         case _:

@@ -42,7 +42,15 @@ from danlu.recipe.sections.distillation import (
     ReverseKL,
     Teacher,
 )
-from danlu.recipe.sections.environments import ENVIRONMENT, Environment, EnvironmentSection, PythonEnvironment, Tools
+from danlu.recipe.sections.environments import (
+    ENVIRONMENT,
+    Agent,
+    AgentSection,
+    Environment,
+    EnvironmentSection,
+    PythonEnvironment,
+    Tools,
+)
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -142,6 +150,8 @@ __all__ = [
     "Adapter",
     "AdapterOff",
     "AdapterSection",
+    "Agent",
+    "AgentSection",
     "AlphaDivergence",
     "Aot",
     "AotUnpaired",

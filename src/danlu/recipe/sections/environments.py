@@ -9,6 +9,8 @@ from pydantic import Field
 from danlu.recipe.sections.base import PositiveInt, VariantSection
 from danlu.recipe.sections.rewards import FUNCTION_PATTERN, Positive
 
+Port = Annotated[int, Field(ge=0, le=65535)]
+
 
 class EnvironmentSection(VariantSection):
     """What answers the policy back."""
@@ -58,7 +60,50 @@ class Tools(EnvironmentSection):
     """The functions, as in my_tools.py:search. Their names, annotations and docstrings are what the policy is told."""
 
 
-Environment = Annotated[PythonEnvironment | Tools, Field(discriminator="kind")]
+class AgentSection(EnvironmentSection):
+    """A program that asks the policy over HTTP, as OpenAI's chat completions, and says what that was worth."""
+
+    weight: float = 1.0
+    """What its reward is multiplied by in the sum with `rewards`."""
+    host: str = "127.0.0.1"
+    """The address at which the policy answers; agents in containers or on other machines need one that they reach."""
+    port: Port = 0
+    """Where the policy answers; 0 takes a free one."""
+    timeout_s: Positive = 300.0
+    """Seconds that an agent may take from an answer to its next question or its end. It is ended then, and counted
+    with the failures of `reward_limits`."""
+    workers: PositiveInt | Literal["auto"] = "auto"
+    """Agents that run at a time, each a process of its own; auto runs up to 64."""
+
+    @property
+    def at_once(self) -> int:
+        """Agents that run at a time."""
+        return 64 if self.workers == "auto" else self.workers
+
+
+class Agent(AgentSection):
+    """A program of yours that asks the policy over HTTP, with any client of OpenAI's API; it runs once for each answer
+    to a prompt."""
+
+    one_of: ClassVar[tuple[str, ...]] = ("path", "command")
+
+    kind: Literal["agent"] = "agent"
+    path: str | None = Field(default=None, json_schema_extra={"pattern": FUNCTION_PATTERN})
+    """A function, as in my_agent.py:solve. It has those parameters that it needs of row, messages, base_url, api_key,
+    model and seed, and returns the reward, or None where `rewards` judge its last answer. It may be async."""
+    command: str | None = None
+    """In the place of a function: a command of the shell. It finds the policy in OPENAI_BASE_URL, OPENAI_API_KEY and
+    OPENAI_MODEL, and the row and all else as a JSON object in its input; the last line of its output is the reward."""
+    arguments: dict[str, Any] = {}
+    """What it is called with besides."""
+
+    @property
+    def file(self) -> str | None:
+        """The function's file."""
+        return self.path and (self.path.rpartition(":")[0] or self.path)
+
+
+Environment = Annotated[PythonEnvironment | Tools | Agent, Field(discriminator="kind")]
 
 ENVIRONMENT = "environment"
 """What the reward of an environment is called beside others."""

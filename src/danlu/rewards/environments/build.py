@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from danlu.recipe.sections import EnvironmentSection, PythonEnvironment, Tools
+from danlu.errors import ResourceError
+from danlu.recipe.sections import Agent, AgentSection, EnvironmentSection, PythonEnvironment, Tools
+from danlu.rewards.environments.agent_processes import AgentProcesses
+from danlu.rewards.environments.agents import AgentCommand, AgentFunction, AgentSource
 from danlu.rewards.environments.protocol import EnvironmentSource
 from danlu.rewards.environments.tools import Toolbox
 from danlu.rewards.environments.user_class import UserEnvironment
@@ -22,6 +27,43 @@ def environment_source(section: EnvironmentSection) -> EnvironmentSource:
         case Tools():
             return Toolbox.read(section.tools)
     raise AssertionError(f"no environment is made of {type(section).__name__}")
+
+
+def agent_source(section: AgentSection) -> AgentSource:
+    """What makes the agents of a recipe.
+
+    Raises RecipeError for a file that cannot be read or is no Python, or has no such name.
+    """
+    match section:
+        case Agent(path=str() as path):
+            return AgentFunction.read(path, section.arguments)
+        case Agent(command=str() as command):
+            return AgentCommand(command, section.arguments)
+    raise AssertionError(f"no agent is made of {type(section).__name__}")
+
+
+def check_environment(section: EnvironmentSection) -> None:
+    """Raises RecipeError for an environment or agents that cannot be made; nothing of the user's is run.
+
+    Raises ResourceError where a package is missing.
+    """
+    if isinstance(section, AgentSection):
+        _require_packages(f"environment.kind {section.kind}", ("starlette", "uvicorn"), "danlu[serve]")
+        agent_source(section)
+    else:
+        environment_source(section)
+
+
+def _require_packages(what: str, names: Sequence[str], installed: str) -> None:
+    """Raises ResourceError for the first package that is not there. installed: what pip is to install."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ResourceError(f"{what} needs the package {name}, which is not installed: pip install '{installed}'")
+
+
+def agent_processes(section: AgentSection) -> AgentProcesses:
+    """The processes of the agents of a recipe. Raises what `agent_source` raises."""
+    return AgentProcesses(agent_source(section))
 
 
 def tool_schemas(section: EnvironmentSection | None) -> tuple[dict[str, Any], ...]:

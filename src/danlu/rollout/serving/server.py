@@ -54,8 +54,10 @@ class ServerOptions:
     quiet: bool = False
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, host_option: str = "--host", port_option: str = "--port") -> socket.socket:
     """A socket on an address, which nobody can connect to yet. port: 0 takes a free one.
+
+    host_option, port_option: what messages call where they are set.
 
     Raises ResourceError that says what is wrong with the address, before a model is loaded for nothing.
     """
@@ -64,7 +66,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ResourceError(f"--host {host}: no address of this machine: {error}") from None
+        raise ResourceError(f"{host_option} {host}: no address of this machine: {error}") from None
     listener = socket.socket(family, kind, protocol)
     # A server that has just ended leaves connections behind that would keep the port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,15 +74,15 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _refused(host, port, error) from None
+        raise _refused(host, port, error, port_option) from None
     return listener
 
 
-def _refused(host: str, port: int, error: OSError) -> ResourceError:
+def _refused(host: str, port: int, error: OSError, port_option: str = "--port") -> ResourceError:
     if error.errno == errno.EADDRINUSE:
-        what = "another program listens there. End it, or take another port with --port (0: any that is free)"
+        what = f"another program listens there. End it, or take another port with {port_option} (0: any that is free)"
     elif error.errno == errno.EACCES:
-        what = "ports below 1024 are for root. Take another one with --port"
+        what = f"ports below 1024 are for root. Take another one with {port_option}"
     elif error.errno == errno.EADDRNOTAVAIL:
         what = "no address of this machine. 127.0.0.1 is for this machine alone, 0.0.0.0 for all networks that it is in"
     else:

@@ -1,0 +1,199 @@
+"""The process that begins agents: it loads their code once, and forks for each of them.
+
+So an agent begins in milliseconds, whatever it imports, and may crash, hang, or be ended by itself. Requests are
+pickles: the source of the agents first, then an `AgentCall` to begin one, or a key to end it. Replies are lines of
+JSON. This process has no threads, which a fork would not take along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn
+
+from danlu.errors import RecipeError
+from danlu.rewards.calling import failure_reason
+from danlu.rewards.environments.agents import AgentCall, AgentFailed, AgentResult, Solve, play
+from danlu.rewards.environments.protocol import EpisodeKey
+from danlu.worker_process import end_with_the_caller, take_over_pipes
+
+START = "from danlu.rewards.environments.agent_host import serve; serve()"
+_READ_BYTES = 1 << 16
+_ENDING_S = 1.0
+
+
+def serve() -> None:
+    """The loop of the process, which ends when its input does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the caller, who ends this one
+    requests, replies = take_over_pipes()
+    source = pickle.load(requests)  # noqa: S301  # from the process that started this one
+    try:
+        solve = source.load()
+    except RecipeError as error:
+        _write(replies, {"problems": error.problems})
+        return
+    _write(replies, {"problems": []})
+    Host(solve, requests, replies).run()
+
+
+@dataclass
+class _Running:
+    key: EpisodeKey
+    process: int
+    results: int
+    """Of a pipe, the end to read from."""
+    written: bytes = b""
+
+
+class Host:
+    """The agents that run. solve: an agent."""
+
+    def __init__(self, solve: Solve, requests: BinaryIO, replies: BinaryIO) -> None:
+        self._solve, self._requests, self._replies = solve, requests, replies
+        self._running: dict[EpisodeKey, _Running] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ, None)
+        self._incoming = b""
+        # Its other end closes with this process, however that ends: then agents end too.
+        self._alive_reading, self._alive_writing = os.pipe()
+
+    def run(self) -> None:
+        """Until the input ends."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._read_result(key.data)
+                elif not self._read_requests():
+                    for running in list(self._running.values()):
+                        self._end(running)
+                    return
+
+    def _read_requests(self) -> bool:
+        """Whether there is more to come."""
+        content = os.read(self._requests.fileno(), _READ_BYTES)
+        self._incoming += content
+        stream = io.BytesIO(self._incoming)
+        while True:
+            place = stream.tell()
+            try:
+                request: Any = pickle.load(stream)  # noqa: S301
+            except (EOFError, pickle.UnpicklingError):  # not there as a whole
+                break
+            if isinstance(request, AgentCall):
+                self._begin(request)
+            elif (running := self._running.get(request)) is not None:
+                self._end(running)
+        self._incoming = self._incoming[place:]
+        return bool(content)
+
+    def _begin(self, call: AgentCall) -> None:
+        reading, writing = os.pipe()
+        sys.stderr.flush()
+        process = os.fork()
+        if process == 0:
+            self._play(call, writing)
+        os.close(writing)
+        with contextlib.suppress(OSError):  # the agent does the same: who comes first
+            os.setpgid(process, process)
+        running = self._running[call.key] = _Running(call.key, process, reading)
+        self._selector.register(reading, selectors.EVENT_READ, running)
+
+    def _read_result(self, running: _Running) -> None:
+        content = os.read(running.results, _READ_BYTES)
+        running.written += content
+        if content and not running.written.endswith(b"\n"):
+            return
+        status = self._end(running, _ENDING_S)  # whose pipe closes a moment before it has ended
+        if running.written.endswith(b"\n"):
+            result = json.loads(running.written)
+        else:
+            code = os.waitstatus_to_exitcode(status)
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            result = {"reward": None, "failure": f"its process {how}"}
+        _write(self._replies, {"key": list(running.key), **result})
+
+    def _end(self, running: _Running, wait_s: float = 0.0) -> int:
+        """Ends an agent and all that it has started. Returns how it ended, as `waitpid` does.
+
+        wait_s: how long one without a result may take to end by itself.
+        """
+        self._selector.unregister(running.results)
+        os.close(running.results)
+        del self._running[running.key]
+        ended, status = 0, 0
+        deadline = time.monotonic() + wait_s
+        while not running.written and ended == 0:
+            ended, status = os.waitpid(running.process, os.WNOHANG)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.001)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(running.process, signal.SIGKILL)
+        return status if ended else os.waitpid(running.process, 0)[1]
+
+    # -- in the process of an agent ------------------------------------------------------------------------------------
+
+    def _play(self, call: AgentCall, results: int) -> NoReturn:
+        """Runs an agent and writes how it ended; never returns."""
+        alive = os.fdopen(self._alive_reading, "rb")  # until the end: its descriptor closes with it
+        try:
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            self._close_others()
+            end_with_the_caller(alive, _end_group)
+            _seed(call)
+            result = _outcome(lambda: play(self._solve, call))
+            _write_all(results, json.dumps({"reward": result.reward, "failure": result.failure}).encode() + b"\n")
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+
+    def _close_others(self) -> None:
+        self._selector.close()
+        os.close(self._alive_writing)
+        for running in self._running.values():
+            os.close(running.results)
+        os.close(self._requests.fileno())
+        os.close(self._replies.fileno())
+
+
+def _outcome(make: Callable[[], AgentResult]) -> AgentResult:
+    try:
+        return make()
+    except AgentFailed as error:
+        return AgentResult(failure=str(error))
+    except BaseException as error:  # sys.exit too
+        return AgentResult(failure=failure_reason(error))
+
+
+def _seed(call: AgentCall) -> None:
+    """Python's random numbers, and numpy's old ones, follow from the prompt and the sample: a fork has those of its
+    parent, so that otherwise all agents would draw alike, and not the same in another run."""
+    random.seed(f"{call.seed}/{call.key[1]}")
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(random.getrandbits(32))
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _write(replies: BinaryIO, value: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # then the input ends too
+        replies.write(json.dumps(value).encode() + b"\n")
+        replies.flush()
+
+
+def _end_group() -> None:
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,212 @@
+"""Agents: programs of the user's that ask the policy over HTTP and say what that was worth. No torch here.
+
+A function `solve(row, base_url, api_key, model)` of a file, or a command of the shell. Either has a process of its own
+for each answer to a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from danlu.environment import Done
+from danlu.errors import RecipeError
+from danlu.rewards.calling import LARGEST
+from danlu.rewards.environments.protocol import EpisodeKey
+from danlu.rewards.environments.user_class import import_beside
+from danlu.rewards.function import UserFunction
+
+POLICY = "policy"
+"""What agents call the model that they ask."""
+_LONGEST_SAID = 300
+"""Characters of what a command wrote that a message repeats."""
+_READ_AT_END_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """What an agent is given."""
+
+    key: EpisodeKey
+    row: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+    """Of the row's prompt."""
+    seed: int
+    """The same for all answers to a prompt."""
+    base_url: str
+    """Where the policy answers, as OpenAI's clients take it."""
+    api_key: str
+    """Which says whose questions these are."""
+    model: str = POLICY
+    """What the policy is called."""
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """How an agent ended."""
+
+    reward: float | None = None
+    failure: str | None = None
+    """Why it is left out: it raised, took too long, or gave what is no reward."""
+
+
+Solve = Callable[[AgentCall], Any]
+"""An agent: returns a number, None or `Done`, or an awaitable of these."""
+
+
+class AgentSource(Protocol):
+    """Makes agents, in the process that it was sent to."""
+
+    @property
+    def label(self) -> str: ...  # what messages call it
+
+    def load(self) -> Solve: ...  # Raises RecipeError for what cannot be run.
+
+
+def play(solve: Solve, call: AgentCall) -> AgentResult:
+    """Runs an agent to its end. Raises what it raises, TypeError and ValueError for what is no reward."""
+    value = solve(call)
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    return AgentResult(as_reward(value))
+
+
+def as_reward(value: Any) -> float | None:
+    """A number, None, or what `Done` has. Raises TypeError or ValueError for anything else."""
+    if isinstance(value, Done):
+        value = value.reward
+    if value is None:
+        return None
+    if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
+        raise TypeError(f"an agent returns a number, None or Done, and gave {type(value).__name__}: {value!r}")
+    number = float(value)
+    if not (math.isfinite(number) and abs(number) <= LARGEST):
+        raise ValueError(f"its reward is {number:g}")
+    return number
+
+
+@dataclass(frozen=True)
+class AgentFunction:
+    """An `AgentSource`: FILE.py:NAME, called with those of row, messages, base_url, api_key, model and seed that it has
+    parameters for, and with the recipe's arguments."""
+
+    function: UserFunction
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str, arguments: Mapping[str, Any]) -> AgentFunction:
+        """Raises RecipeError for a file that cannot be read or is no Python, or has no such name; it is not run."""
+        function = UserFunction.read(path, "environment")
+        function.check_text()
+        return cls(function, dict(arguments))
+
+    @property
+    def label(self) -> str:
+        return self.function.name
+
+    def load(self) -> Solve:
+        """Raises RecipeError where the arguments do not fit."""
+        import_beside(self.function.path)
+        solve = self.function.resolve()
+        try:
+            signature = inspect.signature(solve)
+            signature.bind(**self._given(signature, AgentCall((0, 0), {}, (), 0, "", "")))
+        except TypeError as error:
+            raise RecipeError(
+                f"environment: {self.function.name}: {error}; an agent is a function of row, messages, base_url, "
+                "api_key, model and seed, or some of them, and of environment.arguments"
+            ) from None
+        return lambda call: solve(**self._given(signature, call))
+
+    def _given(self, signature: inspect.Signature, call: AgentCall) -> dict[str, Any]:
+        offered = {
+            "row": dict(call.row),
+            "messages": [dict(message) for message in call.messages],
+            "base_url": call.base_url,
+            "api_key": call.api_key,
+            "model": call.model,
+            "seed": call.seed,
+        }
+        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+        taken = {name: value for name, value in offered.items() if takes_all or name in signature.parameters}
+        return {**taken, **self.arguments}
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """An `AgentSource`: a command of the shell, in the working directory of the run.
+
+    It finds the policy in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and what it is to do as a JSON object in
+    its input: row, messages, seed, arguments, and these three. The last line of its output is its reward, a number or
+    {"reward": ..}; without output it has none.
+    """
+
+    command: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return self.command
+
+    def load(self) -> Solve:
+        return self._run
+
+    def _run(self, call: AgentCall) -> float | None:
+        address = {"base_url": call.base_url, "api_key": call.api_key, "model": call.model}
+        given = {
+            "row": dict(call.row),
+            "messages": list(call.messages),
+            "seed": call.seed,
+            "arguments": dict(self.arguments),
+            **address,
+        }
+        names = {f"OPENAI_{name.upper()}": value for name, value in address.items()}
+        result = subprocess.run(
+            self.command,
+            shell=True,  # the recipe's own command
+            input=json.dumps(given, default=str).encode(),
+            capture_output=True,
+            env={**os.environ, **names},
+        )
+        if result.returncode:
+            how = f"exit code {result.returncode}" if result.returncode > 0 else f"signal {-result.returncode}"
+            raise AgentFailed(f"it ended with {how}{_last_said(result.stderr)}")
+        return reward_of_output(result.stdout)
+
+
+class AgentFailed(Exception):
+    """Why a command is left out; its text is the whole reason."""
+
+
+def reward_of_output(output: bytes) -> float | None:
+    """The reward that a command wrote. Raises AgentFailed for a last line that is none."""
+    lines = output[-_READ_AT_END_BYTES:].decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    if last is None:
+        return None
+    try:
+        value = json.loads(last)
+        if isinstance(value, dict):
+            value = value["reward"]
+        return as_reward(value)
+    except (ValueError, KeyError, TypeError):
+        raise AgentFailed(
+            f"the last line of its output is no reward: {last[:_LONGEST_SAID]!r}. It is a number or "
+            '{"reward": ..}; what else it says belongs into its error output'
+        ) from None
+
+
+def _last_said(errors: bytes) -> str:
+    last = errors[-_READ_AT_END_BYTES:].decode(errors="replace").strip().rpartition("\n")[2].strip()
+    return f": {last[:_LONGEST_SAID]}" if last else ""
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
