@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.tiny_world import World
+from builders.tiny_world import CONFIG, World, danlu
 from safetensors.torch import load_file
-from test_rl_runs import run, without_times
+from test_rl_runs import recipe_file, run, without_times
 from torch import Tensor
+
+from danlu.models.families import read_config_values
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+from danlu.models.saving import save
+from danlu.models.score_head import new_score_head
 
 LORA = {"kind": "lora", "rank": 4, "dropout": 0.1}
 CRITICS: dict[str, dict[str, Any]] = {
@@ -83,3 +90,79 @@ def test_a_run_stopped_in_the_warm_up_goes_on_to_the_same_bits(tiny_world: World
     for one, other in zip(checkpoint(whole, 4), checkpoint(again, 4), strict=True):
         assert not moved(one, other)
     assert moved(checkpoint(whole, 3)[1], checkpoint(whole, 4)[1])  # control
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    **CRITICS,
+    "policy": {"value": {"share": "policy"}},
+    "policy, lora": {"adapter": LORA, "value": {"share": "policy"}},
+    "none, lora": {"adapter": LORA, "value": {"share": "none"}},
+}
+ONE_STEP: dict[str, Any] = {**PPO, "steps": 1, "schedule": {"kind": "constant", "warmup": 0}}
+
+
+@pytest.mark.parametrize(
+    "critic", [name if name == "none, lora" else pytest.param(name, marks=pytest.mark.slow) for name in KEPT]
+)
+def test_ppo_goes_on_from_a_finished_run_with_its_model_of_values(
+    tiny_world: World, tmp_path: Path, critic: str
+) -> None:
+    own = KEPT[critic]
+    value = {**own["value"], "learning_rate": 1e-2}
+    run(tiny_world, tmp_path / "run", **{**ONE_STEP, **own, "value": {**value, "save": True}})
+    result = "adapter" if "adapter" in own else "model"
+    saved = tmp_path / "run" / f"{result}-value"
+    more: dict[str, Any] = {**ONE_STEP, "model": {"path": str(tmp_path / "run" / "model")}}
+    if "adapter" in own:
+        more["model"] = {"path": str(tiny_world.base), "adapters": [str(tmp_path / "run" / "adapter")]}
+        more["adapter"] = "continue"
+    more["optimizer"] = {"kind": "adamw", "learning_rate": 0.0}  # the second run ends as it begins
+    share = own["value"]["share"]
+    run(tiny_world, tmp_path / "again", **more, value={"share": share, "model": str(saved)})
+    (_, values), (_, again) = checkpoint(tmp_path / "run", 1), checkpoint(tmp_path / "again", 1)
+    assert not moved(values, again)
+    run(tiny_world, tmp_path / "anew", **more, value={"share": share})  # control
+    assert any(
+        name not in values or not tensor.equal(values[name])
+        for name, tensor in checkpoint(tmp_path / "anew", 1)[1].items()
+    )
+    assert danlu("checkpoint", "export", tmp_path / "run", tmp_path / "out") == 0
+    for exported, written in ((tmp_path / "out-value", saved), (tmp_path / "out", tmp_path / "run" / result)):
+        for file in written.glob("*.safetensors"):
+            assert (exported / file.name).read_bytes() == file.read_bytes(), file
+
+
+def test_a_saved_model_of_values_is_one_that_transformers_scores_with(tiny_world: World, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    run(tiny_world, tmp_path / "run", **{**ONE_STEP, "value": {"share": "none", "save": True}})
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model-value")
+    _, values = checkpoint(tmp_path / "run", 1)
+    theirs = model.state_dict()
+    assert theirs["score.weight"].equal(values["objective.score.weight"]) and theirs["score.weight"].shape == (1, 32)
+    ours = values["value.layers.0.mlp.down_proj.weight"]
+    assert theirs["model.layers.0.mlp.down_proj.weight"].equal(ours)
+    assert not theirs["model.layers.1.mlp.down_proj.weight"].equal(ours)  # control
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("base", "has no score head, and with share: policy nothing else"),
+        ("wide", "hidden states of width 48, and the policy's are of width 32"),
+    ],
+)
+def test_a_head_that_the_policy_cannot_have_is_refused(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, message: str
+) -> None:
+    folder = str(tiny_world.base)
+    if path == "wide":
+        wide = build(read_config_values({**CONFIG, "hidden_size": 48, "vocab_size": 400}))
+        initialize(wide, 0)
+        folder = str(tmp_path / "wide")
+        config = replace(wide.config, task="sequence-classification")
+        head = new_score_head(48, 1, bias=False, seed=0)
+        save(wide, folder, config=config, tokenizer_from=tiny_world.tokenizer, score_head=head)
+    file = recipe_file(tiny_world, tmp_path / "run", **{**ONE_STEP, "value": {"share": "policy", "model": folder}})
+    assert danlu("train", file) != 0
+    assert message in capsys.readouterr().err

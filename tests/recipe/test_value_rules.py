@@ -44,7 +44,6 @@ WRONG = {
     ),
     "{share: none, adapter: lora}": ({}, "value.adapter: share: none trains a model of its own as a whole"),
     "{adapter: lora}": ({}, "value.adapter: share: policy is a head on the policy itself"),
-    "{model: other}": ({}, "value.model: share: policy is a head on the policy itself"),
     "{warmup: 3}": ({}, "value.warmup: share: policy is a head on the policy itself"),
     "{share: none, warmup: 5}": ({"steps": "5"}, "value.warmup: the policy is held for 5 steps, and there are 5"),
     "{learning_rate: 1.0e-3, rate_ratio: 2}": ({}, "value.rate_ratio: value.learning_rate says it already"),

@@ -25,6 +25,7 @@ from danlu.models.saving import copy_tokenizer, write_pad_token, write_template
 from danlu.models.score_head import head_tensors
 from danlu.output_folder import replace_folder
 from danlu.recipe import sections
+from danlu.types import Task
 
 
 def adapted_model(
@@ -115,37 +116,40 @@ def write_result(
     writes: bool = True,
     score_head: nn.Linear | None = None,
     pad_token: tuple[str, int] | None = None,
+    name: str = TRAINED,
+    task: Task | None = None,
 ) -> None:
-    """Writes the trained adapter as a PEFT folder with the tokenizer beside it; it appears whole or not at all.
+    """Writes a trained adapter as a PEFT folder with the tokenizer beside it; it appears whole or not at all.
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
     value, writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes.
     score_head, pad_token: as `models.saving.save` has them.
+    name: of the adapter in the set. task: what it is for, where that is not what the model is for.
     """
     model = adapters.model
     assert isinstance(model, Decoder)
     if not writes:
-        for name in adapters.tensors(TRAINED):
+        for parameter in adapters.tensors(name):
             assert value is not None, "processes that write nothing help with values"
-            value(name)
+            value(parameter)
         return
     below = named_stack(started_from)
     if continued:
         take_last(below, started_from)
-    needed = sum(4 * tensor.numel() for tensor in adapters.tensors(TRAINED).values())
+    needed = sum(4 * tensor.numel() for tensor in adapters.tensors(name).values())
     with replace_folder(target, 3 * needed, own_file=CONFIG) as fresh:
         paths = [str(folder.path.resolve()) for folder in below]
         write_adapter(
             adapters,
-            TRAINED,
+            name,
             fresh,
             base=base.named,
             base_fingerprint=base.fingerprint,
             below=paths,
             quantization=None if quantization is None else quantization.model_dump(mode="json"),
             value=value,
-            task=model.config.task,
+            task=task or model.config.task,
             head=None if score_head is None else head_tensors(score_head),
         )
         copy_tokenizer(tokenizer_from, fresh)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from danlu.adapters.adapter_config import adapter_stack
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.parameter_roles import TRAINED, VALUE, role_of
+from danlu.assembly.score_head import score_head_shape
 from danlu.assembly.value_adapter import value_on_base
+from danlu.errors import RecipeError
 from danlu.language.frozen_models import check_frozen_model, frozen_config
 from danlu.language.initial_score_head import first_score_head
 from danlu.language.outputs import DecoderOutputs
@@ -80,6 +83,11 @@ def own_name(name: str) -> str:
     return f"{VALUE}.{name}"
 
 
+def critic_folder(result: Path) -> Path:
+    """Where the model of values is kept beside the result of a run."""
+    return result.with_name(f"{result.name}-value")
+
+
 def critic_tensors(adapters: AdapterSet | None, own: Decoder | None) -> dict[str, Tensor]:
     """What is trained of a critic, without its head, by name and live."""
     if own is not None:
@@ -92,6 +100,8 @@ def critic_tensors(adapters: AdapterSet | None, own: Decoder | None) -> dict[str
 def check_critic(recipe: Recipe) -> None:
     """Raises a DanluError for what can be wrong with the critic of a recipe, without reading its matrices."""
     match value_share(recipe):
+        case "policy":
+            _check_head_of_policy(recipe)
         case "base":
             value_on_base(recipe)
         case "none":
@@ -99,6 +109,23 @@ def check_critic(recipe: Recipe) -> None:
             check_frozen_model(ModelSpec(VALUE, section), recipe)
             if section.path is not None:
                 check_headers(resolve_folder(section.path), _scores(frozen_config(section, 1)), quantized=False)
+
+
+def _check_head_of_policy(recipe: Recipe) -> None:
+    """Raises a DanluError where the head that values begin with on the policy is none, or of another width."""
+    path = value_section(recipe).model
+    if path is None:
+        return
+    resolved = resolve_model(path, may_classify=True)
+    shape = score_head_shape(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
+    if shape is None:
+        raise RecipeError(f"value.model: {path} has no score head, and with share: policy nothing else of it is read")
+    width = frozen_config(recipe.model, 1).hidden_size
+    if shape[-1] != width:
+        raise RecipeError(
+            f"value.model: the score head of {path} is one of hidden states of width {shape[-1]}, and the policy's are "
+            f"of width {width}. Name one that was trained on this model, or use share: none"
+        )
 
 
 def place_own_critic(

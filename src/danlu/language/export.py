@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from danlu.assembly.adapter_training import write_result
+from danlu.assembly.parameter_roles import TRAINED
 from danlu.data.padding_token import padding_token
 from danlu.data.tokenizer_export import exported_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
@@ -18,6 +20,7 @@ from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.models.saving import save
 from danlu.placing import Subject
 from danlu.recipe import Recipe, sections
+from danlu.types import Task
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +33,19 @@ def write(
     *,
     writes: bool,
     score_head: nn.Linear | None = None,
+    adapter: str = TRAINED,
 ) -> None:
     """Writes a model (bfloat16 where it was trained in it, else float32), or the adapter that was trained on one.
 
-    value, writes: as in `models.saving.save`. score_head: of a model that classifies.
+    value, writes: as in `models.saving.save`. score_head: of a model that classifies; one that writes texts is written
+    as the hidden states under it. adapter: the name of the one that is written.
     """
     template = recipe.model.chat_template
     tokenizer_folder = _exported_tokenizer(subject, recipe) if writes else fast_tokenizer_folder(tokenizer_path(recipe))
-    classifies = subject.model.config.task != "causal-lm"
+    task: Task = subject.model.config.task
+    if score_head is not None and task == "causal-lm":
+        task = "sequence-classification"
+    classifies = task != "causal-lm"
     pad_token = _pad_token(subject, recipe) if writes and classifies else None
     template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
@@ -54,6 +62,8 @@ def write(
             writes=writes,
             score_head=score_head if classifies else None,
             pad_token=pad_token,
+            name=adapter,
+            task=task,
         )
         return
     save(
@@ -62,6 +72,7 @@ def write(
         dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
         tokenizer_from=tokenizer_folder,
         chat_template=template_text,
+        config=replace(subject.model.config, task=task),
         value=value,
         writes=writes,
         score_head=score_head if classifies else None,

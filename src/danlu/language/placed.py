@@ -17,7 +17,7 @@ from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.recipe_adapters import base_identity, doubts
 from danlu.data.batch import EMPTY_PACK
 from danlu.errors import RecipeError
-from danlu.language.critic import Critic, critic_tensors, own_name
+from danlu.language.critic import Critic, critic_folder, critic_tensors, own_name
 from danlu.language.export import write
 from danlu.language.learner import (
     DecoderLearner,
@@ -292,10 +292,24 @@ class PlacedDecoder:
         )
 
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
-        """A model in the type of activations that it was trained with (fp16: float32), or an adapter."""
+        """A model in the type of activations that it was trained with (fp16: float32), or an adapter; before it the
+        model of values, where that is kept."""
+        if self.recipe.value is not None and self.recipe.value.save:
+            self._write_critic(critic_folder(target), value, writes=writes)
         classifies = self.model.config.task != "causal-lm"  # a critic's head is no part of the result
         head = self._score_head if classifies else None
         write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=head)
+
+    def _write_critic(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+        head = self._score_head
+        assert head is not None, "the recipe's rules ask for ppo"
+        if self.own_critic is not None:
+            own = None if value is None else (lambda name: value(own_name(name)))
+            write(self.own_critic.subject, self.recipe, target, own, writes=writes, score_head=head)
+            return
+        has_own = self.adapters is not None and VALUE in self.adapters.added
+        adapter = VALUE if has_own else TRAINED
+        write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=head, adapter=adapter)
 
     @property
     def _score_head(self) -> nn.Linear | None:

@@ -35,7 +35,7 @@ ADAPTER_EMA = "adapter-ema"
 
 _OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
     rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(REPORT)}|tensorboard"
-    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
+    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
 )
 
 

@@ -16,7 +16,7 @@ def values_have_a_model(recipe: Recipe) -> Iterator[Problem]:
         return
     yield from _rates_are_read(recipe, value)
     if value.share == "policy":
-        for key in ("adapter", "model", "warmup"):
+        for key in ("adapter", "warmup"):
             if getattr(value, key) != type(value).model_fields[key].get_default():
                 message = "share: policy is a head on the policy itself. Set share: base or none, or leave it out"
                 yield Problem(f"value.{key}", message, reads=("value.share",))

@@ -262,14 +262,18 @@ class Value(Section):
     adapter: Adapter | None = None
     """base: the adapter of the model of values; by default lora. Like the policy's it lies upon `model.adapters`."""
     model: str | None = None
-    """What the model of values starts from, with its score head if it has one, such as a run of stage reward: with
-    share: base an adapter on the same base, with share: none a model; by default what the policy starts from."""
+    """What the model of values starts from, with its score head if it has one, such as a run of stage reward, or what
+    another run of ppo has saved: with share: base an adapter on the same base, with share: none a model, with share:
+    policy one whose score head alone is read; by default what the policy starts from."""
     learning_rate: Positive | None = None
     """That of the model of values, by the same schedule; by default `optimizer.learning_rate`."""
     rate_ratio: Positive = 1.0
     """The same as a multiple of `optimizer.learning_rate`."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """base and none: in so many steps at first only values are trained, and the policy is held."""
+    save: bool = False
+    """Keep the model of values too: beside the result (model, or adapter), as model-value or adapter-value, a folder of
+    a model that scores, which value.model of another run takes."""
 
 
 PolicyGradientObjective = Grpo | Dapo | DrGrpo | Rloo | Gspo | Remax | Reinforce | Ppo
