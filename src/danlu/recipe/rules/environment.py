@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import Agent, AgentSection, PythonEnvironment, Recipe, Tools
+from danlu.recipe.sections import Agent, AgentSection, OpenEnv, PythonEnvironment, Recipe, Tools
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.yaml_tree import Problem
 
@@ -22,6 +22,8 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("environment.path", message)
     if isinstance(section, Tools):
         yield from _tool_problems(section)
+    if isinstance(section, OpenEnv):
+        yield from _server_problems(section)
     if isinstance(section, AgentSection):
         yield from _agent_problems(section)
     if recipe.rollout.staleness > 0:
@@ -39,6 +41,14 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         if section.gives_reward and reward.label == ENVIRONMENT:
             message = "called environment, as the environment's own reward is. Give it another name"
             yield Problem(f"rewards.{index}.name", message, reads=(ENVIRONMENT,))
+
+
+def _server_problems(section: OpenEnv) -> Iterator[Problem]:
+    if not section.url.startswith(("http://", "https://", "ws://", "wss://")):
+        yield Problem("environment.url", f"{section.url!r} is no URL. Write it as in http://127.0.0.1:8000")
+    if section.action is not None and "{answer}" not in str(section.action):
+        message = "{answer} is in no field, so that every answer would be the same action. Write it where answers go"
+        yield Problem("environment.action", message)
 
 
 def _agent_problems(section: AgentSection) -> Iterator[Problem]:

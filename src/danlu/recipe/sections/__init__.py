@@ -48,8 +48,10 @@ from danlu.recipe.sections.environments import (
     AgentSection,
     Environment,
     EnvironmentSection,
+    OpenEnv,
     PythonEnvironment,
     Tools,
+    Verifiers,
 )
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
@@ -228,6 +230,7 @@ __all__ = [
     "NumericReward",
     "Objective",
     "Olora",
+    "OpenEnv",
     "Optimizer",
     "Orpo",
     "Overlong",
@@ -276,6 +279,7 @@ __all__ = [
     "Tools",
     "Value",
     "Vera",
+    "Verifiers",
     "Watch",
     "terms_of",
     "value_at",

@@ -60,6 +60,23 @@ class Tools(EnvironmentSection):
     """The functions, as in my_tools.py:search. Their names, annotations and docstrings are what the policy is told."""
 
 
+class OpenEnv(EnvironmentSection):
+    """A server of OpenEnv, in a session of its own for each answer to a prompt; it needs the package openenv-core."""
+
+    kind: Literal["openenv"] = "openenv"
+    url: str
+    """The server, as in http://127.0.0.1:8000. It has to take as many sessions as a rollout has answers."""
+    action: dict[str, Any] | None = {"message": "{answer}"}
+    """The fields of an action; in their texts `{answer}` stands for the answer. null: an answer is the action, as a
+    JSON object."""
+    observation: str | None = None
+    """The field of an observation that the policy is told, such as result.text; null tells all of it as JSON."""
+    reset: dict[str, str] = {}
+    """Parameters of the server's reset, and the columns of the row that they are from; seed is there besides."""
+    weight: float = 1.0
+    """What its reward is multiplied by in the sum with `rewards`."""
+
+
 class AgentSection(EnvironmentSection):
     """A program that asks the policy over HTTP, as OpenAI's chat completions, and says what that was worth."""
 
@@ -103,7 +120,20 @@ class Agent(AgentSection):
         return self.path and (self.path.rpartition(":")[0] or self.path)
 
 
-Environment = Annotated[PythonEnvironment | Tools | Agent, Field(discriminator="kind")]
+class Verifiers(AgentSection):
+    """An environment of the package verifiers (from 0.4 on): its harness asks the policy, and its rewards judge it."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    environment: str
+    """The id of the taskset, whose package is installed."""
+    arguments: dict[str, Any] = {}
+    """The environment's configuration besides, such as {taskset: {split: train}, agent: {runtime: {type:
+    subprocess}}}."""
+    column: str = "task"
+    """The column of the row with the number of the task in the taskset, from 0 on."""
+
+
+Environment = Annotated[PythonEnvironment | Tools | OpenEnv | Agent | Verifiers, Field(discriminator="kind")]
 
 ENVIRONMENT = "environment"
 """What the reward of an environment is called beside others."""

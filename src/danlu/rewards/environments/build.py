@@ -7,12 +7,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from danlu.errors import ResourceError
-from danlu.recipe.sections import Agent, AgentSection, EnvironmentSection, PythonEnvironment, Tools
+from danlu.recipe.sections import Agent, AgentSection, EnvironmentSection, OpenEnv, PythonEnvironment, Tools, Verifiers
 from danlu.rewards.environments.agent_processes import AgentProcesses
 from danlu.rewards.environments.agents import AgentCommand, AgentFunction, AgentSource
+from danlu.rewards.environments.openenv import OpenEnvServer
 from danlu.rewards.environments.protocol import EnvironmentSource
 from danlu.rewards.environments.tools import Toolbox
 from danlu.rewards.environments.user_class import UserEnvironment
+from danlu.rewards.environments.verifiers_agent import VerifiersEnvironment
 from danlu.rewards.environments.workers import EnvironmentWorkers
 
 
@@ -26,6 +28,10 @@ def environment_source(section: EnvironmentSection) -> EnvironmentSource:
             return UserEnvironment.read(section.path, section.arguments)
         case Tools():
             return Toolbox.read(section.tools)
+        case OpenEnv():
+            return OpenEnvServer(
+                section.url, section.action, section.observation, section.reset, timeout_s=section.timeout_s
+            )
     raise AssertionError(f"no environment is made of {type(section).__name__}")
 
 
@@ -39,6 +45,8 @@ def agent_source(section: AgentSection) -> AgentSource:
             return AgentFunction.read(path, section.arguments)
         case Agent(command=str() as command):
             return AgentCommand(command, section.arguments)
+        case Verifiers():
+            return VerifiersEnvironment(section.environment, section.arguments, section.column)
     raise AssertionError(f"no agent is made of {type(section).__name__}")
 
 
@@ -50,7 +58,11 @@ def check_environment(section: EnvironmentSection) -> None:
     if isinstance(section, AgentSection):
         _require_packages(f"environment.kind {section.kind}", ("starlette", "uvicorn"), "danlu[serve]")
         agent_source(section)
+        if isinstance(section, Verifiers):
+            _require_packages("environment.kind verifiers", ("verifiers",), "verifiers")
     else:
+        if isinstance(section, OpenEnv):
+            _require_packages("environment.kind openenv", ("openenv",), "openenv-core")
         environment_source(section)
 
 
