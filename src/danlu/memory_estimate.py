@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from danlu.dtensor import is_dtensor
 from danlu.errors import ModelError, RecipeError
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan
@@ -290,7 +290,7 @@ def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
         {
             name: (parameter.numel() * gathered_element_bytes(recipe, parameter), _trained_elements(parameter))
             for name, parameter in model.named_parameters()
-            if isinstance(parameter, DTensor)
+            if is_dtensor(parameter)
         },
         recipe,
     )

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.assembly.stored_quantization import refuse_quantized
+from danlu.dtensor import local_tensor
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -149,7 +149,7 @@ def check_frozen(folder: Path, quantization: Any = None, config: ModelConfig | N
 def model_bytes(model: Decoder) -> int:
     """Bytes that this process holds of a model: weights, codes and adapters; a tied matrix counts once."""
     tensors = (*model.parameters(), *model.buffers())
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> QuantizedWeightModule:

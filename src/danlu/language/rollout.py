@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.dtensor import is_dtensor
 from danlu.language.served_policy import ServedPolicy
 from danlu.memory_estimate import gathered_element_bytes, processes_here
 from danlu.models.decoder import Decoder
@@ -111,7 +111,7 @@ def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
     whole_bytes = sum(
         parameter.numel() * gathered_element_bytes(recipe, parameter)
         for parameter in model.parameters()
-        if isinstance(parameter, DTensor)
+        if is_dtensor(parameter)
     )
     return ShardedWeights(
         model,

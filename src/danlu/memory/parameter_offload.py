@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from danlu.dtensor import is_dtensor
 from danlu.errors import RecipeError
 from danlu.memory.page_file import Extent, PageFile, whole_pages
 from danlu.models.decoder import Decoder
@@ -141,7 +141,7 @@ def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1
 
 def _local(tensor: Tensor) -> Tensor:
     """This process's shard of a DTensor, or the tensor itself; detached."""
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local.detach()  # type: ignore[no-any-return]
 
 
@@ -151,12 +151,12 @@ def _can_move(tensor: Tensor, local: Tensor) -> bool:
     A shard with fewer rows than others lies in a padded tensor of FSDP2's. In the file it would be a copy that FSDP2
     does not know, and that an optimizer would change for nothing.
     """
-    is_padded = isinstance(tensor, DTensor) and local.untyped_storage().nbytes() > local.nbytes
+    is_padded = is_dtensor(tensor) and local.untyped_storage().nbytes() > local.nbytes
     return local.nbytes > _MIN_BYTES and not is_padded
 
 
 def _replace_local(tensor: Tensor, mapped: Tensor) -> None:
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         # FSDP2 takes up the local tensor before its first forward pass (`reset_sharded_param`).
         tensor._local_tensor = mapped
     else:

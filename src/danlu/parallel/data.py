@@ -14,6 +14,8 @@ comes with clipping. Weights of norms are not sharded but summed by `StepParalle
 to the type of activations where one process does not, and under sequence parallelism their gradients are sums over
 tensor ranks too. Nor are parameters that several layers share (VeRA's projections, the network behind a prefix), for
 FSDP2 shards a parameter with one unit.
+
+`torch.distributed.fsdp` is imported where it is used: only processes that shard pay for what it imports (`dtensor.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +29,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from danlu.dtensor import is_dtensor
 from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.parallel.comm import Group
 from danlu.parallel.ranks import Ranks
@@ -63,6 +64,8 @@ class Sharder:
         whole: Iterable[str],
         offload: bool = False,
     ) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
         self.model, self.section, self.whole = model, section, frozenset(whole)
         reduce = torch.bfloat16 if section.reduce == "bf16" else torch.float32
         self._options: dict[str, Any] = {
@@ -94,6 +97,8 @@ class Sharder:
             layer.set_modules_to_backward_prefetch(ahead)
 
     def _shard(self, unit: nn.Module, prefix: str, *, reshard: bool) -> None:
+        from torch.distributed.fsdp import fully_shard
+
         for module in unit.modules():
             if isinstance(module, QuantizedWeightModule):
                 module.share_codes()
@@ -129,7 +134,7 @@ def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
     """
 
     def empty(tensor: Tensor) -> Tensor:
-        on_host = offload and isinstance(tensor, DTensor)
+        on_host = offload and is_dtensor(tensor)
         return torch.empty_like(tensor, device=torch.device("cpu") if on_host else device)
 
     # `Module.to_empty` calls it too. FSDP2 pins shards on the host in it, so local tensors keep the memory they have.
@@ -255,6 +260,8 @@ def _integer_parameters() -> Iterator[None]:
 
 def _units(model: nn.Module) -> Iterator[Any]:
     """The modules that FSDP2 gathers and reshards as one."""
+    from torch.distributed.fsdp import FSDPModule
+
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 

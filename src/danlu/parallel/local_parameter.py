@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from danlu.dtensor import is_dtensor, local_tensor
 from danlu.parallel.ranks import Ranks
 from danlu.shard_box import ShardBox
 
@@ -31,7 +31,7 @@ class LocalParameter:
         """Moves the gradient from `parameter` to `local`; a shard without rows has an empty one."""
         if self.local is not self.parameter and self.parameter.grad is not None:
             grad = self.parameter.grad
-            self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+            self.local.grad = local_tensor(grad)
             self.parameter.grad = None
 
 
@@ -55,11 +55,12 @@ def replicated_parameter(name: str, tensor: Tensor, ranks: Ranks) -> LocalParame
 def _local_parameter(name: str, parameter: Parameter, ranks: Ranks, box: ShardBox | None) -> LocalParameter:
     tensor = ranks.tensor
     box = box or ShardBox.full(parameter.shape, replicas=tensor.size, is_writer=tensor.index == 0)
-    if not isinstance(parameter, DTensor):
+    is_sharded = is_dtensor(parameter)
+    if not is_sharded:
         box = replace(box, replicas=box.replicas * ranks.data.size, is_writer=box.is_writer and ranks.data.index == 0)
         return LocalParameter(name, parameter, parameter, box)
     with torch.no_grad():
-        data = parameter.to_local()
+        data = local_tensor(parameter)
     # Codes of quantized weights are whole numbers, which cannot require gradients.
     local = Parameter(data, requires_grad=parameter.requires_grad and data.is_floating_point())
     # fully_shard splits rows as torch.chunk does: ceil(rows / shards) to each of the first ranks, fewer to the last.

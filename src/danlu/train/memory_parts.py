@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from danlu.dtensor import local_tensor
 from danlu.train.metrics import peak_memory_bytes
 from danlu.train.units import format_bytes
 
@@ -72,7 +72,7 @@ class Activations:
     @classmethod
     def beside(cls, tensors: Iterable[Tensor]) -> Activations:
         """A counter that leaves out `tensors`: parameters and buffers, which autograd saves without a copy."""
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        local = map(local_tensor, tensors)
         return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in local))
 
     @contextmanager
