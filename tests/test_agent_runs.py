@@ -155,7 +155,9 @@ def test_code_that_cannot_be_loaded_is_told(
     assert "environment: several: got an unexpected keyword argument 'trns'" in " ".join(
         capsys.readouterr().err.split()
     )
-    both = {"environment": {"kind": "agent", "command": "true", "path": "a.py:b", "host": "0.0.0.0"}, "rewards": None}
+    section = {"kind": "agent", "command": "true", "path": "a.py:b", "host": "0.0.0.0"}
+    both = {"environment": section, "rewards": None, "rollout": {"staleness": 1}}
     assert danlu("train", recipe_file(tiny_world, tmp_path / "both", **both)) != 0
     err = " ".join(capsys.readouterr().err.split())
     assert "both path and command are given" in err and "no address that agents can be told" in err
+    assert "agents ask the policy of the trainer, which answers all of them together. Use 0" in err

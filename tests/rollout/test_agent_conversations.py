@@ -161,6 +161,7 @@ def test_draws_follow_from_what_is_asked_and_how_often(tokenizer):
     assert numbers(FIRST)[0] == 7  # as without an agent
     first, again, other = numbers(FIRST, FIRST, window)
     assert len({first, again, other}) == 3 and all(0 <= number < 2**63 for number in (first, again, other))
+    assert len(set(numbers(window, window, window))) == 3
     assert numbers(window, FIRST, FIRST) == [other, first, again]  # in whatever order
     conversations = conversations_with(tokenizer)
     conversations.take_back(conversations.ask(FIRST, ()))

@@ -25,8 +25,8 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(section, OpenEnv):
         yield from _server_problems(section)
     if isinstance(section, AgentSection):
-        yield from _agent_problems(section)
-    if recipe.rollout.staleness > 0:
+        yield from _agent_problems(section, recipe.rollout.staleness)
+    elif recipe.rollout.staleness > 0:
         message = (
             f"{recipe.rollout.staleness}: answers to an environment are drawn turn by turn, not ahead of time. Use 0"
         )
@@ -51,7 +51,10 @@ def _server_problems(section: OpenEnv) -> Iterator[Problem]:
         yield Problem("environment.action", message)
 
 
-def _agent_problems(section: AgentSection) -> Iterator[Problem]:
+def _agent_problems(section: AgentSection, staleness: int) -> Iterator[Problem]:
+    if staleness > 0:
+        message = f"{staleness}: agents ask the policy of the trainer, which answers all of them together. Use 0"
+        yield Problem("rollout.staleness", message, reads=(ENVIRONMENT,))
     if section.host in ("0.0.0.0", "::", ""):
         message = (
             f"{section.host!r} is no address that agents can be told. Give one of this machine that they reach, such "
