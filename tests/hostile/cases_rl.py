@@ -158,7 +158,7 @@ CASES = [
         7,
         (
             f"error: 100% of the answers to {UNREWARDED} ValueError: no such unit: furlong (rewards.py:2)",
-            "(and 1 more). Try the rewards on",
+            "(and 1 more). The answers are in rollouts.jsonl. Try the rewards on",
         ),
         rl(reward="def short(completion, **row):\n    raise ValueError('no such unit: furlong')\n"),
         max_bytes=120 << 20,
