@@ -134,7 +134,7 @@ def test_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     told = capsys.readouterr().out
     assert "danlu recipes copy chain" in told and "Right answers" not in told
     loaded = load_chain(library.folder() / "chain.yaml")
-    assert loaded is not None and len(loaded.stages) == 5  # whose files are checked
+    assert loaded is not None and len(loaded.stages) == 6  # whose files are checked
 
 
 def test_again_it_says_that_it_is_finished_and_touches_nothing(finished: Result) -> None:

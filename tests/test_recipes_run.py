@@ -242,7 +242,7 @@ def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[
         documents=120, conversations=120, worked_sums=60, bare_sums=60, grpo_steps=4, prompts=16, held_out_sums=8
     )
     demo.demo(here / "demo", size=small_data, say=lambda line: None, data_only=True)
-    stages = ("pretrain", "sft", "reward", "ppo", "grpo")
+    stages = ("pretrain", "sft", "reward", "ppo", "dpo", "grpo")
     small = ["pretrain.model.config.hidden_size=32", "pretrain.model.config.intermediate_size=64"]
     small += ["pretrain.batch.tokens=256", "data.max_length=128", "data.cache=cache", "data.workers=1"]
     small += [
@@ -255,10 +255,12 @@ def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[
     ]
     recipe = library.folder() / "chain.yaml"
     assert danlu("train", recipe, *small) == 0
-    for name, steps in zip(stages, (2, 1, 2, 2, 2), strict=True):
+    for name, steps in zip(stages, (2, 1, 2, 2, 2, 2), strict=True):
         assert json.loads((here / "runs/chain" / name / "summary.json").read_text())["steps"] == steps
     said = capsys.readouterr().err
-    assert [line.split()[0] for line in said[said.rindex("\nstage ") :].split("\n")[2:7]] == list(stages)
+    assert [line.split()[0] for line in said[said.rindex("\nstage ") :].split("\n")[2:8]] == list(stages)
+    begun_with = json.loads((here / "runs/chain/chain.json").read_text())
+    assert [list(begun_with[name]) for name in ("dpo", "grpo")] == [["sft"], ["sft"]]
     lines = [json.loads(line) for line in (here / "runs/chain/ppo/metrics.jsonl").read_text().splitlines()]
     assert any("reward/model" in line for line in lines)
     assert danlu("train", recipe, *small) == 0
