@@ -4,9 +4,13 @@
     python benchmarks/rl_tasks.py length DATA OUTPUT [--steps 40] [--seed 0]  a reward for short stories: full and LoRA
 
 `tasks` trains a model of 0.9M parameters from scratch with danlu alone: a tokenizer, SFT on generated puzzles of both
-kinds, then GRPO on each kind from there. DATA/rl has the rows it is judged by, which are never trained on: 60 sums of
-BIG-bench's simple_arithmetic, and the last 500 of countdown_generated.jsonl (the first 500 are prompts of GRPO). Before
-and after are greedy answers, judged by the reward of the recipe (`danlu eval --rewards`).
+kinds, then GRPO on each kind from there. What it is judged by is never trained on: the 60 sums of BIG-bench's
+simple_arithmetic in DATA/rl and `--more-sums` others of two and three digits like them, and the last 500 rows of
+DATA/rl/countdown_generated.jsonl (the first 500 are prompts of GRPO). Before and after are greedy answers, judged by
+the reward of the recipe (`danlu eval --rewards`). `--tasks` chooses among the two kinds; SFT has both in any case.
+
+The table has the difference with its standard error in points, as of two samples that have nothing to do with each
+other. That is more than it is, since both models answer the same rows.
 
 `length` starts from DATA/weights/stories260K-hf, lets it write one sentence after openings of stories, and rewards
 short ones: 0 up to 5 tokens, falling to -1 at 45.
@@ -106,10 +110,13 @@ def worked_sum(a: int, b: int) -> str:
     return ", ".join([*steps, str(a + b)])
 
 
-def sums(count: int, asked: set[str], chance: random.Random) -> Iterator[tuple[int, int]]:
-    """Sums of two numbers of one to three digits that are not among those `asked`, as often as each other length."""
+def sums(count: int, asked: set[str], chance: random.Random, least_digits: int = 1) -> Iterator[tuple[int, int]]:
+    """Sums of two numbers of up to three digits that are not among those `asked`, as often as each other length.
+
+    least_digits: of the longer number.
+    """
     while count:
-        digits = chance.randint(1, 3)
+        digits = chance.randint(least_digits, 3)
         pair = tuple(chance.randint(1, 10 ** (digits if other else chance.randint(1, digits)) - 1) for other in (0, 1))
         a, b = chance.sample(pair, 2)
         if sum_question(a, b) not in asked:
@@ -149,7 +156,15 @@ def tasks(data: Path, output: Path, options: argparse.Namespace) -> None:
     held_out_sums = [{"question": row["context"], "answer": row["continuation"]} for row in given]
     made = [json.loads(line) for line in (data / "rl/countdown_generated.jsonl").read_text().splitlines()]
     every = [row | {"question": countdown_question(row)} for row in made]
-    chance = random.Random(0)
+    chance, others = random.Random(0), random.Random(1)
+    more: dict[str, str] = {}
+    of_big_bench = {row["question"] for row in held_out_sums}
+    while (
+        len(more) < options.more_sums
+    ):  # a stream of its own: what is trained on follows from `chance` as without them
+        (pair,) = sums(1, of_big_bench, others, least_digits=2)
+        more[sum_question(*pair)] = str(sum(pair))
+    held_out_sums += [{"question": question, "answer": answer} for question, answer in more.items()]
     asked = {row["question"] for row in held_out_sums}
     known = {row["question"] for row in every}
     worked = [conversation(sum_question(a, b), worked_sum(a, b)) for a, b in sums(options.worked_sums, asked, chance)]
@@ -189,10 +204,11 @@ def tasks(data: Path, output: Path, options: argparse.Namespace) -> None:
     }
     print(f"sft: loss {train(output / 'sft.yaml', sft)[-1]['loss']:.4f}", flush=True)
     print(
-        "| task | held out | SFT | SFT + GRPO | reward of drawn answers, first and last tenth |\n|---|---|---|---|---|"
+        "| task | held out | SFT | SFT + GRPO | points more | reward of drawn answers, first and last tenth |\n"
+        "|---|---|---|---|---|---|"
     )
     for task, file in files.items():
-        if task == "sft":
+        if task not in options.tasks:
             continue
         recipe = {
             "stage": "grpo",
@@ -210,13 +226,20 @@ def tasks(data: Path, output: Path, options: argparse.Namespace) -> None:
             "output": str(output / task),
         }
         lines = train(output / f"{task}.yaml", recipe)
-        before, after = (right(run, output / f"{task}.yaml", held_out[task]) for run in (base, output / task))
+        (before, count), (after, _) = (
+            right(run, output / f"{task}.yaml", held_out[task]) for run in (base, output / task)
+        )
+        error = ((before * (1 - before) + after * (1 - after)) / count) ** 0.5
         first, last = ends([line["reward"] for line in lines if "reward" in line])
-        print(f"| {task} | {before[1]} | {before[0]:.1%} | {after[0]:.1%} | {first:.3f}, {last:.3f} |", flush=True)
+        print(
+            f"| {task} | {count} | {before:.1%} | {after:.1%} | {100 * (after - before):+.1f} +- {100 * error:.1f} | "
+            f"{first:.3f}, {last:.3f} |",
+            flush=True,
+        )
 
 
 def right(run: Path, recipe: Path, rows: Path) -> tuple[float, int]:
-    """The mean reward of greedy answers to the rows of a file, and their number."""
+    """The share of greedy answers to the rows of a file that are right, and the number of rows."""
     flags = ("--samples", 1, "--temperature", 0, "--max-new-tokens", 40, "--json")
     told = json.loads(danlu("eval", run, "--rewards", recipe, "--data", rows, *flags))
     (summary,) = told["rewards"].values()
@@ -278,6 +301,9 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=40, help="of each GRPO run")
     parser.add_argument("--samples", type=int, default=8, help="tasks: answers to each prompt")
+    kinds = ["simple_arithmetic", "countdown"]
+    parser.add_argument("--tasks", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--more-sums", type=int, default=540, help="that it is judged by, beside BIG-bench's 60")
     parser.add_argument("--worked-sums", type=int, default=4000)
     parser.add_argument("--solved", type=int, default=6000, help="countdown puzzles of SFT")
     parser.add_argument("--epochs", type=int, default=2, help="of SFT")
