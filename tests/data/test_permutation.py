@@ -34,7 +34,10 @@ def test_seeds_epochs_and_purposes_differ() -> None:
     assert key(1, 23) != key(12, 3)
 
 
-@pytest.mark.parametrize("n", [2, 3, 7, 64, 100])
+SLOW = pytest.mark.slow  # orders of few elements are walked through many numbers each
+
+
+@pytest.mark.parametrize("n", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW), 7, 64, 100])
 def test_every_element_is_equally_likely_everywhere(n: int) -> None:
     draws = 3000
     counts = np.zeros((n, n))

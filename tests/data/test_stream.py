@@ -113,8 +113,15 @@ def test_samples_name_their_source(tokenizer: Path, sources: list[Path]) -> None
     assert all(sample.row.startswith(sample.source) for sample in samples)
 
 
-@pytest.mark.parametrize("weights", [(None, None), (1.0, 3.0)])
-@pytest.mark.parametrize("kind", ["best-fit", "concatenate"])
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("best-fit", (1.0, 3.0)),
+        ("concatenate", (None, None)),
+        pytest.param("best-fit", (None, None), marks=pytest.mark.slow),
+        pytest.param("concatenate", (1.0, 3.0), marks=pytest.mark.slow),
+    ],
+)
 def test_a_restored_stream_continues_exactly(
     tokenizer: Path, sources: list[Path], weights: tuple[float | None, float | None], kind: Any
 ) -> None:

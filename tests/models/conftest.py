@@ -87,6 +87,76 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+CASES |= {
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 12,
+        "rope_theta": 50000.0,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "tie_word_embeddings": True,
+    },
+    "gemma3-transformers-5": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 80000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"model_type": "olmo2", "rope_theta": 500000.0},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 4,
+        "sliding_window": 7,
+        "rope_scaling": YARN,
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layer_interval": 3,
+        "rope_theta": 5000.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm3-windows": {
+        "model_type": "smollm3",
+        "no_rope_layers": [0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 16,
+        "rope_parameters": {
+            **YARN,
+            "rope_theta": 1e6,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "granite": {
+        "model_type": "granite",
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+        "tie_word_embeddings": True,
+    },
+}
+"""Families whose layers differ from each other, or from Llama's."""
+
+
 @pytest.fixture(scope="session")
 def tiny_values() -> Callable[[str], dict[str, Any]]:
     """Name of a case -> the config.json of its tiny model."""

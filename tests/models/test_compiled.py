@@ -28,7 +28,7 @@ def gradients(model: Decoder, compiled: bool, dtype: torch.dtype) -> dict[str, T
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_what_is_traced_has_the_same_gradients(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

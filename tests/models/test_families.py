@@ -40,7 +40,7 @@ def twin(values: dict[str, Any], folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name or "bias" in name else 0.15))
-            if "norm" in name and values["model_type"] != "gemma2":
+            if "norm" in name and not values["model_type"].startswith("gemma"):
                 parameter.add_(1.0)
     model.save_pretrained(folder)
     return model
@@ -98,6 +98,19 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"final_logit_softcapping": None}),
     ("gemma2", {"query_pre_attn_scalar": 13}),
     ("gemma2", {"layer_types": ["sliding_attention"] * 3}),
+    ("gemma3", {"rope_local_base_freq": 10000.0}),
+    ("gemma3", {"rope_scaling": None}),
+    ("gemma3", {"sliding_window_pattern": 2}),
+    ("olmo2", {"rope_theta": 10000.0}),
+    ("olmo3", {"rope_scaling": None}),
+    ("olmo3", {"sliding_window": 9}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+    ("smollm3-windows", {"use_sliding_window": False}),
+    ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.0, "mscale": 1.0}}),
+    ("granite", {"attention_multiplier": 0.3}),
+    ("granite", {"embedding_multiplier": 1.0}),
+    ("granite", {"residual_multiplier": 1.0}),
+    ("granite", {"logits_scaling": 1.0}),
 ]
 
 
@@ -198,6 +211,17 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"layer_types": ["full_attention"]}, "one entry for each of 3 layers"),
     ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types: not supported: chunked_attention"),
     ("gemma2", {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "sliding_window: missing"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0 has no root"),
+    ("gemma3", {"attn_logit_softcapping": 3.0}, "transformers reads it for this family and does not apply it"),
+    ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is no number of layers"),
+    ("gemma3", {"rope_parameters": YARN}, "rope_parameters: expected settings for each of full_attention and sliding"),
+    ("llama-2", {"rope_parameters": {"full_attention": YARN}}, "the same rotary embedding in every layer"),
+    ("llama-2", {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "unknown settings: llama_4_scaling_beta"),
+    ("olmo3", {"rope_theta": 10000.0}, "rope_theta: is ambiguous for this family; say it for each type of layer"),
+    ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers: expected a 0 or 1 for each of 4 layers"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0 is no number of layers"),
+    ("ministral3", {"rope_parameters": YARN}, "rope_parameters: llama_4_scaling_beta and original_max_position"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling: logits cannot be divided by 0"),
 ]
 
 

@@ -44,6 +44,26 @@ TWINS = {
         "query_pre_attn_scalar": 12,
     },
     "qk-norm": {"model_type": "qwen3", "num_key_value_heads": 1},
+    "two-rotations": {
+        "model_type": "gemma3_text",
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 12,
+        "rope_local_base_freq": 100.0,
+    },
+    "norms-behind": {"model_type": "olmo3", "sliding_window": 6},
+    "unrotated": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "pad_token_id": None},
+    "multipliers": {"model_type": "granite", "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "temperature": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
 }
 SIZES = {
     "vocab_size": 61,

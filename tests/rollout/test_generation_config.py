@@ -45,7 +45,9 @@ def test_a_folder_a_run_and_what_they_lack(folder: Path) -> None:
     with pytest.raises(DataError, match=f"{folder}: this model folder has no tokenizer.* Copy its tokenizer's files"):
         find_model(str(folder))
     write(folder / "config.json", CONFIG | {"model_type": "gpt_neox"})
-    with pytest.raises(ModelError, match=r"model_type 'gpt_neox' is not supported; supported: gemma2, llama"):
+    with pytest.raises(
+        ModelError, match=r"model_type 'gpt_neox' is not supported; supported: gemma2, gemma3_text, granite, llama"
+    ):
         find_model(str(folder))
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=rf"not written its model yet.* `danlu train {run / 'recipe.yaml'}`"):

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -127,9 +126,8 @@ def measure_layers(
     """
     rotations = model.rotations(positions, dtype)
     x = model.embed_tokens(tokens, dtype)  # also tells prefixes where their tokens are
-    weights = {
-        each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), *chain(*rotations))
-    }
+    tables = [table for rotation in rotations for table in rotation if table is not None]
+    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), *tables)}
     measured: dict[Any, LayerCosts] = {}
     costs = []
     for name, layer in model.layers.items():
@@ -137,7 +135,7 @@ def measure_layers(
         key = _cost_key(layer, x.requires_grad)
         if key not in measured:
             inputs = x.detach().requires_grad_(x.requires_grad), rotations, attend
-            measured[key] = _measure_layer(layer, inputs, weights, gathered)
+            measured[key] = _measure_layer(layer, inputs, weights, len(tokens), gathered)
         costs.append(replace(measured[key], layer=int(name)))
         x = x.detach().requires_grad_(x.requires_grad or any(each.requires_grad for each in layer.parameters()))
     return costs
@@ -149,7 +147,7 @@ def _cost_key(layer: Layer, input_requires_grad: bool) -> Any:
     return repr(layer), parameters, input_requires_grad
 
 
-def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], gathered: bool) -> LayerCosts:
+def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], tokens: int, gathered: bool) -> LayerCosts:
     """The costs of a layer in every kind. weights: addresses of storages that are no activations."""
     times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     kept: dict[Kind, int] = {}
@@ -164,9 +162,9 @@ def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], gat
                 times[kind].append(seconds)
     median = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     options = tuple(Option(kind, kept[kind], max(0.0, median[kind] - median["none"])) for kind in KINDS)
-    x, ((cos, _), *_) = inputs[:2]
+    x = inputs[0]
     # With sequence parallelism all tokens are gathered again, at one entrance after the other.
-    gathered_again = len(cos) * x.shape[1] * x.element_size() if gathered else 0
+    gathered_again = tokens * x.shape[1] * x.element_size() if gathered else 0
     return LayerCosts(0, kept["none"] + gathered_again, options)
 
 

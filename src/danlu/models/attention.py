@@ -48,13 +48,15 @@ class Attention(nn.Module):
         self.q_proj = Linear(width, spec.query_width, bias=spec.qkv_bias)
         self.k_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
         self.v_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
-        self.q_norm = RMSNorm(head, config) if spec.qk_norm else None
-        self.k_norm = RMSNorm(head, config) if spec.qk_norm else None
+        queries, keys = spec.normed_widths
+        self.q_norm = RMSNorm(queries, config) if spec.qk_norm is not None else None
+        self.k_norm = RMSNorm(keys, config) if spec.qk_norm is not None else None
+        self.norms_all_heads = spec.qk_norm == "full"
         self.o_proj = Linear(spec.query_width, width, bias=spec.o_bias)
         self.register_module("prefix", None)
         self.layer = layer
-        self.rope = config.ropes.index(spec.rope)
-        """Which of the model's rotary embeddings turns its queries and keys."""
+        self.rope = None if spec.rope is None else config.ropes.index(spec.rope)
+        """Which of the model's rotary embeddings turns its queries and keys; None: nothing does."""
         self.head_dim = self.tensor_unit = head
         self.scale = spec.attention_scale
         self.window = spec.window
@@ -68,23 +70,31 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
-        cos, sin = rotations[self.rope]  # [T, R]
+        rotation = None if self.rope is None else rotations[self.rope]
         q, k, v = forward_shared(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
-        out: Tensor = self.o_proj(self.attend_heads(q, k, v, cos, sin, attend))
+        out: Tensor = self.o_proj(self.attend_heads(q, k, v, rotation, attend))
         return out
 
-    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """Everything between the projections: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
+        if self.norms_all_heads:
+            q, k = self._normed(q, k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.apply_rope(q, k, cos, sin)
+        if not self.norms_all_heads:
+            q, k = self._normed(q, k)
+        if rotation is not None:
+            q, k = ops.apply_rope(q, k, rotation.cos, rotation.sin)
+            if rotation.query_scale is not None:
+                q = q * rotation.query_scale[:, None, None]
         if self.prefix is not None:
             k, v = self.prefix(k, v)
         return self._mix(attend, q, k, v).flatten(1)
 
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
+
     def extra_repr(self) -> str:
-        return f"window={self.window}, softcap={self.softcap}"
+        return f"window={self.window}, softcap={self.softcap}, rope={self.rope}"
 
     def _mix(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [T, H, C]
         return attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)

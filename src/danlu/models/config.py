@@ -42,6 +42,10 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
     """Embeddings are multiplied by this, rounded to the type of activations (Gemma: sqrt(hidden_size))."""
+    residual_multiplier: float = 1.0
+    """What attention and feed-forward network give is multiplied by this before it joins the residual stream."""
+    logits_divisor: float = 1.0
+    """Logits over the vocabulary are divided by this (Granite); so are the hidden states that they are made of."""
     final_softcap: float | None = None
     norm_offset: float = 0.0
     """Norm weights are stored as differences from this (Gemma: 1)."""
@@ -70,7 +74,7 @@ class ModelConfig:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of its layers that differ from each other, in the order in which they first occur."""
-        return tuple(dict.fromkeys(kind.mixer.rope for kind in self.kinds))
+        return tuple(dict.fromkeys(kind.mixer.rope for kind in self.kinds if kind.mixer.rope is not None))
 
     @property
     def rotates_by_length(self) -> bool:

@@ -64,6 +64,7 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config) if before else None
         self.mlp = MLP(config, spec.feed)
         self.post_mlp_norm = RMSNorm(config.hidden_size, config) if behind else None
+        self.multiplier = config.residual_multiplier
         self.register_module("after_attention", None)
         self.register_module("after_mlp", None)
         self.enter: BoundaryOp = identity
@@ -78,12 +79,15 @@ class Layer(nn.Module):
         normed = x if self.attention_norm is None else self.attention_norm(x)
         branch = self.leave(self.attention(self.enter(normed), rotations, attend))
         branch = branch if self.after_attention is None else self.after_attention(branch)
-        x = x + (branch if self.post_attention_norm is None else self.post_attention_norm(branch))
+        x = self._join(x, branch if self.post_attention_norm is None else self.post_attention_norm(branch))
         normed = x if self.mlp_norm is None else self.mlp_norm(x)
         branch = self.leave(self.mlp(self.enter(normed)))
         branch = branch if self.after_mlp is None else self.after_mlp(branch)
-        out: Tensor = x + (branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
-        return out
+        return self._join(x, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+
+    def _join(self, x: Tensor, branch: Tensor) -> Tensor:
+        """The residual stream behind a half."""
+        return x + branch if self.multiplier == 1.0 else x + branch * self.multiplier
 
 
 class Decoder(nn.Module):
@@ -144,9 +148,8 @@ class Decoder(nn.Module):
         return self.lm_head
 
     def rotations(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
-        """cos and sin [T, R] in `dtype` of each rotary embedding of `config.ropes`; arguments as in `forward`."""
-        tables = (rotary_tables(rope, positions, lengths) for rope in self.config.ropes)
-        return tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in tables)
+        """Of each rotary embedding of `config.ropes`, in `dtype`; arguments as in `forward`."""
+        return tuple(rotary_tables(rope, positions, lengths).to(dtype) for rope in self.config.ropes)
 
     def forward(
         self,
@@ -167,7 +170,10 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens, dtype)  # [T, D]
         for part in self.segments or self.layers.values():
             x = part(x, rotations, attend)
-        return self.enter_head(self.norm(x))
+        hidden: Tensor = self.norm(x)
+        if self.config.task == "causal-lm" and self.config.logits_divisor != 1.0:
+            hidden = hidden / self.config.logits_divisor
+        return self.enter_head(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [.., D] -> [.., V] float32, with the family's softcap; all of V, also where it is sharded."""

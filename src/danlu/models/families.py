@@ -1,72 +1,33 @@
 """The model families: how each one's config.json is read and written, and what its tensors are called on disk.
 
 A family is a row of `FAMILIES`. Common keys are read and written here once; a row gives what is its own: the values
-transformers takes for absent keys, the fields that only it has, and where its tensor names leave Llama's.
+transformers takes for absent keys, the layers that only it has, and where its tensor names leave Llama's. `family.py`
+has what rows are made of.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
+from danlu.models import family_layers
 from danlu.models.config import MAX_LAYERS, ModelConfig
-from danlu.models.hf_rope import read_rope, write_rope
+from danlu.models.family import (
+    ARCHITECTURE_ENDINGS,
+    GEMMA_MODULES,
+    HF_ACTIVATIONS,
+    PHI3_MODULES,
+    POST_NORM_MODULES,
+    Family,
+    plain_layer,
+)
+from danlu.models.hf_rope import RopeRules, write_rope
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import Activation, Dense, Heads, LayerSpec, check_sizes
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task
-
-ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
-_HF_ACTIVATIONS: dict[Activation, str] = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
-
-_ARCHITECTURE_ENDINGS: dict[Task, str] = {
-    "causal-lm": "ForCausalLM",
-    "sequence-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-}
-"""By task, how the classes of transformers are called: LlamaForCausalLM. It has all three for every family here."""
-
-LLAMA_MODULES: dict[str, str] = {
-    "attention": "self_attn",
-    "attention_norm": "input_layernorm",
-    "mlp": "mlp",
-    "mlp_norm": "post_attention_layernorm",
-}
-"""Module inside a layer, here -> on disk. The longest dotted prefix that is listed is replaced."""
-GEMMA2_MODULES: dict[str, str] = {
-    **LLAMA_MODULES,
-    "mlp_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm",
-}
-PHI3_MODULES: dict[str, str] = {
-    **LLAMA_MODULES,
-    # Modules that share a name on disk lie there one under the other, in the order of the forward pass.
-    "attention.q_proj": "self_attn.qkv_proj",
-    "attention.k_proj": "self_attn.qkv_proj",
-    "attention.v_proj": "self_attn.qkv_proj",
-    "mlp.gate_proj": "mlp.gate_up_proj",
-    "mlp.up_proj": "mlp.gate_up_proj",
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    architecture: str
-    """The classes of transformers that load it, without the task: Llama of LlamaForCausalLM."""
-    read: Callable[[HFValues, LayerSpec, int], dict[str, Any]]
-    """From config.json, a layer by the keys that all families have, and the number of layers: fields of ModelConfig,
-    `layers` among them."""
-    write: Callable[[ModelConfig], dict[str, Any]]
-    """What only some families have, as keys of config.json."""
-    defaults: Mapping[str, Any]
-    """What transformers (5.23) takes for absent keys. A key/value head count is always asked for where it guesses."""
-    modules: Mapping[str, str] = field(default_factory=lambda: LLAMA_MODULES)
-    scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn")
 
 
 def read_config_values(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -99,35 +60,17 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
             eos_token_ids=hf.token_ids("eos_token_id"),
             pad_token_id=hf.optional_integer("pad_token_id"),
             task=task_of(values),
-            **family.read(hf, _plain_layer(hf, family), layers),
+            **family.read(hf, plain_layer(hf, family), layers),
         )
     except ModelError as error:
         raise error if str(error).startswith(where) else ModelError(f"{where}: {error}") from None
-
-
-def _plain_layer(hf: HFValues, family: Family) -> LayerSpec:
-    """A layer by the keys that all families have."""
-    heads, width = hf.integer("num_attention_heads"), hf.integer("hidden_size")
-    if "head_dim" not in hf and (heads < 1 or width % heads):
-        raise hf.error(
-            "hidden_size", f"{width} does not divide over {heads} attention heads, and head_dim is not given"
-        )
-    head_dim = hf.integer("head_dim") if "head_dim" in hf else width // heads
-    check_sizes({"heads": heads, "head_dim": head_dim})
-    mixer = Heads(
-        heads=heads,
-        kv_heads=_kv_heads(hf, heads),
-        head_dim=head_dim,
-        rope=read_rope(hf, head_dim, scalings=family.scalings),
-    )
-    return LayerSpec(mixer, Dense(hf.integer("intermediate_size"), _activation(hf, "hidden_act")))
 
 
 def task_of(values: Mapping[str, Any]) -> Task:
     """What the model of a config.json is for, by its `architectures`; a language model where they do not tell."""
     architectures = values.get("architectures")
     named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    return next((task for task, ending in _ARCHITECTURE_ENDINGS.items() if named.endswith(ending)), "causal-lm")
+    return next((task for task, ending in ARCHITECTURE_ENDINGS.items() if named.endswith(ending)), "causal-lm")
 
 
 def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
@@ -137,11 +80,14 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     Raises ModelError if the family has no key for something that `config` sets.
     """
     family, first = FAMILIES[config.family], config.layers[0]
+    architecture = family.architecture_of(config.task)
+    if architecture is None:
+        raise ModelError(f"transformers has no {config.family} model for {config.task}: nothing could load it")
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
     values: dict[str, Any] = {
-        "architectures": [family.architecture + _ARCHITECTURE_ENDINGS[config.task]],
+        "architectures": [architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -150,10 +96,10 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "num_attention_heads": first.mixer.heads,
         "num_key_value_heads": first.mixer.kv_heads,
         "head_dim": first.mixer.head_dim,
-        "hidden_act": _HF_ACTIVATIONS[first.feed.activation],
+        "hidden_act": HF_ACTIVATIONS[first.feed.activation],
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        **write_rope(first.mixer.rope, first.mixer.head_dim),
+        **(write_rope(config.ropes[0], first.mixer.head_dim) if config.ropes else {}),
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -163,6 +109,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "torch_dtype": torch_dtype,
         **family.write(config),
     }
+    values = {key: value for key, value in values.items() if value is not None or key not in _ROPE_KEYS}
     understood = read_config_values(values)
     if understood != config:
         names = [each.name for each in fields(config)]
@@ -172,6 +119,10 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         lost = [part for name in lost for part in (parts if name == "layers" and parts else [name])]
         raise ModelError(f"a {config.family} config.json cannot say this model's {', '.join(lost)}")
     return values
+
+
+_ROPE_KEYS = ("rope_theta", "rope_scaling")
+"""Which a family that writes rope_parameters takes out."""
 
 
 def _refuse_unsupported(hf: HFValues) -> None:
@@ -188,146 +139,14 @@ def _refuse_unsupported(hf: HFValues) -> None:
         raise hf.error("use_bidirectional_attention", "only causal attention is supported")
 
 
-def _kv_heads(hf: HFValues, heads: int) -> int:
-    """`null` means as many as query heads, and so does absence in the families that began without grouped queries."""
-    if "num_key_value_heads" in hf or "num_key_value_heads" not in hf.keys():  # noqa: SIM118 - `in hf` asks for a value
-        return hf.integer("num_key_value_heads")
-    return heads
-
-
-def _activation(hf: HFValues, key: str) -> Activation:
-    name = hf.text(key)
-    if name not in ACTIVATIONS:
-        raise hf.error(key, f"activation {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
-
-
-def _windows_by_type(hf: HFValues, layers: int) -> tuple[int | None, ...]:
-    types, window = hf.raw("layer_types"), hf.optional_integer("sliding_window")
-    if not isinstance(types, list) or len(types) != layers:
-        raise hf.error("layer_types", f"expected a list with one entry for each of {layers} layers, found {types!r}")
-    if wrong := sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"}):
-        raise hf.error("layer_types", f"not supported: {', '.join(wrong)}")
-    if window is None and "sliding_attention" in types:
-        raise hf.error("sliding_window", "missing, but layer_types names sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _layers(plain: LayerSpec, windows: Sequence[int | None], **mixer: Any) -> dict[str, Any]:
-    """Layers that are alike but for their windows; mixer: what else is not as in `plain`."""
-    return {"layers": tuple(replace(plain, mixer=replace(plain.mixer, window=each, **mixer)) for each in windows)}
-
-
-def _windows(config: ModelConfig) -> list[int | None]:
-    return [layer.mixer.window for layer in config.layers]
-
-
-def _layer_types(config: ModelConfig) -> list[str]:
-    return ["full_attention" if window is None else "sliding_attention" for window in _windows(config)]
-
-
-def _one_window(config: ModelConfig) -> int | None:
-    """The window of the layers that have one: a config.json has a key for only one."""
-    return next((window for window in _windows(config) if window is not None), None)
-
-
-def _read_llama(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    biased = hf.flag("attention_bias")
-    plain = replace(plain, feed=replace(plain.feed, bias=hf.flag("mlp_bias")))
-    return _layers(plain, [None] * layers, qkv_bias=biased, o_bias=biased)
-
-
-def _write_llama(config: ModelConfig) -> dict[str, Any]:
-    first = config.layers[0]
-    return {"attention_bias": first.mixer.qkv_bias, "mlp_bias": first.feed.bias}
-
-
-def _read_windowed(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    if "layer_types" in hf and len(set(_windows_by_type(hf, layers))) > 1:
-        raise hf.error("layer_types", "this family has the same window in every layer")
-    return _layers(plain, [hf.optional_integer("sliding_window")] * layers)
-
-
-def _write_windowed(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": config.layers[0].mixer.window}
-
-
-def _read_qwen2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    return _layers(plain, _qwen_windows(hf, layers), qkv_bias=True)
-
-
-def _qwen_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
-    if not hf.flag("use_sliding_window"):
-        return (None,) * layers
-    if "layer_types" in hf:
-        return _windows_by_type(hf, layers)
-    window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers")
-    return tuple(window if layer >= first else None for layer in range(layers))
-
-
-def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "use_sliding_window": _one_window(config) is not None,
-        "sliding_window": _one_window(config),
-        "max_window_layers": _windows(config).count(None),
-        "layer_types": _layer_types(config),
-    }
-
-
-def _read_qwen3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    biased = hf.flag("attention_bias")
-    return _layers(plain, _qwen_windows(hf, layers), qkv_bias=biased, o_bias=biased, qk_norm=True)
-
-
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.layers[0].mixer.qkv_bias, **_write_qwen2(config)}
-
-
-def _read_gemma2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    biased, window = hf.flag("attention_bias"), hf.optional_integer("sliding_window")
-    alternating = [window if layer % 2 == 0 else None for layer in range(layers)]
-    scalar = hf.number("query_pre_attn_scalar")
-    if scalar <= 0:
-        raise hf.error("query_pre_attn_scalar", f"{scalar:g} has no root that scores could be divided by")
-    feed = replace(plain.feed, activation=_activation(hf, "hidden_activation"))
-    return {
-        **_layers(
-            replace(plain, feed=feed, norms="sandwich"),
-            _windows_by_type(hf, layers) if "layer_types" in hf else alternating,
-            qkv_bias=biased,
-            o_bias=biased,
-            softcap=hf.optional_number("attn_logit_softcapping"),
-            scale=1 / math.sqrt(scalar),
-        ),
-        "embedding_multiplier": hf.integer("hidden_size") ** 0.5,
-        "final_softcap": hf.optional_number("final_logit_softcapping"),
-        "norm_offset": 1.0,
-    }
-
-
-def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
-    first = config.layers[0]
-    scalar = round(first.mixer.attention_scale**-2, 9)  # of whose root it is one over
-    return {
-        "attention_bias": first.mixer.qkv_bias,
-        "hidden_activation": _HF_ACTIVATIONS[first.feed.activation],
-        "sliding_window": _one_window(config),
-        "layer_types": _layer_types(config),
-        "attn_logit_softcapping": first.mixer.softcap,
-        "final_logit_softcapping": config.final_softcap,
-        # transformers 5 wants an integer here.
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
-    }
-
-
 _COMMON: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
 FAMILIES: dict[str, Family] = {
     "gemma2": Family(
         architecture="Gemma2",
-        read=_read_gemma2,
-        write=_write_gemma2,
-        modules=GEMMA2_MODULES,
+        read=family_layers.read_gemma2,
+        write=family_layers.write_gemma2,
+        modules=GEMMA_MODULES,
         defaults={
             **_COMMON,
             "attn_logit_softcapping": 50.0,
@@ -343,10 +162,52 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma3_text": Family(
+        architecture="Gemma3",
+        architectures={
+            "sequence-classification": "Gemma3TextForSequenceClassification",
+            "token-classification": None,
+        },
+        read=family_layers.read_gemma3,
+        write=family_layers.write_gemma3,
+        modules=GEMMA_MODULES,
+        rope=family_layers.GEMMA3_ROPE,
+        ropes_differ=True,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite": Family(
+        architecture="Granite",
+        architectures={"sequence-classification": None, "token-classification": None},
+        read=family_layers.read_granite,
+        write=family_layers.write_granite,
+        defaults={
+            **_COMMON,
+            "attention_multiplier": 1.0,
+            "bos_token_id": 1,
+            "embedding_multiplier": 1.0,
+            "eos_token_id": 2,
+            "logits_scaling": 1.0,
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": None,
+            "residual_multiplier": 1.0,
+        },
+    ),
     "llama": Family(
         architecture="Llama",
-        read=_read_llama,
-        write=_write_llama,
+        read=family_layers.read_llama,
+        write=family_layers.write_llama,
         defaults={
             **_COMMON,
             "bos_token_id": 1,
@@ -355,10 +216,27 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": None,
         },
     ),
+    "ministral3": Family(
+        architecture="Ministral3",
+        read=family_layers.read_ministral3,
+        write=family_layers.write_ministral3,
+        rope=family_layers.MINISTRAL3_ROPE,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "pad_token_id": 11,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": family_layers.MINISTRAL3_PARAMETERS,
+            "sliding_window": None,
+        },
+    ),
     "mistral": Family(
         architecture="Mistral",
-        read=_read_windowed,
-        write=_write_windowed,
+        read=family_layers.read_windowed,
+        write=family_layers.write_windowed,
         defaults={
             **_COMMON,
             "bos_token_id": 1,
@@ -367,12 +245,45 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
     ),
+    "olmo2": Family(
+        architecture="Olmo2",
+        architectures={"token-classification": None},
+        read=family_layers.read_olmo2,
+        write=family_layers.write_olmo2,
+        modules=POST_NORM_MODULES,
+        defaults={
+            **_COMMON,
+            "eos_token_id": 50279,
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": None,
+            "pad_token_id": 1,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "olmo3": Family(
+        architecture="Olmo3",
+        architectures={"token-classification": None},
+        read=family_layers.read_olmo3,
+        write=family_layers.write_olmo3,
+        modules=POST_NORM_MODULES,
+        rope=family_layers.OLMO3_ROPE,
+        ropes_differ=True,
+        defaults={
+            **_COMMON,
+            "eos_token_id": 50279,
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": None,
+            "pad_token_id": 1,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+        },
+    ),
     "phi3": Family(
         architecture="Phi3",
-        read=_read_windowed,
-        write=_write_windowed,
+        read=family_layers.read_windowed,
+        write=family_layers.write_windowed,
         modules=PHI3_MODULES,
-        scalings=(),
+        rope=RopeRules(scalings=()),
         defaults={
             **_COMMON,
             "bos_token_id": 1,
@@ -385,20 +296,36 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(
         architecture="Qwen2",
-        read=_read_qwen2,
-        write=_write_qwen2,
+        read=family_layers.read_qwen2,
+        write=family_layers.write_qwen2,
         defaults={**_COMMON, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
     ),
     "qwen3": Family(
         architecture="Qwen3",
-        read=_read_qwen3,
-        write=_write_qwen3,
+        read=family_layers.read_qwen3,
+        write=family_layers.write_qwen3,
         defaults={
             **_COMMON,
             "head_dim": 128,
             "max_position_embeddings": 32768,
             "max_window_layers": 28,
             "sliding_window": 4096,
+        },
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3",
+        read=family_layers.read_smollm3,
+        write=family_layers.write_smollm3,
+        rope=family_layers.SMOLLM3_ROPE,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "pad_token_id": 128004,
+            "tie_word_embeddings": True,
         },
     ),
 }

@@ -4,34 +4,99 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from danlu.errors import ModelError
 from danlu.models.hf_values import HFValues
-from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
+from danlu.models.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    QueryTemperature,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
 
 SCALINGS: dict[str, type[RopeScaling]] = {
     scaling.kind: scaling for scaling in (DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling)
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
-_NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
-_DEFAULT_THETA = 10_000.0
+_NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
+_TYPES = ("full_attention", "sliding_attention")
+_TEMPERATURE = "llama_4_scaling_beta"
 
 
-def read_rope(values: HFValues, head_dim: int, *, scalings: tuple[str, ...]) -> Rope:
+@dataclass(frozen=True)
+class RopeRules:
+    """What rotary settings a family may have, and what it takes for those that are not given."""
+
+    scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn")
+    theta: float = 10_000.0
+    has_temperature: bool = False
+    """Whether queries may grow with their position (`llama_4_scaling_beta`)."""
+
+
+def read_rope(values: HFValues, head_dim: int, rules: RopeRules) -> Rope:
     """The rotary settings of `values`, for heads of `head_dim` features.
 
     Raises ModelError for a scaling the family cannot have or danlu does not know, and for a share of a head that cannot
     be rotated.
     """
-    longest = values.integer("max_position_embeddings")
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     rope = HFValues(values.section(key), {}, f"{values.where}: {key}")
-    if any(isinstance(rope.raw(layer_type), dict) for layer_type in ("full_attention", "sliding_attention")):
-        raise values.error(key, "different rotary embeddings for different layers are not supported")
-    source = rope if "rope_theta" in rope else values
-    theta = source.number("rope_theta") if "rope_theta" in source else _DEFAULT_THETA
+    if _is_by_type(rope):
+        raise values.error(key, "this family has the same rotary embedding in every layer")
+    return _read(values, rope, head_dim, rules, ("rope_theta", key))
+
+
+def read_ropes_by_type(
+    values: HFValues, head_dim: int, rules: RopeRules, *, local_theta: tuple[str, float]
+) -> dict[str, Rope]:
+    """The rotary settings of each type of attention layer, `full_attention` and `sliding_attention`.
+
+    They are in `rope_parameters`, by type (transformers 5); or, as transformers 4 wrote them, `rope_theta` and
+    `rope_scaling` are of `full_attention`, and `sliding_attention` has only a theta. local_theta: the key of that one,
+    and what holds where it is not given. Raises as `read_rope`.
+    """
+    by_type = HFValues(values.section("rope_parameters"), {}, f"{values.where}: rope_parameters")
+    if by_type.keys() and not _is_by_type(by_type):
+        raise values.error("rope_parameters", f"expected settings for each of {' and '.join(_TYPES)}")
+    ropes = {}
+    for layer_type in _TYPES:
+        of_type, theta_key = rules, "rope_theta"
+        if layer_type == "sliding_attention":
+            of_type, theta_key = replace(rules, theta=local_theta[1]), local_theta[0]
+        if by_type.keys():
+            given, where = by_type.section(layer_type), f"rope_parameters: {layer_type}"
+        else:
+            given = values.section("rope_scaling") if layer_type == "full_attention" else {}
+            where = "rope_scaling"
+        rope = HFValues(given, {}, f"{values.where}: {where}")
+        ropes[layer_type] = _read(values, rope, head_dim, of_type, (theta_key, where))
+    return ropes
+
+
+def _is_by_type(rope: HFValues) -> bool:
+    return any(isinstance(rope.raw(layer_type), dict) for layer_type in _TYPES)
+
+
+def _read(
+    values: HFValues,
+    rope: HFValues,
+    head_dim: int,
+    rules: RopeRules,
+    keys: tuple[str, str],
+) -> Rope:
+    """The embedding that `rope` and, where that is silent, `values` describe. keys: of theta in `values`, and where
+    `rope` is, for messages."""
+    longest = values.integer("max_position_embeddings")
+    theta_key, key = keys
+    if "rope_theta" in rope:
+        theta = rope.number("rope_theta")
+    else:
+        theta = values.number(theta_key) if theta_key in values else rules.theta
     source = rope if "partial_rotary_factor" in rope else values
     share = source.number("partial_rotary_factor") if "partial_rotary_factor" in source else 1.0
     if theta <= 1 or not 0 < share <= 1:
@@ -44,15 +109,28 @@ def read_rope(values: HFValues, head_dim: int, *, scalings: tuple[str, ...]) -> 
             f"(partial_rotary_factor {share}) is not a positive even number"
         )
     if kind == "default":
-        return Rope(theta, dim, longest)
-    if kind not in scalings:
-        supported = ", ".join(("default", *scalings))
+        return Rope(theta, dim, longest, temperature=_read_temperature(rope, rules, longest))
+    if kind not in rules.scalings:
+        supported = ", ".join(("default", *rules.scalings))
         raise values.error(key, f"rotary scaling {kind!r} is not supported for this family; supported: {supported}")
     trained = values.optional_integer("original_max_position_embeddings") or longest
-    return Rope(theta, dim, longest, _read_scaling(rope, SCALINGS[kind], trained, longest))
+    known = {_TEMPERATURE} if rules.has_temperature else set[str]()
+    scaling = _read_scaling(rope, SCALINGS[kind], trained, longest, known)
+    return Rope(theta, dim, longest, scaling, _read_temperature(rope, rules, trained))
 
 
-def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, longest: int) -> RopeScaling:
+def _read_temperature(rope: HFValues, rules: RopeRules, trained: int) -> QueryTemperature | None:
+    if not rules.has_temperature or _TEMPERATURE not in rope:
+        return None
+    length = rope.optional_integer("original_max_position_embeddings") or trained
+    if length < 1:
+        raise rope.error("original_max_position_embeddings", f"{length} is no length")
+    return QueryTemperature(rope.number(_TEMPERATURE), length)
+
+
+def _read_scaling(
+    rope: HFValues, scaling: type[RopeScaling], trained: int, longest: int, known_besides: set[str]
+) -> RopeScaling:
     known = {field.name: field for field in fields(scaling)}
     given = {name: rope.raw(name) for name in known if name in rope}
     if "original_max_position_embeddings" in known:
@@ -74,7 +152,7 @@ def _read_scaling(rope: HFValues, scaling: type[RopeScaling], trained: int, long
             problems.append(f"{name} is {value!r}, which it cannot be")
     # An attribute of another scaling is ignored, as transformers does; an unknown one may change the numbers.
     known_keys = set(known).union(*({field.name for field in fields(kind)} for kind in SCALINGS.values()))
-    unknown = sorted(set(rope.keys()) - known_keys - _NOT_OF_SCALING)
+    unknown = sorted(set(rope.keys()) - known_keys - _NOT_OF_SCALING - known_besides)
     if unknown:
         problems.append(f"unknown settings: {', '.join(unknown)}")
     if problems:
@@ -94,4 +172,13 @@ def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
         defaults = {field.name: field.default for field in fields(scaling)}
         settings = {name: value for name, value in asdict(scaling).items() if value != defaults[name]}
         written["rope_scaling"] = {"rope_type": scaling.kind, **settings}
+    if rope.temperature is not None:
+        length = {"original_max_position_embeddings": rope.temperature.length, _TEMPERATURE: rope.temperature.beta}
+        written["rope_scaling"] = {"rope_type": "default", **written.get("rope_scaling", {}), **length}
     return written
+
+
+def write_rope_parameters(rope: Rope, head_dim: int) -> dict[str, Any]:
+    """One object with all of it, as transformers 5 has it in `rope_parameters`."""
+    written = write_rope(rope, head_dim)
+    return {"rope_type": "default", **written.pop("rope_scaling", {}), **written}

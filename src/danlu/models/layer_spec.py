@@ -55,7 +55,8 @@ class Heads:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
+    """None: its queries and keys are not rotated (NoPE, arXiv:2305.19466)."""
     scale: float | None = None
     """What q·k is multiplied by; None: one over the root of head_dim."""
     window: int | None = None
@@ -63,8 +64,8 @@ class Heads:
     softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm over each head of q and k before rotation (Qwen3)."""
+    qk_norm: Literal["head", "full"] | None = None
+    """RMSNorm of q and k before rotation, over each head (Qwen3) or over all of them together (OLMo 2)."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -73,7 +74,7 @@ class Heads:
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly: "
                 "the second must divide the first"
             )
-        if self.rope.dim > self.head_dim:
+        if self.rope is not None and self.rope.dim > self.head_dim:
             raise ModelError(f"rotary embedding of {self.rope.dim} features does not fit a head of {self.head_dim}")
         if self.window is not None and self.window < 1:
             raise ModelError(f"a sliding window must be at least 1 token: {self.window}")
@@ -93,13 +94,19 @@ class Heads:
         """Features of all keys, and of all values, K C."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def normed_widths(self) -> tuple[int, int]:
+        """Features of q and of k that are normed together."""
+        return (self.query_width, self.kv_width) if self.qk_norm == "full" else (self.head_dim, self.head_dim)
+
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass."""
         shapes = linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
         shapes |= linear_shapes("k_proj", self.kv_width, width, self.qkv_bias)
         shapes |= linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
-        if self.qk_norm:
-            shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
+        if self.qk_norm is not None:
+            queries, keys = self.normed_widths
+            shapes |= {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
         return shapes | linear_shapes("o_proj", width, self.query_width, self.o_bias)
 
     def pair_flops(self) -> int:
@@ -121,6 +128,8 @@ class Heads:
             return f"{degree} does not divide the model's {self.heads} attention heads"
         if self.kv_heads % degree and degree % self.kv_heads:
             return f"{degree} neither divides the model's {self.kv_heads} key/value heads nor is a multiple of them"
+        if self.qk_norm == "full" and degree > 1:
+            return f"{degree} ranks cannot share norms over all of the model's queries and keys yet"
         return None
 
     def __str__(self) -> str:

@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin [T, R] of one rotary embedding."""
+
+class Rotation(NamedTuple):
+    """What one rotary embedding does to queries and keys of T tokens."""
+
+    cos: Tensor  # [T, R]
+    sin: Tensor  # [T, R]
+    query_scale: Tensor | None = None  # [T], of queries alone
+
+    def to(self, dtype: torch.dtype) -> Rotation:
+        """The same in another type."""
+        scale = self.query_scale
+        return Rotation(self.cos.to(dtype), self.sin.to(dtype), None if scale is None else scale.to(dtype))
 
 
 def rotary_tables(
@@ -38,7 +49,11 @@ def rotary_tables(
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # [T, R]
     scaling = rope.scaling.attention_scaling if isinstance(rope.scaling, YarnScaling) else 1.0
-    return angles.cos() * scaling, angles.sin() * scaling
+    query_scale = None
+    if rope.temperature is not None:
+        stretches = torch.floor(positions.float() / rope.temperature.length)  # lengths that lie before a token
+        query_scale = 1 + rope.temperature.beta * torch.log(1 + stretches)
+    return Rotation(angles.cos() * scaling, angles.sin() * scaling, query_scale)
 
 
 def rotated_by_length(ropes: Sequence[Rope], length: int) -> bool:

@@ -70,6 +70,14 @@ class YarnScaling:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Queries far into a document are made longer: times 1 + beta ln(1 + floor(position / length)) (Llama 4)."""
+
+    beta: float
+    length: int
+
+
 RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
 
 
@@ -84,6 +92,7 @@ class Rope:
     max_position_embeddings: int
     """Positions the model was made for, from which dynamic scaling measures how long a document is."""
     scaling: RopeScaling | None = None
+    temperature: QueryTemperature | None = None
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:

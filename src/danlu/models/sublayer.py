@@ -46,7 +46,7 @@ class Sublayer(Protocol):
 
 
 class AttentionSublayer(Sublayer, Protocol):
-    """x [T, D]; rotations: cos and sin [T, R] of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
+    """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
 
     @property
     def cache(self) -> LayerCache: ...

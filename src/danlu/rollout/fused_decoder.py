@@ -68,14 +68,15 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, dtype: torch.dtype, layers: list[_FusedLayer]) -> None:
         (spec,) = model.config.kinds
-        mixer, scale = spec.mixer, spec.mixer.attention_scale
-        self._model, self._dtype, self._layers, self._rope = model, dtype, layers, mixer.rope
+        mixer, scale, rope = spec.mixer, spec.mixer.attention_scale, spec.mixer.rope
+        assert rope is not None, "`_is_plain` has looked"
+        self._model, self._dtype, self._layers, self._rope = model, dtype, layers, rope
         self._parameters = list(model.parameters())
         self._versions = [parameter._version for parameter in self._parameters]
         self._heads, self._kv_heads, self._width = mixer.heads, mixer.kv_heads, mixer.head_dim
         self._gelu = spec.feed.activation == "gelu_tanh"
         self._norm = _Norm.of(model.norm)
-        self._frequencies = inverse_frequencies(mixer.rope)
+        self._frequencies = inverse_frequencies(rope)
         # In float32 the scale is in the queries' rotation; a narrower type would round once more for it.
         scales_queries = dtype == torch.float32
         self._scale = 1.0 if scales_queries else scale
@@ -159,7 +160,7 @@ class FusedDecoder:
         Half-split rotation is x cos + (-second half, first half) sin; values are multiplied by 1 and 0.
         """
         tables = rotary_tables(self._rope, positions, frequencies=self._frequencies)
-        cos, sin = (table.to(self._dtype).unsqueeze(1) for table in (tables[0], tables[1] * self._signs))
+        cos, sin = (table.to(self._dtype).unsqueeze(1) for table in (tables.cos, tables.sin * self._signs))
         return torch.addcmul(self._unturned, cos, self._turned), sin * self._turned
 
 
@@ -173,7 +174,12 @@ def _is_plain(model: Decoder) -> bool:
     config = model.config
     if len(config.kinds) > 1 or config.rotates_by_length:
         return False
-    if config.kinds[0].mixer.rope.dim != config.kinds[0].mixer.head_dim:
+    if config.residual_multiplier != 1.0 or config.logits_divisor != 1.0:
+        return False
+    mixer = config.kinds[0].mixer
+    if mixer.rope is None or mixer.rope.dim != mixer.head_dim or mixer.rope.temperature is not None:
+        return False
+    if mixer.qk_norm == "full":
         return False
     if model.embed_tokens.weight.device.type != "cpu" or config.norm_offset != model.norm.offset:
         return False

@@ -72,7 +72,7 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
     kv_per_rank = 2 if tensor <= 2 else 1
     kv_heads = large.kv_heads if large.kv_heads <= tensor else tensor * min(kv_per_rank, large.kv_heads // tensor)
     queries = _queries_per_key(large.heads // large.kv_heads, kv_heads, tensor)
-    share = large.rope.dim / large.head_dim
+    share = 1.0 if large.rope is None else large.rope.dim / large.head_dim
     head_dim = next(
         size
         for size in (8, 16, 32, 64, 128, 256)
@@ -84,7 +84,7 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
         heads=kv_heads * queries,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=replace(large.rope, dim=int(head_dim * share)),
+        rope=None if large.rope is None else replace(large.rope, dim=int(head_dim * share)),
         scale=None if large.scale is None else _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim)),
         window=None if large.window is None else WINDOW,
     )
