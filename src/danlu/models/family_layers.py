@@ -237,7 +237,7 @@ def read_smollm3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
         if every < 1:
             raise hf.error("no_rope_layer_interval", f"{every} is no number of layers")
         rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) < layers or any(one not in (0, 1) for one in rotated):
+    if not isinstance(rotated, list) or len(rotated) < layers or any(flag not in (0, 1) for flag in rotated):
         raise hf.error("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers, found {rotated!r}")
     window = hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
     windows: Sequence[int | None] = [None if turned else window for turned in rotated[:layers]]
