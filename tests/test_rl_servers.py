@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 from test_rl_runs import recipe_file, run, without_times
 
 from danlu.cli.main import main
+from danlu.replay import replay
+from danlu.rollout.rollout_processes import RolloutProcesses
 from danlu.rollout.servers.canary import FIRST_NUMBER
 from danlu.rollout.servers.danlu_server import DanluServer
 from danlu.rollout.servers.fleet import ServerFleet
@@ -179,3 +182,35 @@ def test_a_process_that_is_killed(tiny_world: World, tmp_path: Path, monkeypatch
             process.kill()
     assert same_run(tmp_path / "own", tmp_path / "http")
     assert set(asked[:20]) == set(urls) and set(asked[-16:]) == {urls[0]}  # of the last rollout
+
+
+@pytest.mark.distributed
+def test_answers_go_on_while_weights_are_pushed_and_one_server_ends(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Asynchronous rollouts of servers: prompts once each, versions by token, and what one loses the other answers."""
+    more: dict[str, Any] = {"numerics": "exact", "steps": 6, "checkpoint": {"every": 3, "keep": 9}}
+    more |= {"objective": {"importance": {}}, "data": {"max_length": 96}}
+    real = RolloutProcesses.update
+    with servers(tiny_world.base, "one", "two", exact=True) as started:
+
+        def update(self: RolloutProcesses, version: int, weights: Any) -> None:
+            real(self, version, weights)
+            if version == 3:
+                started.end("two")
+
+        monkeypatch.setattr(RolloutProcesses, "update", update)
+        urls = [started.url("one"), started.url("two")]
+        rollout = {**http(*urls, push=True, reconnect_s=20), "max_new_tokens": 40, "staleness": 2}
+        lines = run(tiny_world, tmp_path / "run", rollout=rollout, **more)
+    recorded = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["number"] for line in recorded] == list(range(24))
+    assert lines[0]["gap"] == 0 and max(line["staleness_max"] for line in lines) <= 2
+    versions = [version for line in recorded for answer in line["answers"] for version, _ in answer["versions"]]
+    assert max(versions) > 2
+    for line in recorded:
+        for answer in line["answers"]:
+            own = [version for version, _ in answer["versions"]]
+            assert own == sorted(own) and line["step"] - 3 <= own[0] <= own[-1] <= line["step"] - 1
+    assert f"warning: {urls[1]}" in (said := capfd.readouterr().err) and "it is left out, and 1 rollout servers" in said
+    assert replay(tmp_path / "run", 6, say=lambda line: None).difference is None  # by the trainer's own engine

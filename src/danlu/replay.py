@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from danlu.errors import CheckpointError, RecipeError, TrainingError
+from danlu.language.environments import episode_engine
 from danlu.language.placed import PlacedDecoder
 from danlu.language.prompt_reader import RolloutBuilder
 from danlu.language.reader import tokenizer_of
@@ -159,12 +161,13 @@ class ReplayBuilder(RolloutBuilder):
         return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
 
     def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
-        decode = ChatTokenizer(tokenizer_of(recipe)).decode
-        engine = rollout_engine(recipe, placed, decode=decode, cache_gib=cache_gib)
+        chat = ChatTokenizer(tokenizer_of(recipe))
+        engine = rollout_engine(recipe, placed, decode=chat.decode, cache_gib=cache_gib)
         assert isinstance(engine, EmbeddedEngine), (
             "one process replays, and the recipe's rules ask for the embedded one"
         )
-        return RecordedEngine(engine, self.versions)
+        play = None if recipe.environment is None else partial(episode_engine, recipe, chat, placed.subject)
+        return RecordedEngine(engine, self.versions, play)
 
 
 class _Comparison:
@@ -346,6 +349,11 @@ def _recorded_versions(run: Path, recipe: Recipe, recorded: RecordedRollouts) ->
             f"{run}: prompts without signal were replaced (objective.resample), and with which weights their answers "
             f"were drawn is not in {ROLLOUTS}: asynchronous rollouts after them cannot be made again"
         )
+    if recipe.rollout.engine in ("vllm", "sglang"):
+        raise CheckpointError(
+            f"{run}: {recipe.rollout.engine} drew the answers beside the trainer, by random numbers of its own: its "
+            "asynchronous rollouts cannot be made again"
+        )
     versions = {}
     for line in (line for lines in recorded.values() for line in lines):
         for sample, answer in enumerate(line["answers"]):
@@ -375,6 +383,10 @@ def _warn_of_changes(run: Path, rehearsed: Run, say: Say) -> None:
     recipe = run_recipe(run)
     if recipe.rollout.staleness > 0 and recipe.numerics != "exact":
         say(f"{warning}: what is computed together followed from time, and numerics: {recipe.numerics} rounds by that")
+    if recipe.rollout.staleness > 0 and recipe.rollout.engine == "http":
+        say(
+            f"{warning}: answers of danlu serve are drawn here again; those of vLLM and SGLang had other random numbers"
+        )
     if (run / ENVIRONMENT).is_file():
         current = describe_environment(rehearsed.learner.device)
         for line in changes_that_matter(json.loads((run / ENVIRONMENT).read_text()), current):

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from typing import TextIO
 
 # C0 without tab and newline, DEL, C1 (U+009B begins a sequence as ESC [ does), what turns the direction of writing
@@ -32,8 +33,20 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"
 
 
+_relay: Callable[[str], None] | None = None
+
+
+def relay_status(say: Callable[[str], None]) -> None:
+    """From now on remarks of this process, whose stderr nobody reads, are for another to print."""
+    global _relay
+    _relay = say
+
+
 def print_status(text: str, *, end: str = "\n") -> None:
     """Prints a remark to stderr; on a terminal, in lines that break between words."""
+    if _relay is not None:
+        _relay(text)
+        return
     text = printable(text)
     _write(sys.stderr, (wrap_to_terminal(text, sys.stderr) if end == "\n" else text) + end)
 

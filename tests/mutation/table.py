@@ -1108,7 +1108,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/recorded_engine.py",
-        "is_same = drawn == versions[: len(drawn)]",
+        'is_same = drawn == self._versions[number, answer["sample"]][: len(drawn)]',
         "is_same = True",
         "rollout/test_recorded_engine.py",
         "drawn_anew",
@@ -1121,20 +1121,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- episodes of several turns
     Mutation(
-        "rollout/episodes.py",
+        "rollout/open_episode.py",
         "drawn = (*segment.drawn, *[False] * len(between), *[True] * len(completion.tokens))",
         "drawn = (*segment.drawn, *[True] * len(between), *[True] * len(completion.tokens))",
         "rollout/test_episodes.py",
     ),
     Mutation(
-        "rollout/episodes.py",
-        "            draw_sample=episode.sample,",
+        "rollout/open_episode.py",
+        "            draw_sample=self.sample,",
         "            draw_sample=0,",
         "rollout/test_episodes.py",
     ),
     Mutation(
-        "rollout/episodes.py",
-        "reward=None if episode.failure is not None else reward,",
+        "rollout/open_episode.py",
+        "reward=None if self.failure is not None else reward,",
         "reward=reward or 0.0,",
         "rollout/test_episodes.py",
     ),

@@ -55,6 +55,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_estimators.py",
     ),
     Mutation(
+        "rollout/episode_engine.py",
+        "if playing.given_replies:",
+        "if False:",
+        "rollout/test_episode_engine.py",
+        "taken_up",
+    ),
+    Mutation(
+        "rollout/episode_engine.py",
+        "heapq.heappush(self._to_draw, (playing.place, playing.key))",
+        "heapq.heappush(self._to_draw, (next(self._places), playing.key))",
+        "rollout/test_episode_engine.py",
+        "older",
+    ),
+    Mutation(
+        "language/rollout_processes.py",
+        'if value_share(recipe) == "base":',
+        "if False:",
+        "language/test_rollout_processes.py",
+    ),
+    Mutation(
         "rewards/environments/tools.py",
         "self.errors += 1",
         "self.errors = 1",

@@ -232,9 +232,8 @@ BROKEN = [
     ),
     ({"batch": "{prompts: 2, updates: 4}"}, "batch.updates: 4 does not divide the 2 prompts of a rollout. Use 2"),
     (
-        {"rollout": "{staleness: 1, engine: vllm, url: http://x}"},
-        "rollout.staleness: 1: answers are drawn in processes that danlu starts itself, and vllm is a server that is "
-        "waited for. Use 0, or engine: embedded",
+        {"rollout": "{staleness: 1, engine: vllm, url: http://x, server: {hand_over: group}}"},
+        "rollout.server.hand_over: group: with rollout.staleness above 0 a process beside the trainer hands weights on",
     ),
     (
         {"rollout": "{processes: 2}"},

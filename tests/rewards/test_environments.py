@@ -21,6 +21,10 @@ class Count:
     def __init__(self, goal=3):
         self.goal = goal
 
+    def close(self):
+        if os.path.isdir(self.name):
+            open(os.path.join(self.name, "closed"), "w").close()
+
     def reset(self, row, seed):
         self.count, self.name, self.drawn = 0, row["name"], random.Random(seed).random()
         return f"hello {self.name}"
@@ -32,6 +36,9 @@ class Count:
                 raise ValueError("no such door")
             case "hang":
                 time.sleep(60)
+            case "wait":
+                while not os.path.exists(self.name):
+                    time.sleep(0.01)
             case "die":
                 os._exit(7)
             case "text":
@@ -105,7 +112,7 @@ def test_an_episode_is_played_turn_by_turn(workers):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("raise", r"ValueError: no such door \(env.py:17\)"),
+        ("raise", r"ValueError: no such door \(env.py:21\)"),
         ("die", "its process ended with exit code 7"),
         ("hang", "no answer within 2 s"),
         ("text", "step returns a Turn, several of them or Done, and gave str"),
@@ -155,3 +162,32 @@ def test_what_cannot_be_run_is_told_before_the_first_episode(workers):
         workers("Cout")
     (reply,) = workers("NoStep").replies([Played().call()])
     assert reply.failure is not None and "NoStep has no step" in reply.failure
+
+
+def test_one_that_takes_long_holds_up_none_in_another_process(workers, tmp_path):
+    pool, slow, others = workers(count=2), Played(0, name=str(tmp_path / "go")), [Played(1), Played(2)]
+    for episode in (slow, others[0]):
+        play(pool, episode)
+    pool.ask(slow.call("wait"))
+    pool.ask(others[0].call("a"))
+    pool.ask(others[1].call())  # of two processes with one each it takes the first: behind the one that waits
+    replies = dict(received(pool, 1))
+    assert replies == {(1, 0): Reply((TurnText("ann 1"),), 0.25)}
+    (tmp_path / "go").touch()
+    assert dict(received(pool, 2)).keys() == {(0, 0), (2, 0)}
+
+
+def received(pool: EnvironmentWorkers, count: int) -> list[tuple[tuple[int, int], Reply]]:
+    replies: list[tuple[tuple[int, int], Reply]] = []
+    while len(replies) < count:
+        replies += pool.receive()
+    return replies
+
+
+def test_the_environment_of_an_episode_that_is_over_is_closed(workers, tmp_path):
+    pool, over, other = workers(), Played(0, name=str(tmp_path)), Played(1)
+    for episode in (over, other):
+        play(pool, episode, "a")
+    pool.end_episode(over.key)
+    assert play(pool, other, "b") == [Reply((TurnText("ann 2"),), 0.25)]  # it is called after the other is closed
+    assert (tmp_path / "closed").exists()

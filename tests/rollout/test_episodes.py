@@ -16,9 +16,11 @@ from danlu.parallel.comm import ALONE
 from danlu.rewards.environments.protocol import Reply, TurnText
 from danlu.rewards.environments.tools import Toolbox
 from danlu.rewards.environments.workers import EnvironmentWorkers
-from danlu.rollout.episodes import Episodes, environment_seed, episode_metrics
+from danlu.rollout.episode import episode_metrics
+from danlu.rollout.episodes import Episodes
 from danlu.rollout.estimators import LAST_VALUE, VALUE_OLD, GaeEstimator, GroupEstimator, Judged
 from danlu.rollout.experience_trees import ADVANTAGE, SAMPLED, answer_tree
+from danlu.rollout.open_episode import EpisodeRules, environment_seed
 from danlu.rollout.request import Completion, Request
 from danlu.rollout.rollout_sampler import GREEDY_NUMBERS
 from danlu.rollout.turn_rendering import TurnRenderer
@@ -94,7 +96,7 @@ def prompt_of(tokenizer):
 def played(tokenizer, texts, replies, *, finish="stop", samples=1, number=3, max_turns=4, max_length=200, tools=()):
     engine, says = Script(tokenizer, texts, finish), Says(replies)
     renderer = TurnRenderer(tokenizer, frozenset(tokenizer.end_of_turn_ids), tools=tools)
-    episodes = Episodes(says, renderer, max_turns, max_length, True, 0, ALONE)
+    episodes = Episodes(says, EpisodeRules(renderer, max_turns, max_length, True, 0), ALONE)
     prompt = prompt_of(tokenizer)
     request = Request(number, prompt.tokens, max_new_tokens=50, samples=samples)
     return episodes.answer(engine.generate, [request], [prompt]), engine, says
@@ -302,7 +304,8 @@ def test_results_of_tools_are_turns_of_the_conversation_and_are_not_trained(toke
     call = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'
     engine = Script(qwen, [call, "42"])
     renderer = TurnRenderer(qwen, frozenset(qwen.end_of_turn_ids), tools=schemas)
-    episodes = Episodes(EnvironmentWorkers(toolbox, count=1), renderer, 4, 2000, False, 0, ALONE)
+    rules = EpisodeRules(renderer, 4, 2000, False, 0)
+    episodes = Episodes(EnvironmentWorkers(toolbox, count=1), rules, ALONE)
     turns = [{"role": "user", "content": QUESTION}]
     prompt = Prompt(tuple(qwen.encode(qwen.apply_template(turns, schemas, True))), {}, QUESTION, "rows.jsonl:1")
     assert '"name": "double"' in qwen.decode(list(prompt.tokens))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from danlu.rewards.protocol import StepRewards
-from danlu.rollout.episodes import Episode, Segment
+from danlu.rollout.episode import Episode, Segment
 from danlu.rollout.request import Completion
 from danlu.rollout.step_places import token_rewards
 

@@ -14,6 +14,7 @@ import numpy as np
 from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.data.batch import empty_like
 from danlu.errors import RecipeError
+from danlu.language.environments import episodes_of
 from danlu.language.learner import DecoderLearner
 from danlu.language.reader import tokenizer_of
 from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
@@ -23,14 +24,12 @@ from danlu.language.tree_reader import laid_out
 from danlu.language.tree_scoring import TreeScorer
 from danlu.line_log import LineLog
 from danlu.objectives.policy_losses import AdaptiveKl
-from danlu.parallel.comm import Group
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import AgentSection, Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
+from danlu.recipe.sections import Grpo, ModelReward, PolicyGradientSection, Ppo, terms_of
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.rewards.build import build_rewards, build_runner
-from danlu.rewards.environments.build import agent_processes, environment_workers, tool_schemas
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.runner import RewardPart
@@ -38,7 +37,6 @@ from danlu.rollout.answer_pairs import PairEstimator
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.cache_size import cache_gib
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.rollout.episodes import Episodes
 from danlu.rollout.estimators import (
     Estimator,
     GaeEstimator,
@@ -52,8 +50,7 @@ from danlu.rollout.experience_trees import SUPPORT, answer_tree, with_columns
 from danlu.rollout.held_out_answers import HeldOutAnswers
 from danlu.rollout.request import Completion, SamplingOptions
 from danlu.rollout.resolve_model import ResolvedModel
-from danlu.rollout.rollout_sampler import ExperienceSettings, PlaysEpisodes, Rewards, RolloutSampler
-from danlu.rollout.turn_rendering import TurnRenderer
+from danlu.rollout.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards, RolloutSampler
 from danlu.stage_protocols import HeldOut, Prompts
 from danlu.train.position import ItemSource
 from danlu.train.run_folder import ROLLOUTS
@@ -182,8 +179,7 @@ def experience_items(
         return Pack((laid_out(item.samples[0], shared),))
 
     log = LineLog(folder / ROLLOUTS) if ranks.leads else None
-    room = min(recipe.data.max_length, placed.model.config.context_length - virtual)
-    episodes = episodes_of(recipe, chat, room, ranks.world)
+    episodes = episodes_of(recipe, chat, placed.placed.subject, settings.sampling, ranks.world)
     sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world, episodes=episodes)
     if recipe.rollout.staleness > 0:
         sampler.asynchronous = AsynchronousRollouts(
@@ -192,6 +188,7 @@ def experience_items(
             recipe.rollout.staleness,
             ranks.world,
             _rollouts(recipe, len(prompts.train)),
+            None if episodes is None else lambda number: prompts.order.at(number % GREEDY_NUMBERS),
         )
     experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model, chat.decode)
     if not prompts.held_out:
@@ -206,47 +203,6 @@ def _rollouts(recipe: Recipe, prompts: int) -> int:
     if recipe.steps is not None:
         return math.ceil(recipe.steps / (batch.updates * batch.passes))
     return math.ceil(math.ceil((recipe.epochs or 1) * prompts * batch.passes) / (batch.prompts * batch.passes))
-
-
-def episodes_of(recipe: Recipe, chat: ChatTokenizer, room: int, world: Group) -> PlaysEpisodes | None:
-    """What plays the turns of an answer, in a `room` of so many tokens; None where the recipe has no environment.
-
-    Raises what `environment_workers` and `agent_processes` do.
-    """
-    section = recipe.environment
-    if section is None:
-        return None
-    stop_ids = chat.split_stops(recipe.rollout.stop_strings)[0]
-    renderer = TurnRenderer(
-        chat.tokenizer,
-        chat.stop_ids | stop_ids,
-        recipe.data.system,
-        tool_schemas(section),
-        frozenset(chat.silent_ids),
-    )
-    if isinstance(section, AgentSection):
-        # An HTTP server, which other runs of the stage do without.
-        from danlu.rollout.agent_episodes import AgentEpisodes
-        from danlu.rollout.serving.agent_endpoint import AgentEndpoint
-
-        return AgentEpisodes(
-            agent_processes(section),
-            AgentEndpoint(section.host, section.port, sampling_options(recipe), chat.tokenizer),
-            renderer,
-            section,
-            room,
-            recipe.seed,
-            world,
-        )
-    return Episodes(
-        environment_workers(section),
-        renderer,
-        section.max_turns,
-        room,
-        section.gives_reward,
-        recipe.seed,
-        world,
-    )
 
 
 def estimator_of(recipe: Recipe) -> Estimator:

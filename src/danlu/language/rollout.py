@@ -34,6 +34,8 @@ def rollout_engine(
 ) -> RolloutEngine:
     """An engine that answers with the policy, dealt among the processes or on a server; all processes make one.
 
+    Asynchronous rollouts ask servers in a process of their own: what the trainer then answers itself it draws itself.
+
     decode: token ids to text without special tokens; without it answers have no text. cache_gib: what the requests to
     come need of the cache, where that is known: no more is taken.
     Raises what making the engine raises: ResourceError for a cache that holds not one block, ModelError for a draft
@@ -41,7 +43,7 @@ def rollout_engine(
     """
     model, parallel = placed.subject.model, placed.parallel
     ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
-    if recipe.rollout.engine != "embedded":
+    if recipe.rollout.engine != "embedded" and recipe.rollout.staleness == 0:
         return ServedPolicy(recipe, placed).engine(decode)
     options = engine_options(recipe)
     if cache_gib is not None:

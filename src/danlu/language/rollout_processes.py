@@ -10,20 +10,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from danlu.language.environments import episode_engine
 from danlu.language.learner import trained_weights
 from danlu.language.reader import tokenizer_of
 from danlu.language.rollout import rollout_engine
+from danlu.language.served_rollouts import ServedRollouts
 from danlu.machine import usable_cores
 from danlu.memory_estimate import processes_here
 from danlu.models.config import ModelConfig
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.deterministic import deterministic
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import Placed, subject_of
+from danlu.placing import Placed, Subject, subject_of
 from danlu.recipe import Recipe
+from danlu.recipe.sections import Value
+from danlu.recipe.value import value_share
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.rollout_processes import RolloutProcesses
+from danlu.rollout.rollout_worker import WorkerEngine
 from danlu.terminal import print_status
 from danlu.train.checkpoints.gathering import Gathering
 
@@ -42,7 +46,7 @@ class PolicyEngineJob:
     threads: int
 
     @contextmanager
-    def __call__(self) -> Iterator[RolloutEngine]:
+    def __call__(self) -> Iterator[WorkerEngine]:
         """Within it the engine answers as one within the trainer would."""
         recipe, device = self.recipe, torch.device(self.device)
         torch.set_num_threads(self.threads)
@@ -53,20 +57,38 @@ class PolicyEngineJob:
                 closing.enter_context(batch_invariant())
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # Of a model that is trained as a whole all values are handed over; of an adapter, those of the adapter.
-            subject = subject_of(
-                recipe,
-                self.config,
-                device,
-                resumed=recipe.adapter is None,
-                encode=lambda text: chat.encode_prompt(text),
-            )
-            subject.model.requires_grad_(False).eval()
-            engine = rollout_engine(
-                recipe, Placed(subject, StepParallel()), decode=chat.decode, cache_gib=self.cache_gib
-            )
-            closing.callback(engine.close)
-            yield engine
+            subject = policy_copy(recipe, self.config, device, chat)
+            engine = self._engine(subject, chat)
+            if recipe.environment is None:
+                closing.callback(engine.close)
+                yield engine
+                return
+            played = episode_engine(recipe, chat, subject, engine)
+            closing.callback(played.close)
+            yield played
+
+    def _engine(self, subject: Subject, chat: ChatTokenizer) -> WorkerEngine:
+        if self.recipe.rollout.engine != "embedded":
+            return ServedRollouts(self.recipe, subject, chat.decode)
+        return rollout_engine(
+            self.recipe, Placed(subject, StepParallel()), decode=chat.decode, cache_gib=self.cache_gib
+        )
+
+
+def policy_copy(recipe: Recipe, config: ModelConfig, device: torch.device, chat: ChatTokenizer) -> Subject:
+    """The policy of a recipe, for weights that are handed over; without the adapter of PPO's values, if it has one."""
+    if value_share(recipe) == "base":
+        recipe = recipe.model_copy(update={"value": Value(share="policy")})
+    # Of a model that is trained as a whole all values are handed over; of an adapter, those of the adapter.
+    subject = subject_of(
+        recipe,
+        config,
+        device,
+        resumed=recipe.adapter is None,
+        encode=lambda text: chat.encode_prompt(text),
+    )
+    subject.model.requires_grad_(False).eval()
+    return subject
 
 
 def rollout_processes(recipe: Recipe, placed: Placed, cache_gib: float) -> AsynchronousEngine:

@@ -39,10 +39,13 @@ CANARY_PROMPTS, CANARY_TOKENS = 2, 40
 
 
 class ServedPolicy:
-    """What a server needs of the policy of a recipe."""
+    """What a server needs of the policy of a recipe.
 
-    def __init__(self, recipe: Recipe, placed: Placed) -> None:
-        self.recipe, self.placed = recipe, placed
+    step_s: how long a step of the engine waits for an answer; None: until one is there.
+    """
+
+    def __init__(self, recipe: Recipe, placed: Placed, *, step_s: float | None = None) -> None:
+        self.recipe, self.placed, self.step_s = recipe, placed, step_s
         self.route = resolved_hand_over(recipe)
         self._spoken_to: RolloutServer | None = None  # on the first process
         self._adapter_folder: Path | None = None  # where all processes have written the adapter, on the first
@@ -61,7 +64,7 @@ class ServedPolicy:
             config = self.placed.subject.model.config
             server, hand_over = self._server(options), self._hand_over(options, config)
             try:
-                engine = HTTPEngine(server, options, config, hand_over=hand_over, decode=decode)
+                engine = HTTPEngine(server, options, config, hand_over=hand_over, decode=decode, step_s=self.step_s)
             except BaseException:
                 server.close()
                 raise
@@ -71,6 +74,11 @@ class ServedPolicy:
         engine = connected[0] if connected else None
         self._spoken_to = None if engine is None else engine.server
         return ParallelEngine.remote(engine, ranks, offer=self.offer, check=self.check)
+
+    @property
+    def connections(self) -> int:
+        """Requests that are under way at a time, at all servers."""
+        return self._server_options().connections
 
     def offer(self) -> Iterator[tuple[str, Tensor]] | None:
         """The weights that the server is handed, on the first process; all processes go through them together.

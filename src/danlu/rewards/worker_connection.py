@@ -140,15 +140,15 @@ class WorkerConnection:
             self._outgoing = memoryview(b"")
 
 
-def wait_for_any(workers: Iterable[WorkerConnection | None]) -> None:
-    """Until one of those that are busy has something to say, or may not take longer."""
+def wait_for_any(workers: Iterable[WorkerConnection | None], longest_s: float = _LONGEST_WAIT_S) -> None:
+    """Until one of those that are busy has something to say, or may not take longer; for so many seconds at most."""
     busy = [worker for worker in workers if worker and (worker.task or not worker.is_ready)]
     with selectors.DefaultSelector() as selector:
         for worker in busy:
             worker.register(selector)
         left_s = min((worker.deadline for worker in busy), default=math.inf) - time.monotonic()
         if busy:
-            selector.select(max(0.0, min(_LONGEST_WAIT_S, left_s)))
+            selector.select(max(0.0, min(longest_s, left_s)))
 
 
 def end_all(workers: list[WorkerConnection | None]) -> None:

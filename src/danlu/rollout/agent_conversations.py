@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from danlu.rollout.episodes import Segment
+from danlu.rollout.episode import Segment
 from danlu.rollout.request import Completion
 from danlu.rollout.turn_rendering import Dialogue, TurnRenderer
 

@@ -25,7 +25,8 @@ from danlu.rewards.environments.agent_processes import AgentProcesses
 from danlu.rewards.environments.agents import AgentCall, AgentResult
 from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.rollout.agent_conversations import AgentConversations, Question
-from danlu.rollout.episodes import TURN_NUMBERS, Episode, Segment, environment_seed
+from danlu.rollout.episode import Episode, Segment
+from danlu.rollout.open_episode import TURN_NUMBERS, environment_seed
 from danlu.rollout.request import Completion, Finish, Request
 from danlu.rollout.serving.agent_endpoint import AgentEndpoint, AgentRequest
 from danlu.rollout.serving.openai_api import ApiError

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from danlu.errors import DanluError
 from danlu.parallel.comm import Group
 from danlu.parallel.process_group import untimed_barrier
-from danlu.rollout.engine_state import completion_state, request_from_json, request_to_json
+from danlu.rollout.engine_state import completion_state, request_from_json, request_to_json, request_with_source
 from danlu.rollout.request import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from danlu.data.prompts import Prompt
 
     Weights = Iterable[tuple[str, Tensor]]
 
@@ -52,7 +54,8 @@ class AsynchronousEngine(Protocol):
 
     def state(self) -> dict[str, Any]: ...  # as `RolloutEngine.state`, of what `receive` has not returned
 
-    def restore(self, state: dict[str, Any]) -> None: ...  # in place of all requests; goes on with the next update
+    # In place of all requests, each with its `source` where it has one; goes on with the next update.
+    def restore(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -67,6 +70,7 @@ class AsynchronousRollouts:
             together; on others than the first there may be none.
         staleness: how many updates a rollout may begin before it is trained on.
         rollouts: of the whole run: none is begun after them. None: as many as there are steps for.
+        source: what the request of a number was made of, where an environment answers back; states do not have it.
     """
 
     engine: AsynchronousEngine | None
@@ -74,6 +78,7 @@ class AsynchronousRollouts:
     staleness: int
     world: Group
     rollouts: int | None = None
+    source: Callable[[int], Prompt] | None = None
     asked: int = 0
     """Prompts of the run with a lower number have been asked."""
     _updates: int | None = None  # of the weights that the engine has
@@ -151,13 +156,21 @@ class AsynchronousRollouts:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes `state` up in place of all that was asked."""
-        requests = [request_from_json(entry["request"]) for entry in state["requests"]]
+        requests = [self._with_source(request_from_json(entry["request"])) for entry in state["requests"]]
         self._requests = {request.number: request for request in requests}
         self.asked, self._updates, self._complete, self._taken = int(state["asked"]), None, {}, set()
 
         def restore() -> None:
             assert self.engine is not None, "the first process has the engine"
-            self.engine.restore({"requests": state["requests"]})
+            entries = zip(requests, state["requests"], strict=True)
+            self.engine.restore(
+                {
+                    "requests": [
+                        {"request": request_with_source(request), "answers": entry["answers"]}
+                        for request, entry in entries
+                    ]
+                }
+            )
 
         self._together(restore)
 
@@ -165,6 +178,9 @@ class AsynchronousRollouts:
         """Ends the engine. Unfinished requests are gone."""
         if self.engine is not None:
             self.engine.close()
+
+    def _with_source(self, request: Request) -> Request:
+        return request if self.source is None else replace(request, source=self.source(request.number))
 
     def _request_states(self) -> list[dict[str, Any]]:
         """Entries as in an engine's state, of complete answers too, in the order in which they were asked."""

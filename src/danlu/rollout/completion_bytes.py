@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from danlu.rollout.episode import Episode
 from danlu.rollout.request import Completion
 from danlu.rollout.support import Support
 
@@ -33,6 +34,7 @@ def to_bytes(completions: Sequence[Completion]) -> bytes:
                 "prompt_logprobs": each.prompt_logprobs,
                 "prompt_top": each.prompt_top,
                 "routes": None if each.routes is None else each.routes.shape,
+                "episode": each.own_fields() if isinstance(each, Episode) else None,
             }
         )
         supports += each.support or []
@@ -69,28 +71,28 @@ def from_bytes(payload: bytes) -> list[Completion]:
     for head in json.loads(arrays["heads"].tobytes()):
         count, vocab_size, shape = head["tokens"], head["vocab_size"], head["routes"]
         supports = head["supports"]
-        completions.append(
-            Completion(
-                number=head["number"],
-                sample=head["sample"],
-                tokens=columns["tokens"].take(count).tolist(),
-                logprobs=columns["logprobs"].take(count).tolist(),
-                drawn=columns["drawn"].take(count).tolist(),
-                support=None
-                if supports is None
-                else [
-                    Support(vocab_size, bitmask=next(masks)) if is_mask else Support(vocab_size, sorted_ids=next(ids))
-                    for is_mask in supports
-                ],
-                versions=columns["versions"].take(count).tolist(),
-                text=head["text"],
-                finish=head["finish"],
-                top=_top(head["top"]),
-                prompt_logprobs=head["prompt_logprobs"],
-                prompt_top=_top(head["prompt_top"]),
-                routes=None if shape is None else columns["routes"].take(int(np.prod(shape))).reshape(shape),
-            )
+        completion = Completion(
+            number=head["number"],
+            sample=head["sample"],
+            tokens=columns["tokens"].take(count).tolist(),
+            logprobs=columns["logprobs"].take(count).tolist(),
+            drawn=columns["drawn"].take(count).tolist(),
+            support=None
+            if supports is None
+            else [
+                Support(vocab_size, bitmask=next(masks)) if is_mask else Support(vocab_size, sorted_ids=next(ids))
+                for is_mask in supports
+            ],
+            versions=columns["versions"].take(count).tolist(),
+            text=head["text"],
+            finish=head["finish"],
+            top=_top(head["top"]),
+            prompt_logprobs=head["prompt_logprobs"],
+            prompt_top=_top(head["prompt_top"]),
+            routes=None if shape is None else columns["routes"].take(int(np.prod(shape))).reshape(shape),
         )
+        own = head["episode"]
+        completions.append(completion if own is None else Episode.of(completion, own))
     return completions
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
+from danlu.rollout.episode import Episode
 from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.support import Support
 
 
 def request_to_json(request: Request) -> dict[str, Any]:
-    """The fields of a request, of the types that JSON has."""
-    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    """The fields of a request, of the types that JSON has; without `source`."""
+    names = [field.name for field in dataclasses.fields(request) if field.name != "source"]
+    fields = {name: getattr(request, name) for name in names}
     return {
         **fields,
         "prompt": list(request.prompt),
@@ -20,8 +25,13 @@ def request_to_json(request: Request) -> dict[str, Any]:
     }
 
 
+def request_with_source(request: Request) -> dict[str, Any]:
+    """As `request_to_json`, with `source` as it is: for a pickle."""
+    return {**request_to_json(request), "source": request.source}
+
+
 def request_from_json(fields: dict[str, Any]) -> Request:
-    """The request that `request_to_json` was given, from what JSON gave back."""
+    """The request that `request_to_json` or `request_with_source` was given, from what JSON or a pickle gave back."""
     sampling = dict(fields["sampling"])
     if sampling["allowed_ids"] is not None:
         sampling["allowed_ids"] = tuple(sampling["allowed_ids"])
@@ -37,12 +47,15 @@ def request_from_json(fields: dict[str, Any]) -> Request:
 
 
 def fresh_answer_state(sample: int) -> dict[str, Any]:
-    """The state of an answer that has no token."""
+    """The state of an answer that has no token, or of an episode that has no turn."""
     return {"sample": sample, "reported": 0, "aborted": False, "prompt_scores": [], "drawn": []}
 
 
 def completion_state(completion: Completion) -> dict[str, Any]:
-    """A complete answer as the state of an unfinished one has it: an engine that restores it completes it again."""
+    """A complete answer as the state of an unfinished one has it: an engine that restores it completes it again.
+
+    Of an episode, which its tokens do not tell all of, the rest is `episode`.
+    """
     supports = [None] * len(completion.tokens) if completion.support is None else completion.support
     tops = completion.top if completion.top is not None else [()] * len(completion.tokens)
     prompt_scores: list[Any] = []
@@ -52,7 +65,7 @@ def completion_state(completion: Completion) -> dict[str, Any]:
     columns = zip(
         completion.tokens, completion.logprobs, completion.drawn, supports, completion.versions, tops, strict=True
     )
-    return {
+    state: dict[str, Any] = {
         "sample": completion.sample,
         "reported": len(completion.tokens),
         "aborted": completion.finish == "abort",
@@ -62,3 +75,18 @@ def completion_state(completion: Completion) -> dict[str, Any]:
             for token, logprob, drawn, support, version, top in columns
         ],
     }
+    if isinstance(completion, Episode):
+        own = completion.own_fields() | {"text": completion.text, "finish": completion.finish}
+        state["episode"] = own | {"vocab_size": completion.support[0].vocab_size if completion.support else 0}
+    return state
+
+
+def episode_from_state(number: int, state: dict[str, Any]) -> Episode:
+    """The episode that `completion_state` was given. number: of its request."""
+    columns = [list(column) for column in zip(*state["drawn"], strict=True)] or [[] for _ in range(6)]
+    tokens, logprobs, drawn, ids, versions, _ = columns
+    own = dict(state["episode"])
+    text, finish, vocab_size = own.pop("text"), own.pop("finish"), own.pop("vocab_size")
+    supports = [Support.of(np.array(each, np.int64), vocab_size) for each in ids if each is not None]
+    completion = Completion(number, state["sample"], tokens, logprobs, drawn, supports or None, versions, text, finish)
+    return Episode.of(completion, own)

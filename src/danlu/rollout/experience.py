@@ -24,7 +24,7 @@ from danlu.errors import TrainingError
 from danlu.line_log import LineLog
 from danlu.parallel.watchdog import PHASE
 from danlu.rewards.runner import RewardPart
-from danlu.rollout.episodes import Episode
+from danlu.rollout.episode import Episode
 from danlu.rollout.estimators import Estimator, Judged
 from danlu.rollout.experience_trees import (
     OLD,
@@ -366,6 +366,8 @@ def run_lengths(versions: Sequence[int]) -> list[list[int]]:
 def _staleness(answered: Answered, updates: int) -> dict[str, float]:
     """How many updates before the present ones, by all tokens of a rollout, the weights are that drew these."""
     versions = [version for of_prompt in answered.completions for each in of_prompt for version in each.versions]
+    if not versions:  # environments failed before the first token
+        return {}
     ages = updates - np.array(versions)
     return dict(zip(STALENESS, (float(ages.mean()), float(ages.max())), strict=True))
 

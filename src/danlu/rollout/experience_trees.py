@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from danlu.errors import DataError
-from danlu.rollout.episodes import segments_of
+from danlu.rollout.episode import segments_of
 from danlu.rollout.request import Completion
 from danlu.types import Branch, Pack, Sample
 

@@ -128,7 +128,7 @@ class ParallelEngine:
 
         Raises on all processes what the engine raises on one.
         """
-        self._check_weights()
+        self.check_weights()
         dealt = self._deal([request])[0]
 
         def take() -> list[Completion]:
@@ -158,7 +158,7 @@ class ParallelEngine:
         Requests are dealt by the tokens they may take, longest first. Raises on all processes what was raised on any,
         after which the requests are gone.
         """
-        self._check_weights()
+        self.check_weights()
         numbers = [request.number for request in requests]
         places = {number: place for place, number in enumerate(numbers)}
         taken = [number for place, number in enumerate(numbers) if number in self._dealt or places[number] != place]
@@ -307,7 +307,7 @@ class ParallelEngine:
         if self._steps % STEPS_PER_EXCHANGE == 0:
             self._world_status.exchange(works=True)
 
-    def _check_weights(self) -> None:
+    def check_weights(self) -> None:
         """Looks once after each update whether answers are by its weights; what is wrong is raised on all processes."""
         if self._check is None or not self._is_unchecked:
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from danlu.errors import RecipeError
@@ -15,6 +15,7 @@ from danlu.errors import RecipeError
 if TYPE_CHECKING:
     import numpy as np
 
+    from danlu.data.prompts import Prompt
     from danlu.rollout.support import Support
 
 Finish = Literal["stop", "stop_string", "length", "context", "turns", "abort"]
@@ -112,6 +113,9 @@ class Request:
     draw_sample: int = 0
     """Added to the sample's index in the key of its random numbers: where the later turns of the samples of a prompt
     are requests of their own, each goes on with the numbers of its sample."""
+    source: Prompt | None = field(default=None, compare=False, repr=False)
+    """What the prompt was made of, for an environment that answers back (`episode_engine`). Not in states: who takes a
+    request up has the run's prompts."""
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, f"max_new_tokens is {self.max_new_tokens}"

@@ -22,11 +22,18 @@ from typing import TYPE_CHECKING, Any
 from danlu import errors
 from danlu.errors import TrainingError
 from danlu.rollout.completion_bytes import from_bytes
-from danlu.rollout.engine_state import completion_state, fresh_answer_state, request_from_json, request_to_json
+from danlu.rollout.engine_state import (
+    completion_state,
+    fresh_answer_state,
+    request_from_json,
+    request_to_json,
+    request_with_source,
+)
 from danlu.rollout.request import Completion, Request
 from danlu.rollout.rollout_worker import (
     COMPLETIONS,
     ERROR,
+    REMARK,
     START,
     STATE,
     UPDATED,
@@ -189,6 +196,8 @@ class RolloutProcesses:
                 process.version = json.loads(payload)
             case _ if kind == STATE:
                 process.state = json.loads(payload)
+            case _ if kind == REMARK:
+                self._say(json.loads(payload))
             case _ if kind == ERROR:
                 name, text = json.loads(payload)
                 raise getattr(errors, name)(f"rollout process: {text}")
@@ -216,7 +225,7 @@ class RolloutProcesses:
         for number, samples in process.samples.items():
             new.ask(self._requests[number], samples)
             answers = [fresh_answer_state(sample) for sample in sorted(samples)]
-            entries.append({"request": request_to_json(self._requests[number]), "answers": answers})
+            entries.append({"request": request_with_source(self._requests[number]), "answers": answers})
         new.send(TakeUp({"requests": entries}))
         if self._version is not None:
             new.send(NewWeights(self._version))

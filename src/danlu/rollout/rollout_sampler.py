@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +23,13 @@ from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.episodes import Episode, episode_metrics
+from danlu.rollout.episode import Episode, episode_metrics
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.support import check_trainable
 
 _barriers = itertools.count()
 
-Generate = Callable[[Sequence[Request]], list[Completion]]
+Generate = Callable[[Sequence[Request]], Sequence[Completion]]
 """All answers to requests, in their order and by sample."""
 
 GREEDY_NUMBERS, EVALUATION_NUMBERS = 1 << 40, 1 << 41
@@ -92,7 +93,10 @@ class PlaysEpisodes(Protocol):
     """Has answers come about in several turns; see `rollout.episodes` and `rollout.agent_episodes`."""
 
     def answer(
-        self, generate: Generate, requests: Sequence[Request], prompts: Sequence[Prompt]
+        self,
+        generate: Callable[[Sequence[Request]], list[Completion]],
+        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
     ) -> Sequence[Completion]: ...
 
     def close(self) -> None: ...
@@ -282,7 +286,7 @@ class RolloutSampler:
         self.next_prompt += count
         prompts = [self.prompts.at(number) for number in numbers]
         requests = self._requests_of(numbers, prompts)
-        generate: Generate = self.engine.generate
+        generate: Generate = partial(self._generate, prompts=[*prompts, *prompts])
         if self.asynchronous is not None:
             self._ask_up_to(self.asynchronous, self.next_prompt)
             generate = self.asynchronous.take
@@ -303,7 +307,8 @@ class RolloutSampler:
     def answer(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> Answered:
         """One answer to each of other prompts, which are not trained on; numbers: of their requests."""
         requests = self._requests(numbers, prompts, sampling, 1)
-        completions, rewards, steps = self._judged_completions(requests, prompts, self.engine.generate)
+        generate = partial(self._generate, prompts=prompts)
+        completions, rewards, steps = self._judged_completions(requests, prompts, generate)
         return Answered(
             tuple(numbers),
             tuple(prompts),
@@ -335,9 +340,16 @@ class RolloutSampler:
                 samples,
                 stop_ids=settings.stop_ids,
                 stop_strings=settings.stop_strings,
+                source=None if self.episodes is None else prompt,
             )
             for number, prompt in zip(numbers, prompts, strict=True)
         ]
+
+    def _generate(self, requests: Sequence[Request], prompts: Sequence[Prompt]) -> Sequence[Completion]:
+        """Answers of the trainer's own engine to requests, each of one of the prompts in order."""
+        if self.episodes is None:
+            return self.engine.generate(requests)
+        return self.episodes.answer(self.engine.generate, requests, prompts)
 
     def _judged_completions(
         self, requests: Sequence[Request], prompts: Sequence[Prompt], generate: Generate
@@ -346,8 +358,7 @@ class RolloutSampler:
         their steps, by the number of the reward."""
         start = time.perf_counter()
         PHASE.begin("rollout")
-        episodes = self.episodes
-        completions = generate(requests) if episodes is None else episodes.answer(generate, requests, prompts)
+        completions = generate(requests)
         self.times.rollout += time.perf_counter() - start
         start = time.perf_counter()
         of_completions = [

@@ -14,30 +14,52 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from danlu.errors import DanluError
 from danlu.rollout.completion_bytes import to_bytes
-from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.request import Request
+from danlu.rollout.request import Completion, Request
 from danlu.rollout.shared_weights import SharedWeights, WeightFile
+from danlu.terminal import relay_status
 from danlu.worker_process import end_with_the_caller, take_over_pipes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 START = "from danlu.rollout.rollout_worker import serve; serve()"
 
-COMPLETIONS, UPDATED, STATE, ERROR = b"c", b"u", b"s", b"e"
+COMPLETIONS, UPDATED, STATE, REMARK, ERROR = b"c", b"u", b"s", b"r", b"e"
 """Frames: completions as `completion_bytes` has them; as JSON the version of the weights that were read, the state that
-was asked for, the name and the text of a DanluError, after which the process ends."""
+was asked for, a remark to be printed, the name and the text of a DanluError, after which the process ends."""
 _HEADER = struct.Struct(">cQ")
+
+
+class WorkerEngine(Protocol):
+    """What the process asks of its engine: a `RolloutEngine`, or one of episodes. A step does not wait for long."""
+
+    @property
+    def unfinished(self) -> int: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def step(self) -> Sequence[Completion]: ...
+
+    def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EngineJob(Protocol):
     """How the process makes its engine; a pickle of it is what the process is sent first."""
 
-    def __call__(self) -> AbstractContextManager[RolloutEngine]: ...
+    def __call__(self) -> AbstractContextManager[WorkerEngine]: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +71,8 @@ class NewWeights:
 
 @dataclass(frozen=True)
 class TakeUp:
-    """Requests with their answers so far, as `RolloutEngine.state` has them. They go on with the next `NewWeights`."""
+    """Requests with their answers so far, as `RolloutEngine.state` has them, and with what each was made of. They go
+    on with the next `NewWeights`."""
 
     state: dict[str, Any]
 
@@ -62,11 +85,15 @@ class AskState:
 Message = Request | NewWeights | TakeUp | AskState
 
 
+_writing = threading.Lock()
+
+
 def write_frame(file: BinaryIO, kind: bytes, payload: bytes) -> None:
-    """Writes one frame."""
-    file.write(_HEADER.pack(kind, len(payload)))
-    file.write(payload)
-    file.flush()
+    """Writes one frame; from any thread."""
+    with _writing:
+        file.write(_HEADER.pack(kind, len(payload)))
+        file.write(payload)
+        file.flush()
 
 
 def read_frames(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
@@ -84,6 +111,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the trainer, which ends this one
     requests, replies = take_over_pipes()
     end_with_the_caller(requests)
+    relay_status(lambda text: write_frame(replies, REMARK, json.dumps(text).encode()))
     try:
         job, file = pickle.load(requests)  # noqa: S301  # from the process that started this one
         with job() as engine:
@@ -93,7 +121,7 @@ def serve() -> None:
         sys.exit(1)
 
 
-def answer_until_the_end(engine: RolloutEngine, file: WeightFile, requests: BinaryIO, replies: BinaryIO) -> None:
+def answer_until_the_end(engine: WorkerEngine, file: WeightFile, requests: BinaryIO, replies: BinaryIO) -> None:
     """Answers with the weights of the file until the input ends, which ends the process.
 
     No pass is made before the first weights have come. Raises what the engine raises.

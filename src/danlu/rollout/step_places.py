@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from danlu.rewards.protocol import StepRewards
-from danlu.rollout.episodes import segments_of
+from danlu.rollout.episode import segments_of
 from danlu.rollout.request import Completion
 from danlu.rollout.stopping import Decode, Detokenizer
 

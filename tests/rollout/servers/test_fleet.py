@@ -15,6 +15,7 @@ from builders.remote_engines import KINDS, scores
 from builders.rollout_servers import TIMEOUT_S, StandIn
 
 from danlu.errors import ModelError, ResourceError, TrainingError
+from danlu.http_client import RequestRefused
 from danlu.models.decoder import Decoder
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.servers import fleet as fleet_module
@@ -24,6 +25,7 @@ from danlu.rollout.servers.fleet import ServerFleet
 from danlu.rollout.servers.hand_over import FolderHandOver
 from danlu.rollout.servers.http_engine import HTTPEngine
 from danlu.rollout.servers.server_interface import ServerOptions
+from danlu.rollout.servers.vllm import VLLMServer
 
 SAMPLED = SamplingOptions(seed=4)
 PROMPTS = [(3, 9, 4), (7,), (11, 12, 13, 14)]
@@ -248,3 +250,26 @@ def test_what_other_servers_cannot_do(small_decoder: Any, demands: Demands, mess
     with pytest.raises(ModelError, match="neither danlu serve --rollouts nor vLLM nor SGLang answers there"):
         detect_server(client, demands)
     stand_in.close()
+
+
+@pytest.mark.parametrize(("status", "left"), [(500, 2), (502, 0)])
+def test_a_request_that_servers_fail_at_takes_none_of_them_out(
+    small_decoder: Any, monkeypatch: pytest.MonkeyPatch, status: int, left: int
+) -> None:
+    stand_ins = [KINDS["vllm"](small_decoder()) for _ in range(2)]
+    with fleet_of(stand_ins, small_decoder()) as (engine, fleet):
+        real = type(fleet.replicas[0].connected).answer
+
+        def answer(self: Any, continuation: Any) -> Any:
+            if continuation.request.number == 1:
+                raise RequestRefused(f"{self.address}: the model answers with NaN", status)
+            return real(self, continuation)
+
+        monkeypatch.setattr(VLLMServer, "answer", answer)
+        monkeypatch.setattr(fleet, "_take_back", lambda replica: None)
+        with pytest.raises(ResourceError) as raised:
+            engine.generate(requests())
+        assert len(fleet.usable) == left  # control: what says that a server is gone takes it out
+        if left:
+            assert "prompt 1, sample" in str(raised.value) and "3 times without a token" in str(raised.value)
+            assert "answers with NaN" in str(raised.value)

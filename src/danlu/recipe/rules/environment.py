@@ -26,11 +26,6 @@ def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         yield from _server_problems(section)
     if isinstance(section, AgentSection):
         yield from _agent_problems(section, recipe.rollout.staleness)
-    elif recipe.rollout.staleness > 0:
-        message = (
-            f"{recipe.rollout.staleness}: answers to an environment are drawn turn by turn, not ahead of time. Use 0"
-        )
-        yield Problem("rollout.staleness", message, reads=(ENVIRONMENT,))
     if recipe.policy_gradient is not None and recipe.policy_gradient.overlong is not None:
         message = "shapes by the length of a single answer, and an episode has several. Leave it out"
         yield Problem("objective.0.overlong", message, reads=(ENVIRONMENT,))

@@ -181,12 +181,12 @@ def _asynchronous_is_possible(rollout: Rollout) -> Iterator[Problem]:
         if rollout.processes != Rollout().processes:
             message = "only read with rollout.staleness above 0: the trainer itself answers. Leave it out"
             yield Problem("rollout.processes", message, reads=("rollout.staleness",))
-    elif rollout.engine != "embedded":
+    elif rollout.engine != "embedded" and rollout.server.hand_over == "group":
         message = (
-            f"{rollout.staleness}: answers are drawn in processes that danlu starts itself, and {rollout.engine} is a "
-            "server that is waited for. Use 0, or engine: embedded"
+            "group: with rollout.staleness above 0 a process beside the trainer hands weights on, which is in no group "
+            "with the server. Use folder or adapter"
         )
-        yield Problem("rollout.staleness", message, reads=("rollout.engine",))
+        yield Problem("rollout.server.hand_over", message, reads=("rollout.staleness",))
 
 
 def _answers_can_be_compared(objective: PolicyGradientSection, rollout: Rollout) -> Iterator[Problem]:

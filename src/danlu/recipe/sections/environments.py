@@ -24,7 +24,8 @@ class EnvironmentSection(VariantSection):
     """Seconds that the environment may take for a turn; the episode is given up on then, and counted with the failures
     of `reward_limits`."""
     workers: PositiveInt | Literal["auto"] = "auto"
-    """Processes that hold environments; auto takes one per core, and at most 8."""
+    """Processes that hold environments, which answer one after the other in each; auto takes one per core, and at most
+    8. With `rollout.staleness` above 0 each rollout process has so many."""
 
 
 class PythonEnvironment(EnvironmentSection):

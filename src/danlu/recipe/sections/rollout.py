@@ -91,8 +91,8 @@ class Rollout(Section):
     """Stage rl: texts that end an answer, beside the end tokens of the model."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
-    processes beside the trainer, and go on with new weights after each update. 0: answers are drawn, then trained
-    on."""
+    processes beside the trainer, or by servers that one such process asks, and go on with new weights after each
+    update. 0: answers are drawn, then trained on."""
     processes: PositiveInt = 1
     """staleness above 0: how many processes answer, each with a copy of the policy, on GPUs that no trainer has where
     there are some."""

@@ -66,6 +66,13 @@ class EpisodeCall:
     """To the row and to all answers but the last."""
 
 
+@dataclass(frozen=True)
+class EndEpisode:
+    """Has the environment of an episode closed, which is over."""
+
+    key: EpisodeKey
+
+
 class EnvironmentSource(Protocol):
     """Makes environments, in the process that it was sent to."""
 

@@ -1,7 +1,7 @@
 """A process that holds environments for another: what may hang, crash or print is kept apart from training.
 
-Requests are pickles: the source of the environments first, then an `EpisodeCall` at a time, or None at the end of all
-episodes. Replies are lines of JSON.
+Requests are pickles: the source of the environments first, then an `EpisodeCall` at a time, an `EndEpisode`, or None at
+the end of all episodes. Replies are lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from danlu.environment import Done, Environment, Turn
 from danlu.errors import RecipeError
 from danlu.rewards.calling import LARGEST, failure_reason
-from danlu.rewards.environments.protocol import EpisodeCall, EpisodeKey, Reply, TurnText
+from danlu.rewards.environments.protocol import EndEpisode, EpisodeCall, EpisodeKey, Reply, TurnText
 from danlu.worker_process import end_with_the_caller, take_over_pipes
 
 START = "from danlu.rewards.environments.worker import serve; serve()"
@@ -41,14 +41,18 @@ def serve() -> None:
     _reply(replies, {"problems": []})
     while True:
         try:
-            call: EpisodeCall | None = pickle.load(requests)  # noqa: S301
+            call: EpisodeCall | EndEpisode | None = pickle.load(requests)  # noqa: S301
         except EOFError:
             _end_group()
-        if call is None:
-            episodes.close()
-            _reply(replies, {})
-        else:
-            _reply(replies, episodes.reply(call).as_json())
+        match call:
+            case EpisodeCall():
+                _reply(replies, episodes.reply(call).as_json())
+            case EndEpisode(key):
+                episodes.end(key)
+                _reply(replies, {})
+            case None:
+                episodes.close()
+                _reply(replies, {})
 
 
 @dataclass
@@ -80,16 +84,20 @@ class Episodes:
             self._episodes.pop(call.key, None)
             return Reply(failure=failure_reason(error))
 
+    def end(self, key: EpisodeKey) -> None:
+        """Ends an episode, if it is here."""
+        episode = self._episodes.pop(key, None)
+        close = None if episode is None else getattr(episode.environment, "close", None)
+        if callable(close):
+            try:
+                self._result(close())
+            except Exception as error:
+                sys.stderr.write(f"closing an environment: {failure_reason(error)}\n")
+
     def close(self) -> None:
         """Ends all episodes."""
-        episodes, self._episodes = self._episodes, {}
-        for episode in episodes.values():
-            close = getattr(episode.environment, "close", None)
-            if callable(close):
-                try:
-                    self._result(close())
-                except Exception as error:
-                    sys.stderr.write(f"closing an environment: {failure_reason(error)}\n")
+        for key in list(self._episodes):
+            self.end(key)
 
     def _begin(self, call: EpisodeCall) -> _Episode:
         episode = self._episodes[call.key] = _Episode(self._make())
@@ -103,8 +111,8 @@ class Episodes:
             self._step(episode, answer)
         if call.answers and tuple(episode.replies) != call.replies:
             raise RuntimeError(
-                "its process had to be ended for another episode, and repeated it says something else: an environment "
-                "follows from its row, its seed and the answers"
+                "its process had to be ended for another episode, or the run went on from a checkpoint, and "
+                "repeated it says something else: an environment follows from its row, its seed and the answers"
             )
         return episode
 

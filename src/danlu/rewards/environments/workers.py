@@ -9,21 +9,25 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.machine import usable_cores
-from danlu.rewards.environments.protocol import EnvironmentSource, EpisodeCall, Reply
+from danlu.rewards.environments.protocol import EndEpisode, EnvironmentSource, EpisodeCall, EpisodeKey, Reply
 from danlu.rewards.environments.worker import START
 from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any
 
 MOST_AUTOMATIC_WORKERS = 8
 MOST_TIMEOUTS = 8
-"""Calls that take too long one after the other; the others of the same turn are not made any more."""
+"""Calls that take too long one after the other; those that wait behind them are not made any more."""
+_LONGEST_WAIT_S = 0.5
+
+Replies = list[tuple[EpisodeKey, Reply]]
 
 
 class EnvironmentWorkers:
-    """Processes that hold the environments of a rollout, started when they are asked. From one thread at a time.
+    """Processes that hold the environments of rollouts, started when they are asked. From one thread at a time.
+
+    Environments of one process answer one after the other; an episode begins in the process with the fewest of them.
 
     Args:
         count: how many; None: one for each core, at most 8.
@@ -34,6 +38,8 @@ class EnvironmentWorkers:
         self.source, self.timeout_s = source, timeout_s
         self.count = count or min(usable_cores(), MOST_AUTOMATIC_WORKERS)
         self._workers: list[WorkerConnection | None] = [None] * self.count
+        self._queues: list[deque[EpisodeCall | EndEpisode]] = [deque() for _ in range(self.count)]
+        self._places: dict[EpisodeKey, int] = {}  # in which process an episode is
         self._timeouts = 0  # one after the other
         weakref.finalize(self, end_all, self._workers)
 
@@ -58,28 +64,50 @@ class EnvironmentWorkers:
 
         Raises what `start` raises.
         """
-        self.start()
-        queues: list[deque[int]] = [deque() for _ in range(self.count)]
-        for place, call in enumerate(calls):
-            queues[sum(call.key) % self.count].append(place)  # the same process in each turn
-        replies: dict[int, Reply] = {}
         self._timeouts = 0
+        replies: dict[EpisodeKey, Reply] = {}
         try:
+            for call in calls:
+                self.ask(call)
             while len(replies) < len(calls):
-                for number in range(self.count):
-                    self._give_work(number, queues[number], calls)
-                wait_for_any(self._workers)
-                for number in range(self.count):
-                    replies |= self._taken(number, queues[number])
-                if self._timeouts >= MOST_TIMEOUTS:
-                    replies |= self._given_up(queues)
+                replies |= dict(self.receive())
         except BaseException:  # Ctrl-C, above all: what is under way would reply too late
             self.close()
             raise
-        return [replies[place] for place in range(len(calls))]
+        return [replies[call.key] for call in calls]
+
+    def ask(self, call: EpisodeCall) -> None:
+        """Has an environment asked, whose reply comes with `receive`. Raises what `start` raises."""
+        self.start()
+        if (place := self._places.get(call.key)) is None:
+            taken = list(self._places.values())
+            place = self._places[call.key] = min(range(self.count), key=taken.count)
+        self._queues[place].append(call)
+
+    def receive(self, longest_s: float = _LONGEST_WAIT_S) -> Replies:
+        """Replies to calls, by the keys of their episodes; waits so many seconds for the first, where none is there.
+
+        One that raises, takes too long, or whose process ends, has a failure.
+        """
+        self._give_work()
+        wait_for_any(self._workers, longest_s)
+        replies: Replies = []
+        for number in range(self.count):
+            replies += self._taken(number)
+        if self._timeouts >= MOST_TIMEOUTS:
+            replies += self._given_up()
+        self._give_work()
+        return replies
+
+    def end_episode(self, key: EpisodeKey) -> None:
+        """Has the environment of an episode closed, which is over."""
+        if (place := self._places.pop(key, None)) is not None and self._workers[place] is not None:
+            self._queues[place].append(EndEpisode(key))
+            self._give_work()
 
     def end_episodes(self) -> None:
         """Closes all environments; a process in which that takes too long is ended."""
+        self._places.clear()
         for number, worker in enumerate(self._workers):
             if worker is None:
                 continue
@@ -99,64 +127,70 @@ class EnvironmentWorkers:
                     self._end(number)
 
     def close(self) -> None:
-        """Ends all processes, whatever they are doing."""
+        """Ends all processes, whatever they are doing. What they were asked has no reply."""
         end_all(self._workers)
+        self._places.clear()
+        for queue in self._queues:
+            queue.clear()
 
     def _new_worker(self) -> WorkerConnection:
         return WorkerConnection(START, self.source, self.timeout_s)
 
-    def _give_work(self, number: int, queue: deque[int], calls: Sequence[EpisodeCall]) -> None:
-        worker = self._workers[number]
-        if worker is not None and worker.is_ready and worker.task is None and worker.has_ended:
-            self._end(number)  # it ended between two calls, which none of them is to blame for
-            worker = None
-        if not queue:
-            return
-        if worker is None:
-            self._workers[number] = self._new_worker()
-        elif worker.is_ready and worker.task is None:
-            place = queue.popleft()
-            worker.call((place,), calls[place])
+    def _give_work(self) -> None:
+        for number, queue in enumerate(self._queues):
+            worker = self._workers[number]
+            if worker is not None and worker.is_ready and worker.task is None and worker.has_ended:
+                self._end(number)  # it ended between two calls, which none of them is to blame for
+                worker = None
+            if not queue:
+                continue
+            if worker is None:
+                self._workers[number] = self._new_worker()
+            elif worker.is_ready and worker.task is None:
+                task = queue.popleft()
+                worker.call(task, task)
 
-    def _taken(self, number: int, queue: deque[int]) -> dict[int, Reply]:
-        """What a process has replied, or that it will not, by the number of the call."""
-        worker = self._workers[number]
+    def _taken(self, number: int) -> Replies:
+        """What a process has replied, or that it will not."""
+        worker, queue = self._workers[number], self._queues[number]
         if worker is None:
-            return {}
+            return []
         if not worker.is_ready:
             try:
                 _take_up_loading(worker)
             except (RecipeError, ResourceError) as error:
                 self._end(number)
-                lost, failure = list(queue), Reply(failure=f"its process could not be started again: {error}")
-                queue.clear()
-                return dict.fromkeys(lost, failure)
-            return {}
-        if worker.task is None:
-            return {}
-        (place,) = worker.task
-        reply: Any
+                return _failed(queue, f"its process could not be started again: {error}")
+            return []
+        task = worker.task
+        if task is None:
+            return []
         reply, ending = worker.receive(), worker.ending
         if reply is not None:
             worker.task, self._timeouts = None, 0
-            return {place: Reply.from_json(reply)}
+            return [(task.key, Reply.from_json(reply))] if isinstance(task, EpisodeCall) else []
         if ending is not None:
             self._timeouts += worker.is_late
             self._end(number)
-            return {place: Reply(failure=ending)}
-        return {}
+            return _failed([task], ending)
+        return []
 
-    def _given_up(self, queues: Sequence[deque[int]]) -> dict[int, Reply]:
+    def _given_up(self) -> Replies:
         reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self.timeout_s:g} s"
-        left = [place for queue in queues for place in queue]
-        for queue in queues:
-            queue.clear()
-        return dict.fromkeys(left, Reply(failure=reason))
+        self._timeouts = 0
+        return [reply for queue in self._queues for reply in _failed(queue, reason)]
 
     def _end(self, number: int) -> None:
         worker, self._workers[number] = self._workers[number], None
         if worker is not None:
             worker.end()
+
+
+def _failed(tasks: deque[EpisodeCall | EndEpisode] | list[EpisodeCall | EndEpisode], reason: str) -> Replies:
+    """The failure of all calls among these, of which none is left."""
+    replies = [(task.key, Reply(failure=reason)) for task in tasks if isinstance(task, EpisodeCall)]
+    tasks.clear()
+    return replies
 
 
 def _take_up_loading(worker: WorkerConnection) -> None:

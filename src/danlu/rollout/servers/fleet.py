@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 """How often a server that is gone is looked for."""
 HEALTH_TIMEOUT_S = 5.0
+FAILED = 500
+"""The status of an answer that a server failed at; those above say that it, or a way to it, is not there."""
 
 Connect = Callable[[HTTPClient], RolloutServer]
 """(a client) -> the server there, not checked yet; see `detect.detect_server`."""
@@ -222,7 +224,8 @@ class ServerFleet(TakesFiles):
                 except ConnectionLost as error:
                     lost = error
                 except RequestRefused as error:
-                    if error.status < 500:
+                    # One that is there failed at this request, as another would: who asks knows how often it did.
+                    if error.status < 500 or (error.status == FAILED and _is_healthy(replica.client)):
                         raise
                     lost = error
             self._lose(replica, lost)

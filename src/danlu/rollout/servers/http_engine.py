@@ -39,12 +39,14 @@ ABORT_S = 5.0
 class HTTPEngine:
     """Satisfies `engine.RolloutEngine`; its log-probabilities are the trainer's but for rounding, or as `exact` says.
 
-    A step waits until an answer is complete. `on_token` is called with all tokens of an answer when it arrives.
+    A step waits until an answer is complete, or for `step_s`. `on_token` is called with all tokens of an answer when it
+    arrives.
 
     Args:
         hand_over: how weights get there; None where they never change.
         decode: token ids to text without special tokens; without it answers have no text, and stop strings are refused.
         version: of the weights that the server has now, which it is told.
+        step_s: how long a step waits for an answer; None: until one is there.
 
     Raises ResourceError where the server is not there within `reconnect_s`, ModelError where its answers could not be
     trusted (see `RolloutServer.check`).
@@ -59,7 +61,9 @@ class HTTPEngine:
         hand_over: HandOver | None = None,
         decode: Decode | None = None,
         version: int = 0,
+        step_s: float | None = None,
     ) -> None:
+        self._step_s = step_s
         self.server, self.options, self.config = server, options, config
         self.version = version
         self.hand_over = hand_over
@@ -116,14 +120,14 @@ class HTTPEngine:
             self.server.abort(list(in_flight))
 
     def step(self) -> list[Completion]:
-        """Waits for an answer, and returns all that are complete; does not wait while paused.
+        """Waits for an answer, as long as `step_s` says, and returns all that are complete; does not wait while paused.
 
         Raises DataError for a request that the server refused, which is then forgotten, and ResourceError where the
         server went away and did not come back as it was. Unfinished answers stay unfinished: the next step asks again.
         """
         if not self._is_paused:
             self._dispatch()
-        self._receive(wait=not (self._is_paused or self._done or self._problems))
+        self._receive(wait=not (self._is_paused or self._done or self._problems), timeout_s=self._step_s)
         if self._done:
             done, self._done = self._done, []
             return done

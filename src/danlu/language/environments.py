@@ -1,0 +1,61 @@
+"""Environments of a recipe of stage `rl`: what plays the turns of its answers, in the trainer and beside it."""
+
+from __future__ import annotations
+
+from danlu.parallel.comm import Group
+from danlu.placing import Subject
+from danlu.recipe import Recipe
+from danlu.recipe.sections import AgentSection
+from danlu.rewards.environments.build import agent_processes, environment_workers, tool_schemas
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.episode_engine import EpisodeEngine, TurnEngine
+from danlu.rollout.episodes import Episodes
+from danlu.rollout.open_episode import EpisodeRules
+from danlu.rollout.request import SamplingOptions
+from danlu.rollout.rollout_sampler import PlaysEpisodes
+from danlu.rollout.turn_rendering import TurnRenderer
+
+
+def episodes_of(
+    recipe: Recipe, chat: ChatTokenizer, subject: Subject, sampling: SamplingOptions, world: Group
+) -> PlaysEpisodes | None:
+    """What plays the turns of answers that the trainer draws itself; None where the recipe has no environment.
+
+    sampling: of what agents ask. Raises what `environment_workers` and `agent_processes` do.
+    """
+    section = recipe.environment
+    if section is None:
+        return None
+    rules = _rules(recipe, chat, subject)
+    if isinstance(section, AgentSection):
+        # An HTTP server, which other runs of the stage do without.
+        from danlu.rollout.agent_episodes import AgentEpisodes
+        from danlu.rollout.serving.agent_endpoint import AgentEndpoint
+
+        endpoint = AgentEndpoint(section.host, section.port, sampling, chat.tokenizer)
+        agents = agent_processes(section)
+        return AgentEpisodes(agents, endpoint, rules.renderer, section, rules.max_length, recipe.seed, world)
+    return Episodes(environment_workers(section), rules, world)
+
+
+def episode_engine(recipe: Recipe, chat: ChatTokenizer, subject: Subject, engine: TurnEngine) -> EpisodeEngine:
+    """An engine whose answers are episodes, of which another one draws the turns. Raises what `environment_workers`
+    does."""
+    assert recipe.environment is not None, "episodes have an environment"
+    workers = environment_workers(recipe.environment)
+    return EpisodeEngine(engine, workers, _rules(recipe, chat, subject), most_growing=recipe.rollout.sequences)
+
+
+def _rules(recipe: Recipe, chat: ChatTokenizer, subject: Subject) -> EpisodeRules:
+    section = recipe.environment
+    assert section is not None, "episodes have an environment"
+    virtual = 0 if subject.adapters is None else len(subject.adapters.virtual_token_ids)
+    renderer = TurnRenderer(
+        chat.tokenizer,
+        chat.stop_ids | chat.split_stops(recipe.rollout.stop_strings)[0],
+        recipe.data.system,
+        tool_schemas(section),
+        frozenset(chat.silent_ids),
+    )
+    room = min(recipe.data.max_length, subject.model.config.context_length - virtual)
+    return EpisodeRules(renderer, section.max_turns, room, section.gives_reward, recipe.seed)
