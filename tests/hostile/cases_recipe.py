@@ -730,7 +730,7 @@ CASES = [
         "recipes copy unknown",
         ("recipes", "copy", "stf"),
         2,
-        ("error: no recipe called 'stf'. Did you mean 'sft'? There are: chain, continue, distill, dpo, grpo, kto,",),
+        ("error: no recipe called 'stf'. Did you mean 'sft'? There are: chain, continue, distill, dpo, gkd, grpo,",),
     ),
     Case(
         "recipes copy over a file",

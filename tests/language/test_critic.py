@@ -105,7 +105,7 @@ def test_each_model_has_the_gradient_that_it_has_alone() -> None:
 def test_activations_are_recomputed_with_the_adapter_that_they_were_made_with(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = [LayerPlan(layer, kind, 0 if kind == "full" else None) for layer in range(tiny_config().layers)]  # type: ignore[arg-type]
+    plan = [LayerPlan(layer, kind, 0 if kind == "full" else None) for layer in range(len(tiny_config().layers))]  # type: ignore[arg-type]
     assert close(gradients(*plan), gradients())
 
     if kind == "selective":

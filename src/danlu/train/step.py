@@ -16,7 +16,7 @@ from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.optim.sparse import coalesce_gradients
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.watchdog import PHASE
-from danlu.train.gradient_memory import GradientMemory
+from danlu.train.gradient_memory import move_out_of_the_heap
 from danlu.train.learner import Learner
 from danlu.train.trained_roles import NORM, RoleGradients
 from danlu.types import Item, Loss, Metric, Totals
@@ -77,7 +77,8 @@ def accumulate(
     micro_batches = learner.micro_batches(items)
     items = learner.prepare(items, micro_batches, step)
     sums = StepSums()
-    memory = _gradient_memory(learner) if len(micro_batches) > 1 else None
+    # DDP and FSDP2 have gradients where they want them.
+    moves_gradients = len(micro_batches) > 1 and parallel.alone and learner.device.type == "cpu"
     for numbers in micro_batches:
         batch = learner.collate([items[number] for number in numbers])
         numbered = [(number, items[number]) for number in numbers]
@@ -89,8 +90,8 @@ def accumulate(
             loss.total.backward()
         if parallel.alone:
             coalesce_gradients(learner.model.parameters())
-        if memory is not None and numbers is micro_batches[0]:
-            memory.take_up()
+        if moves_gradients and numbers is micro_batches[0]:
+            move_out_of_the_heap(learner.model.parameters())
         sums.add(loss)
     PHASE.begin("sum of gradients")
     parallel.reduce_gradients()
@@ -114,13 +115,6 @@ def accumulate(
     if roles is not None:
         metrics |= {f"{NORM}/{role}": norm for role, norm in norms.items()}
     return StepGradients(mean_loss, metrics, math.hypot(*norms.values()), totals)
-
-
-def _gradient_memory(learner: AnyLearner) -> GradientMemory | None:
-    """Of a process that accumulates in plain tensors on the host; DDP and FSDP2 have gradients where they want them."""
-    if not learner.parallel.alone or learner.device.type != "cpu":
-        return None
-    return GradientMemory(learner.model.parameters())
 
 
 @dataclass
