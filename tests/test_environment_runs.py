@@ -96,7 +96,7 @@ def test_an_environment_of_one_turn_is_a_reward(tiny_world: World, tmp_path: Pat
     assert [line["loss"] for line in other] != [line["loss"] for line in played]
 
 
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("after", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_stopped_in_a_rollout_goes_on(tiny_world: World, tmp_path: Path, after: int) -> None:
     more = {"batch": {"prompts": 4, "micro": 1, "updates": 2}, "checkpoint": {"every": 1, "keep": 20}, "steps": 4}
     rollout = {**FILTERED, "max_new_tokens": 12, "stop_strings": ["a", "t"]}
@@ -106,7 +106,9 @@ def test_a_run_stopped_in_a_rollout_goes_on(tiny_world: World, tmp_path: Path, a
     assert_goes_on(tiny_world, tmp_path / "whole", after, **more)
 
 
-@pytest.mark.parametrize("objective", ["ppo", "remax", "gspo"])
+@pytest.mark.parametrize(
+    "objective", ["ppo", pytest.param("remax", marks=pytest.mark.slow), pytest.param("gspo", marks=pytest.mark.slow)]
+)
 def test_objectives_take_episodes(tiny_world: World, tmp_path: Path, objective: str) -> None:
     more = environment(tiny_world) | TURNS | {"stage": objective, "steps": 2}
     lines = run(tiny_world, tmp_path / objective, **more)

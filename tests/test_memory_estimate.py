@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,12 @@ def measured_step(
     return peak, placed.estimate(optimizer, micro)
 
 
-@pytest.mark.parametrize("name", KEPT)
+def fast(names: Iterable[str], *fast_ones: str) -> list[Any]:
+    """Names as parameters, of which few are of the fast tests: bfloat16 is slow on a CPU that has no products of it."""
+    return [name if name in fast_ones else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", fast(KEPT, "none", "every", "lora, full"))
 def test_what_is_expected_is_the_peak_of_a_step_and_not_much_more(
     tiny_world: World, tmp_path: Path, wide_base: Path, name: str
 ) -> None:
@@ -208,7 +213,7 @@ def test_a_reward_model_is_expected_without_a_head_over_the_vocabulary(tiny_worl
     assert with_logits.logits > 0  # control
 
 
-@pytest.mark.parametrize("name", ["full", "every", "offload", "full, offload"])
+@pytest.mark.parametrize("name", fast(["full", "every", "offload", "full, offload"], "full"))
 def test_a_step_that_fits_only_with_recompute_or_offload_is_not_refused(
     tiny_world: World, tmp_path: Path, wide_base: Path, name: str
 ) -> None:

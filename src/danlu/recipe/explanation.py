@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -88,7 +89,8 @@ def _keys(parent: str, section: type[Section]) -> Iterator[str]:
             yield from _keys(key, subsection)
 
 
-def _owners(key: str) -> list[tuple[type[Section], str, str]]:
+@cache
+def _owners(key: str) -> tuple[tuple[type[Section], str, str], ...]:
     """(section class that has the key, the key's last part, the variant that the class is) of every such class.
 
     Several where a `kind` chooses between variants that all have the key; none for an unknown key.
@@ -98,12 +100,12 @@ def _owners(key: str) -> list[tuple[type[Section], str, str]]:
     for part in parents:
         classes = [section for hint in hints for section in subsection_types(hint)]
         hints = [field_types(section)[part] for section in classes if part in field_types(section)]
-    return [
+    return tuple(
         (section, name, _variant_name(hint, section))
         for hint in hints
         for section in subsection_types(hint)
         if name in field_types(section)
-    ]
+    )
 
 
 def _variant_name(hint: Hint, section: type[Section]) -> str:
