@@ -20,15 +20,15 @@ def move_out_of_the_heap(parameters: Iterable[Parameter]) -> None:
     these, and the next micro-batch does not fit into what is free. Sparse gradients stay where they are. The pages are
     given back with the last gradient in them.
     """
-    held = [(parameter, gradient) for parameter in parameters if _is_dense(gradient := parameter.grad)]
-    sizes = [-(-gradient.nbytes // _ALIGNMENT) * _ALIGNMENT for _, gradient in held]
+    gradients = [(parameter, gradient) for parameter in parameters if _is_dense(gradient := parameter.grad)]
+    sizes = [-(-gradient.nbytes // _ALIGNMENT) * _ALIGNMENT for _, gradient in gradients]
     if not sum(sizes):
         return
     pages = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = 0
     for place, size in enumerate(sizes):
-        parameter, gradient = held[place]
-        held[place] = parameter, gradient.new_empty(0)  # or all would be there twice
+        parameter, gradient = gradients[place]
+        gradients[place] = parameter, gradient.new_empty(0)  # or all would be there twice
         if gradient.numel():
             flat = torch.frombuffer(pages, dtype=gradient.dtype, count=gradient.numel(), offset=start)
             parameter.grad = flat.view(gradient.shape).copy_(gradient)
