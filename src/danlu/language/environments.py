@@ -8,11 +8,12 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import AgentSection
 from danlu.rewards.environments.build import agent_processes, environment_workers, tool_schemas
 from danlu.rollout.chat_tokenizer import ChatTokenizer
-from danlu.rollout.episode_engine import EpisodeEngine, TurnEngine
+from danlu.rollout.episode_engine import EpisodeEngine
 from danlu.rollout.episodes import Episodes
 from danlu.rollout.open_episode import EpisodeRules
 from danlu.rollout.request import SamplingOptions
 from danlu.rollout.rollout_sampler import PlaysEpisodes
+from danlu.rollout.rollout_worker import WorkerEngine
 from danlu.rollout.turn_rendering import TurnRenderer
 
 
@@ -38,7 +39,7 @@ def episodes_of(
     return Episodes(environment_workers(section), rules, world)
 
 
-def episode_engine(recipe: Recipe, chat: ChatTokenizer, subject: Subject, engine: TurnEngine) -> EpisodeEngine:
+def episode_engine(recipe: Recipe, chat: ChatTokenizer, subject: Subject, engine: WorkerEngine) -> EpisodeEngine:
     """An engine whose answers are episodes, of which another one draws the turns. Raises what `environment_workers`
     does."""
     assert recipe.environment is not None, "episodes have an environment"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from danlu.rewards.environments.protocol import EpisodeCall, EpisodeKey, Reply
@@ -22,6 +22,7 @@ from danlu.rollout.engine_state import (
 from danlu.rollout.episode import Episode
 from danlu.rollout.open_episode import EpisodeRules, OpenEpisode
 from danlu.rollout.request import Completion, Request
+from danlu.rollout.rollout_worker import WorkerEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,25 +40,6 @@ class Environments(Protocol):
     def receive(self, longest_s: float) -> list[tuple[EpisodeKey, Reply]]: ...
 
     def end_episode(self, key: EpisodeKey) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TurnEngine(Protocol):
-    """What is asked of the engine that draws the turns; see `engine.RolloutEngine`."""
-
-    @property
-    def unfinished(self) -> int: ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def step(self) -> Sequence[Completion]: ...
-
-    def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -97,7 +79,7 @@ class EpisodeEngine:
     """
 
     def __init__(
-        self, engine: TurnEngine, environments: Environments, rules: EpisodeRules, *, most_growing: int = 256
+        self, engine: WorkerEngine, environments: Environments, rules: EpisodeRules, *, most_growing: int = 256
     ) -> None:
         self._engine, self._environments, self._rules = engine, environments, rules
         self._most_growing = most_growing

@@ -30,7 +30,7 @@ _Key = tuple[int, int]
 
 
 class RecordedTurns:
-    """An `episode_engine.TurnEngine`: a step lets answers grow as far as they grew under the present weights.
+    """A `rollout_worker.WorkerEngine`: a step lets answers grow as far as they grew under the present weights.
 
     Args:
         engine: with the trainer's own tensors; asleep between calls.
