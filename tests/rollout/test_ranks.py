@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import rollout_worker
 from builders.parallel_steps import recipe_file
 from builders.process_group import run_group
 from builders.rollout_worker import REQUESTS
 from builders.tiny_world import World
 
+from danlu.models.packed_weights import can_pack
 from danlu.rollout.request import Completion
 
 pytestmark = pytest.mark.distributed
@@ -200,6 +202,8 @@ def test_weights_that_each_pass_gathers_are_not_copied(
     checks: Mapping[str, list[Any]], layout: str, kept: bool
 ) -> None:
     """Copies in bfloat16 would be of the whole model, on a process that has no room for it."""
+    if layout == "zero3" and not can_pack(torch.bfloat16, torch.device("cpu")):
+        pytest.skip("this CPU has no packed products of bfloat16, and weights gathered in that type need no other copy")
     for copies, asleep in checks[f"weight copies: {layout}"]:
         assert (copies > 0) == kept and asleep == 0
 
