@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from builders.tiny_run import SyntheticPacks
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.errors import DanluError, ModelError
 from danlu.language.rollout import rollout_engine
+from danlu.models import packed_weights
 from danlu.models.attend import attend_for
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
@@ -162,14 +164,21 @@ def trains_afterwards(file: str) -> Any:
 
 
 def weight_copies(file: str) -> Any:
-    """Copies of weights that the engine has after a rollout, and after it was put to sleep."""
+    """Copies of weights that the engine has after a rollout, and after it was put to sleep; then the same as on a CPU
+    without packed products."""
+    with mock.patch.object(packed_weights, "can_pack", return_value=False):
+        unpacked = _weight_copies(file)
+    return _weight_copies(file), unpacked
+
+
+def _weight_copies(file: str) -> tuple[int, int]:
     engine = policy_of(file).engine
     assert isinstance(engine, ParallelEngine) and isinstance(engine.engine, EmbeddedEngine)
-    packed_weights = engine.engine._runner.packed_weights
+    held = engine.engine._runner.packed_weights
     engine.generate(REQUESTS)
-    copies = packed_weights.copies
+    copies = held.copies
     engine.sleep()
-    return copies, packed_weights.copies
+    return copies, held.copies
 
 
 def leaves_early(file: str) -> Any:
