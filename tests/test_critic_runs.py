@@ -166,3 +166,18 @@ def test_a_head_that_the_policy_cannot_have_is_refused(
     file = recipe_file(tiny_world, tmp_path / "run", **{**ONE_STEP, "value": {"share": "policy", "model": folder}})
     assert danlu("train", file) != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", ["policy", "none"])
+def test_values_that_no_class_of_transformers_would_load_are_not_saved(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], share: str
+) -> None:
+    granite = build(read_config_values({**CONFIG, "model_type": "granite", "vocab_size": 400}))
+    initialize(granite, 0)
+    save(granite, tmp_path / "granite", tokenizer_from=tiny_world.tokenizer)
+    more = {**ONE_STEP, "model": {"path": str(tmp_path / "granite")}}
+    file = recipe_file(tiny_world, tmp_path / "run", **{**more, "value": {"share": share, "save": True}})
+    assert danlu("train", file) != 0
+    assert "value.save: transformers has no class for sequence-classification with a granite" in capsys.readouterr().err
+    file = recipe_file(tiny_world, tmp_path / "run", **{**more, "value": {"share": share}})  # control
+    assert danlu("train", file) == 0

@@ -16,7 +16,7 @@ from builders.pair_stage import trained_tensors
 from builders.process_group import run_group
 from builders.reward_stage import RewardRows, train
 from builders.tiny_run import tiny_model
-from builders.tiny_world import World, write_rows
+from builders.tiny_world import CONFIG, World, write_rows
 from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from danlu import run
 from danlu.assembly.merging import merge
 from danlu.cli.generate import quantization_section
 from danlu.cli.main import main
-from danlu.errors import ModelError, RecipeError
+from danlu.errors import DataError, ModelError, RecipeError
 from danlu.language.scoring import scored_rows, scoring_learner
 from danlu.models.saving import save
 from danlu.recipe import load
@@ -281,6 +281,44 @@ def test_an_adapter_is_scored_alike_by_peft_and_merged(
     else:  # trained and scored over the rounded weights
         assert close(theirs(peft, paths(ITEMS)), theirs(merged, paths(ITEMS)))
         assert not close(ours, theirs(peft, paths(ITEMS)))
+
+
+CLASSLESS = [
+    ("granite", {}, "sequence-classification", "gemma2, gemma3_text, llama"),
+    ("granite", STEPWISE, "token-classification", "gemma2, llama"),
+    ("gemma3_text", STEPWISE, "token-classification", "gemma2, llama"),
+    ("olmo2", STEPWISE, "token-classification", "gemma2, llama"),
+    ("olmo3", STEPWISE, "token-classification", "gemma2, llama"),
+]
+
+
+@pytest.mark.parametrize(("family", "objective", "task", "others"), CLASSLESS)
+def test_a_family_without_a_class_for_scores_is_refused_before_rows_are_read(
+    tiny_world: World, tmp_path: Path, family: str, objective: dict[str, Any], task: str, others: str
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", ["this is no JSON"])
+
+    def start(model_type: str) -> None:
+        changes = {**objective, "model": {"config": {**CONFIG, "model_type": model_type}}, "data": {"train": str(rows)}}
+        changes |= {"evaluation": None}
+        run.train(
+            load(Path(recipe(tiny_world, tmp_path, "run", **changes))), say=lambda line: None, stream=io.StringIO()
+        )
+
+    with pytest.raises(RecipeError, match=f"no class for {task} with a {family} model, .* has one for {others}"):
+        start(family)
+    with pytest.raises(DataError, match="broken JSON"):  # control: a family that has one comes to its rows
+        start("llama")
+
+
+def test_an_adapter_scores_on_a_family_without_a_class_for_it(tiny_world: World, tmp_path: Path) -> None:
+    """PEFT finds no class for its base, and danlu needs none."""
+    base = tmp_path / "granite"
+    save(tiny_model(model_type="granite", vocab_size=400), base, tokenizer_from=tiny_world.tokenizer)
+    changes = {"model": {"path": str(base), "tokenizer": None, "config": None}, "adapter": {"kind": "lora", "rank": 2}}
+    assert train([recipe(tiny_world, tmp_path, "run", **changes)]) == [0]
+    scores = our_scores(tmp_path / "run", ITEMS)
+    assert scores.isfinite().all() and scores.unique().numel() > len(ITEMS)
 
 
 @pytest.mark.distributed

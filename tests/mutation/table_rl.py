@@ -575,4 +575,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "False",
         "models/test_packed_weights.py",
     ),
+    Mutation(
+        "language/builder.py",
+        "architecture_of(config.family, task)",
+        'architecture_of(config.family, "causal-lm")',
+        "test_reward_runs.py",
+        "test_a_family_without_a_class_for_scores_is_refused_before_rows_are_read",
+    ),
+    Mutation(
+        "language/critic.py",
+        "if saves_value_model and recipe.adapter is None:",
+        "if recipe.adapter is None:",
+        "test_critic_runs.py",
+        "test_values_that_no_class_of_transformers_would_load_are_not_saved",
+    ),
 )

@@ -14,7 +14,7 @@ from danlu.assembly.frozen_base import check_frozen
 from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
-from danlu.errors import CheckpointError, RecipeError
+from danlu.errors import CheckpointError, ModelError, RecipeError
 from danlu.language.columns import AskedModel, add_columns
 from danlu.language.critic import check_critic, own_config, place_own_critic, with_own_critic
 from danlu.language.frozen_models import check_frozen_model, frozen_config, place_frozen
@@ -29,6 +29,7 @@ from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
 from danlu.models.config import ModelConfig
+from danlu.models.families import architecture_of
 from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.models.loading import build
@@ -81,7 +82,8 @@ class DecoderBuilder:
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, quantized=False)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
-            config, where = from_scratch(recipe.model, 1), recipe.model.preset or "model.config"
+            config = self._with_task(from_scratch(recipe.model, 1))
+            where = recipe.model.preset or "model.config"
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
             tokenizer = tokenizer_of(recipe)
@@ -186,13 +188,21 @@ class DecoderBuilder:
         return self._with_task(config)
 
     def _with_task(self, config: ModelConfig) -> ModelConfig:
-        """The config of what the stage makes of a model. Raises RecipeError where the model is for something else."""
+        """The config of what the stage makes of a model.
+
+        Raises RecipeError where the model is for something else, or the result could not be written.
+        """
         task = self.stage.task(self.recipe)
         if config.task not in ("causal-lm", task):
             raise RecipeError(
                 f"model.path: {self.recipe.model.path} is for {config.task} (architectures in its config.json), and "
                 f"stage {self.recipe.stage} trains a model for {task}. Start from a language model"
             )
+        if self.recipe.adapter is None:
+            try:
+                architecture_of(config.family, task)
+            except ModelError as error:
+                raise RecipeError(f"model: stage {self.recipe.stage} trains one for {task}. {error}") from None
         return replace(config, task=task)
 
 

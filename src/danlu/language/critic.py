@@ -18,7 +18,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.parameter_roles import TRAINED, VALUE, role_of
 from danlu.assembly.score_head import score_head_shape
 from danlu.assembly.value_adapter import value_on_base
-from danlu.errors import RecipeError
+from danlu.errors import ModelError, RecipeError
 from danlu.language.frozen_models import check_frozen_model, frozen_config
 from danlu.language.initial_score_head import first_score_head
 from danlu.language.outputs import DecoderOutputs
@@ -27,6 +27,7 @@ from danlu.layer_types import Attend
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.models.families import architecture_of
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.parallel.ranks import Ranks
@@ -99,16 +100,29 @@ def critic_tensors(adapters: AdapterSet | None, own: Decoder | None) -> dict[str
 
 def check_critic(recipe: Recipe) -> None:
     """Raises a DanluError for what can be wrong with the critic of a recipe, without reading its matrices."""
+    saves_value_model = value_section(recipe).save
     match value_share(recipe):
         case "policy":
             _check_head_of_policy(recipe)
+            if saves_value_model and recipe.adapter is None:
+                _check_class_for_scores(frozen_config(recipe.model, 1))
         case "base":
             value_on_base(recipe)
         case "none":
             section = own_section(recipe)
             check_frozen_model(ModelSpec(VALUE, section), recipe)
+            if saves_value_model:
+                _check_class_for_scores(frozen_config(section, 1))
             if section.path is not None:
                 check_headers(resolve_folder(section.path), _scores(frozen_config(section, 1)), quantized=False)
+
+
+def _check_class_for_scores(config: ModelConfig) -> None:
+    """Raises RecipeError for a model of values that could be trained but not be kept."""
+    try:
+        architecture_of(config.family, "sequence-classification")
+    except ModelError as error:
+        raise RecipeError(f"value.save: {error}") from None
 
 
 def _check_head_of_policy(recipe: Recipe) -> None:

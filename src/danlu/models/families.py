@@ -73,21 +73,34 @@ def task_of(values: Mapping[str, Any]) -> Task:
     return next((task for task, ending in ARCHITECTURE_ENDINGS.items() if named.endswith(ending)), "causal-lm")
 
 
+def architecture_of(family: str, task: Task) -> str:
+    """The class of transformers that loads a family's models for a task: LlamaForCausalLM.
+
+    Raises ModelError where transformers has none, with the families of which it has one. What trains a model asks
+    first, so that this is not told when the model is to be written.
+    """
+    architecture = FAMILIES[family].architecture_of(task)
+    if architecture is None:
+        others = [name for name, other in FAMILIES.items() if other.architecture_of(task) is not None]
+        raise ModelError(
+            f"transformers has no class for {task} with a {family} model, so nothing could load the result. It has one "
+            f"for {', '.join(others)}; an adapter on {family} can be trained, which danlu loads without one"
+        )
+    return architecture
+
+
 def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     """The content of a config.json that transformers 4 and 5 load as this model.
 
     torch_dtype: "float32", "bfloat16" or "float16": how the weights beside it are stored.
-    Raises ModelError if the family has no key for something that `config` sets.
+    Raises ModelError if the family has no key for something that `config` sets, or no class for its task.
     """
     family, first = FAMILIES[config.family], config.layers[0]
-    architecture = family.architecture_of(config.task)
-    if architecture is None:
-        raise ModelError(f"transformers has no {config.family} model for {config.task}: nothing could load it")
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
     values: dict[str, Any] = {
-        "architectures": [architecture],
+        "architectures": [architecture_of(config.family, config.task)],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
