@@ -37,8 +37,7 @@ from danlu.models.modules import RMSNorm
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
-from danlu.parallel.comm import Group
-from danlu.parallel.local_parameter import LocalParameter, local_parameters_of
+from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE
@@ -237,10 +236,10 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         folder.mkdir(parents=True, exist_ok=True)
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
         local = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)  # their memory is in the file now
-    partial_gradients: list[tuple[Group, str]] = []
-    if placer.sharder is not None:
-        partial_gradients += [(ranks.data, name) for name in local if name in placer.whole]
-    partial_gradients += [(group, name) for name, group in cuts.partial.items()]
+    partial_gradients = [
+        *sums_over_data(local, ranks, by_ddp=section.shard == "none"),
+        *((group, name) for name, group in cuts.partial.items()),
+    ]
     parallel = StepParallel(ranks, local, tuple(partial_gradients))
     if offloaded is not None:
         parallel = replace(parallel, release_pages=offloaded.release)

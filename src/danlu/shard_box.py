@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,14 @@ class ShardBox:
     def numel(self) -> int:
         """Elements in the box."""
         return math.prod(self.sizes)
+
+    def narrow(self, dim: int, start: int, length: int) -> ShardBox:
+        """The part of this box from `start` on in one dimension, counted from the box's own beginning."""
+        assert 0 <= start <= start + length <= self.sizes[dim], f"{start} + {length} of {self.sizes[dim]}"
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim] += start
+        sizes[dim] = length
+        return replace(self, offsets=tuple(offsets), sizes=tuple(sizes))
 
     def view_of(self, tensor: Tensor) -> Tensor:
         """A view of the box in the whole tensor."""

@@ -21,6 +21,7 @@ from danlu.parallel import data
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import local_parameters_of
+from danlu.parallel.ranks import DataGroups
 from danlu.placing import kept_whole
 from danlu.recipe import sections
 
@@ -50,9 +51,8 @@ def test_a_sharded_model_learns_as_a_whole_one(
     wanted = gradients(plain, device)
     values = {name: one.detach().cpu() for name, one in plain.named_parameters()}
     alone = Group()
-    ranks: Any = SimpleNamespace(
-        mesh=mesh, replicate=alone, shard=alone, tensor=alone, data=alone, world=alone, layout=Layout()
-    )
+    groups = DataGroups(alone, alone, alone, mesh)
+    ranks: Any = SimpleNamespace(tensor=alone, world=alone, layout=Layout(), dense_data=groups, expert_data=groups)
     model = meta_decoder(plain.config)
     sharder = data.Sharder(
         model, ranks, sections.Parallel(shard=shard), gathered=None, whole=kept_whole(model), offload=offload

@@ -432,6 +432,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_layout.py",
     ),
     Mutation(
+        "parallel/local_parameter.py",
+        "return LocalParameter(name, parameter, parameter, _copied(box, groups.all), groups)",
+        "return LocalParameter(name, parameter, parameter, _copied(box, ranks.data), groups)",
+        "parallel/test_local_parameter.py",
+    ),
+    Mutation(
+        "parallel/local_parameter.py",
+        "is_summed = local.is_sharded or (by_ddp and group.ranks == ranks.data.ranks)",
+        "is_summed = local.is_sharded or by_ddp",
+        "parallel/test_local_parameter.py",
+    ),
+    Mutation(
+        "parallel/layout.py",
+        "return ranks[ranks.index(rank) % self.expert :: self.expert]",
+        "return ranks",
+        "parallel/test_local_parameter.py",
+    ),
+    Mutation(
         "parallel/regions.py",
         "ctx.group.reduce_scatter(grad) if ctx.cut else ctx.group.sum(_copy(grad)), None, None",
         "ctx.group.reduce_scatter(grad) if ctx.cut else _copy(grad), None, None",

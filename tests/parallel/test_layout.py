@@ -96,3 +96,13 @@ def test_neighbouring_ranks_are_neighbours_along_tensor() -> None:
     assert len({tuple(place[axis] for axis in AXES) for place in places}) == layout.world
     assert all(place["pipeline"] == place["context"] == 0 for place in places)
     assert str(layout) == "data 6 x shards 3 x tensor 4"
+
+
+def test_neighbouring_data_ranks_have_other_experts() -> None:
+    layout = Layout(shard=4, tensor=2, expert=2)
+    # Data rank d, of tensor ranks 2d and 2d + 1, has the experts of index d % 2.
+    assert [layout.expert_data_ranks(rank) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.expert_sizes == (1, 1, 2, 2, 1, 2)
+    assert str(layout) == "data 4 x expert 2 x tensor 2"
+    assert Layout(replicate=6, expert=3).expert_data_ranks(4) == [1, 4]
+    assert Layout(replicate=2, shard=2, expert=2).expert_data_ranks(0) == [0, 2]

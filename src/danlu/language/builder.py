@@ -36,7 +36,7 @@ from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
-from danlu.parallel.local_parameter import replicated_parameter
+from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject, check_placing, place, subject_of
@@ -256,8 +256,8 @@ def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe
         return parallel
     parameters = objective_parameters(objective)
     local = {name: replicated_parameter(name, parameters.get(name, tensor), ranks) for name, tensor in tensors.items()}
-    sharded = recipe.parallel.shard != "none" and ranks.data.size > 1
-    sums = [(ranks.data, name) for name in parameters] if sharded else []
+    trained = {name: local[name] for name in parameters}
+    sums = sums_over_data(trained, ranks, by_ddp=recipe.parallel.shard == "none")
     return replace(
         parallel,
         local_parameters={**parallel.local_parameters, **local},

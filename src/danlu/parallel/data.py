@@ -21,11 +21,11 @@ FSDP2 shards a parameter with one unit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 from danlu.dtensor import is_dtensor
 from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.parallel.comm import Group
-from danlu.parallel.ranks import Ranks
+from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
 from danlu.types import Loss, Totals
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 BUCKET_MB = 25
 
@@ -51,6 +54,8 @@ class Sharder:
 
     gathered: the type in which parameters are gathered and used; None for their own.
     whole: names of parameters that stay whole on each rank.
+    expert_names: of parameters that are distributed among `ranks.expert`; modules with nothing but such are units of
+        their own, sharded among the ranks that have the same experts.
     offload: whether shards, their gradients and optimizer state are kept in the host's memory.
     """
 
@@ -62,16 +67,18 @@ class Sharder:
         *,
         gathered: torch.dtype | None,
         whole: Iterable[str],
+        expert_names: Collection[str] = (),
         offload: bool = False,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
         self.model, self.section, self.whole = model, section, frozenset(whole)
+        self.expert_names = expert_names
+        self._dense, self._expert = ranks.dense_data, ranks.expert_data
         reduce = torch.bfloat16 if section.reduce == "bf16" else torch.float32
         self._options: dict[str, Any] = {
-            "mesh": ranks.mesh["replicate", "shard"] if ranks.replicate.size > 1 else ranks.mesh["shard"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False),
-            "offload_policy": CPUOffloadPolicy(pin_memory=ranks.mesh.device_type == "cuda")
+            "offload_policy": CPUOffloadPolicy(pin_memory=self._dense.mesh.device_type == "cuda")
             if offload
             else OffloadPolicy(),
         }
@@ -80,14 +87,31 @@ class Sharder:
 
     def layer(self, name: str, layer: nn.Module) -> None:
         """Shards one layer, `name` in the model; its whole parameters are freed unless something refers to them."""
-        self._shard(layer, f"{name}.", reshard=self.section.shard == "zero3")
+        reshard = self.section.shard == "zero3"
+        for path, experts in self._expert_modules(name, layer):
+            # Experts that only one rank of a copy has are whole there.
+            if not self._expert.shard.alone:
+                self._shard(experts, f"{path}.", self._expert, reshard=reshard, shard_placement_fn=self._expert_shard)
+        self._shard(layer, f"{name}.", self._dense, reshard=reshard)
+
+    def _expert_modules(self, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules of a layer all of whose parameters are distributed among experts' ranks, by name."""
+        names = [f"{name}.{path}" for path, _ in layer.named_parameters()]
+
+        def has_experts_alone(path: str) -> bool:
+            own = [parameter for parameter in names if parameter.startswith(f"{path}.")]
+            return bool(own) and all(parameter in self.expert_names for parameter in own)
+
+        for path, module in layer.named_modules(prefix=name):
+            if has_experts_alone(path) and not has_experts_alone(path.rpartition(".")[0]):
+                yield path, module
 
     def rest(self, layers: Sequence[nn.Module] = ()) -> None:
         """Shards what lies outside of `layers`, and lets each gather the next ones ahead of time.
 
         layers: those that have been sharded, in the order of the forward pass.
         """
-        self._shard(self.model, "", reshard=False)
+        self._shard(self.model, "", self._dense, reshard=False)
         for module in _units(self.model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
@@ -96,15 +120,36 @@ class Sharder:
         for layer, ahead in _with_following(layers[::-1], self.section.prefetch):
             layer.set_modules_to_backward_prefetch(ahead)
 
-    def _shard(self, unit: nn.Module, prefix: str, *, reshard: bool) -> None:
+    def _expert_shard(self, parameter: nn.Parameter) -> Shard:
+        """Experts [E, ..] are sharded one from the other, or, where they are fewer than shards, each by itself."""
+        from torch.distributed.tensor import Shard
+
+        return Shard(expert_shard_dim(parameter.shape, self._expert.shard.size))
+
+    def _shard(self, unit: nn.Module, prefix: str, groups: DataGroups, *, reshard: bool, **more: Any) -> None:
         from torch.distributed.fsdp import fully_shard
 
         for module in unit.modules():
             if isinstance(module, QuantizedWeightModule):
                 module.share_codes()
-        whole = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.whole}
+        whole = {parameter for name, parameter in unit.named_parameters() if self._stays_whole(prefix + name)}
         with _integer_parameters():
-            fully_shard(unit, reshard_after_forward=reshard, ignored_params=whole, **self._options)
+            fully_shard(
+                unit, mesh=groups.mesh, reshard_after_forward=reshard, ignored_params=whole, **self._options, **more
+            )
+
+    def _stays_whole(self, name: str) -> bool:
+        return name in self.whole or (name in self.expert_names and self._expert.shard.alone)
+
+
+def expert_shard_dim(shape: Sequence[int], shards: int) -> int:
+    """Along which dimension the experts [E, ..] of a rank are sharded.
+
+    fully_shard pads experts that are no multiple of the shards, but splits other dimensions evenly alone.
+    """
+    if shape[0] >= shards:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % shards == 0), 0)
 
 
 def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) -> StepParallel:
@@ -175,7 +220,10 @@ def replicated(learner: L, trained: Iterable[object], section: Parallel) -> L:
     parallel: StepParallel = learner_of.parallel
     if parallel.ranks.data.alone or section.shard != "none":
         return learner
-    wrapped = replicate(_LossModule(trained, learner_of.compute_loss), parallel.ranks, section)
+    module, apart = _LossModule(trained, learner_of.compute_loss), summed_apart(parallel)
+    if not any(parameter.requires_grad and parameter not in apart for parameter in module.parameters()):
+        return learner  # DDP would have nothing to sum
+    wrapped = replicate(module, parallel.ranks, section, apart)
     # DDP rebuilds its buckets, in the order in which gradients come, after its first backward pass. In the first step
     # it would round sums differently from all later steps: a run that resumes would not end where an uninterrupted one
     # does. So it goes through an empty batch first.
@@ -202,8 +250,23 @@ class _LossModule(nn.Module):
         return self._compute_loss(batch, totals, gradient_scale)
 
 
-def replicate(module: nn.Module, ranks: Ranks, section: Parallel) -> DistributedDataParallel:
-    """DDP around a module, over the data ranks: gradients are summed in buckets during the backward pass."""
+def summed_apart(parallel: StepParallel) -> set[nn.Parameter]:
+    """Whole parameters that not all data ranks have: experts, whose gradients are sums over some of them."""
+    every = parallel.ranks.data.ranks
+    local_parameters = parallel.local_parameters.values()
+    return {local.parameter for local in local_parameters if local.gradient_group.ranks != every}
+
+
+def replicate(
+    module: nn.Module, ranks: Ranks, section: Parallel, ignored: Collection[nn.Parameter] = ()
+) -> DistributedDataParallel:
+    """DDP around a module, over the data ranks: gradients are summed in buckets during the backward pass.
+
+    ignored: parameters whose gradients it leaves as they are.
+    """
+    names = [name for name, parameter in module.named_parameters() if parameter in ignored]
+    # Private, but there is no other way to tell DDP, and FSDP2's `replicate` calls it too.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     with warnings.catch_warnings():
         # torch 2.13 announces another name for broadcast_buffers, which 2.11 does not have.
         warnings.simplefilter("ignore", FutureWarning)

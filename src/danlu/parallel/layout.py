@@ -15,7 +15,9 @@ from danlu.models.config import ModelConfig
 from danlu.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Axes of the mesh, outermost first. Experts are sharded over `shard` and `context`, and have no axis of their own."""
+"""Axes of the mesh, outermost first. Experts are distributed among data ranks, and have no axis of their own in it."""
+EXPERT_AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+"""Axes of the mesh of experts: neighbours along `expert` have other experts, those along `shard` the same ones."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Layout:
     shard: int = 1  # data ranks among which a copy is sharded
     context: int = 1
     tensor: int = 1
-    expert: int = 1
+    expert: int = 1  # neighbouring data ranks, among which experts are distributed; divides `shard`, or `replicate`
 
     @property
     def world(self) -> int:
@@ -43,6 +45,24 @@ class Layout:
         """Degrees in the order of `AXES`."""
         return self.pipeline, self.replicate, self.shard, self.context, self.tensor
 
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Degrees in the order of `EXPERT_AXES`."""
+        divided = "shard" if self.shard > 1 else "replicate"
+        sizes = {**dict(zip(AXES, self.sizes, strict=True)), "expert": self.expert}
+        assert sizes[divided] % self.expert == 0, f"{self.expert} does not divide {divided} {sizes[divided]}"
+        sizes[divided] //= self.expert
+        return tuple(sizes[axis] for axis in EXPERT_AXES)
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """The ranks of all data ranks beside `rank`, itself included: they have the same part of dense parameters."""
+        return self.ranks_along(rank, ("replicate", "shard"))
+
+    def expert_data_ranks(self, rank: int) -> list[int]:
+        """Those of them that have the same experts: every `expert`-th."""
+        ranks = self.data_ranks(rank)
+        return ranks[ranks.index(rank) % self.expert :: self.expert]
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of a rank along each axis."""
         index_along = {}
@@ -56,7 +76,13 @@ class Layout:
         return [other for other in range(self.world) if {*kept} <= self.coordinates(other).items()]
 
     def __str__(self) -> str:
-        degrees = {"data": self.data, "shards": self.shard, "tensor": self.tensor, "pipeline": self.pipeline}
+        degrees = {
+            "data": self.data,
+            "shards": self.shard,
+            "expert": self.expert,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+        }
         if self.shard == self.data:
             del degrees["shards"]
         parts = [f"{name} {size}" for name, size in degrees.items() if size > 1]

@@ -1,4 +1,8 @@
-"""The local part of each of a model's parameters, as a plain tensor, and the box of the whole parameter that it is.
+"""The local part of each of a model's parameters, as a plain tensor: which box of the whole it is, and who has others.
+
+A parameter's groups decide how it is treated: over which processes its gradient is summed, among which it is sharded,
+and how many processes hold the same box, which is what clipping divides by. Dense parameters are on all data ranks;
+experts, where they are distributed, on those data ranks that have the same ones.
 
 FSDP2 keeps its shards as DTensors. Optimizers, clipping, averages and checkpoints want plain tensors: `local` shares
 the memory of the DTensor's local part, and gets its gradient after the backward pass.
@@ -6,15 +10,16 @@ the memory of the DTensor's local part, and gets its gradient after the backward
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.dtensor import is_dtensor, local_tensor
-from danlu.parallel.ranks import Ranks
+from danlu.dtensor import is_dtensor, local_tensor, sharded_dim
+from danlu.parallel.comm import Group
+from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.shard_box import ShardBox
 
 
@@ -26,6 +31,17 @@ class LocalParameter:
     parameter: Parameter  # of the module; a DTensor where FSDP2 shards it
     local: Parameter  # the same memory as a plain tensor; `parameter` itself where that is plain
     box: ShardBox  # of the whole parameter
+    data_groups: DataGroups = field(default_factory=DataGroups)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards it, and sums its gradient while it scatters that."""
+        return self.local is not self.parameter
+
+    @property
+    def gradient_group(self) -> Group:
+        """The processes that take different rows through it, over which its gradient is summed."""
+        return self.data_groups.all
 
     def take_gradient(self) -> None:
         """Moves the gradient from `parameter` to `local`; a shard without rows has an empty one."""
@@ -36,44 +52,68 @@ class LocalParameter:
 
 
 def local_parameters_of(
-    model: nn.Module, ranks: Ranks, tensor_boxes: Mapping[str, ShardBox]
+    model: nn.Module,
+    ranks: Ranks,
+    cut_boxes: Mapping[str, ShardBox],
+    expert_names: Collection[str] = (),
 ) -> dict[str, LocalParameter]:
-    """Every parameter of a placed model, by name. tensor_boxes: what tensor parallelism left of those that it cut."""
+    """Every parameter of a placed model, by name.
+
+    cut_boxes: what tensor and expert parallelism left of those that they cut; `replicas` and `is_writer` are among
+        tensor ranks alone. expert_names: the parameters that are distributed among the ranks of `ranks.expert`.
+    """
+    dense = ranks.dense_data
     return {
-        name: _local_parameter(name, parameter, ranks, tensor_boxes.get(name))
+        name: _local_parameter(
+            name, parameter, ranks, cut_boxes.get(name), ranks.expert_data if name in expert_names else dense
+        )
         for name, parameter in model.named_parameters()
     }
+
+
+def sums_over_data(
+    local_parameters: Mapping[str, LocalParameter], ranks: Ranks, *, by_ddp: bool
+) -> Iterator[tuple[Group, str]]:
+    """(group, name) of each parameter whose gradient neither FSDP2 nor DDP sums over the group.
+
+    FSDP2 sums those that it shards; DDP (by_ddp), where nothing is sharded, those that all data ranks have.
+    """
+    for name, local in local_parameters.items():
+        group = local.gradient_group
+        is_summed = local.is_sharded or (by_ddp and group.ranks == ranks.data.ranks)
+        if not is_summed and not group.alone:
+            yield group, name
 
 
 def replicated_parameter(name: str, tensor: Tensor, ranks: Ranks) -> LocalParameter:
     """A parameter or buffer that every process has whole, and the first one saves; a buffer by its memory."""
     box = ShardBox.full(tensor.shape, replicas=ranks.world.size, is_writer=ranks.world.index == 0)
     parameter = tensor if isinstance(tensor, Parameter) else Parameter(tensor, requires_grad=False)
-    return LocalParameter(name, parameter, parameter, box)
+    return LocalParameter(name, parameter, parameter, box, ranks.dense_data)
 
 
-def _local_parameter(name: str, parameter: Parameter, ranks: Ranks, box: ShardBox | None) -> LocalParameter:
+def _local_parameter(
+    name: str, parameter: Parameter, ranks: Ranks, box: ShardBox | None, groups: DataGroups
+) -> LocalParameter:
     tensor = ranks.tensor
     box = box or ShardBox.full(parameter.shape, replicas=tensor.size, is_writer=tensor.index == 0)
-    is_sharded = is_dtensor(parameter)
+    is_sharded: bool = is_dtensor(parameter)
     if not is_sharded:
-        box = replace(box, replicas=box.replicas * ranks.data.size, is_writer=box.is_writer and ranks.data.index == 0)
-        return LocalParameter(name, parameter, parameter, box)
+        return LocalParameter(name, parameter, parameter, _copied(box, groups.all), groups)
     with torch.no_grad():
         data = local_tensor(parameter)
     # Codes of quantized weights are whole numbers, which cannot require gradients.
     local = Parameter(data, requires_grad=parameter.requires_grad and data.is_floating_point())
+    dim = sharded_dim(parameter)
     # fully_shard splits rows as torch.chunk does: ceil(rows / shards) to each of the first ranks, fewer to the last.
-    rows = box.sizes[0]
-    chunk = -(-rows // ranks.shard.size)
-    first = min(rows, chunk * ranks.shard.index)
-    count = min(rows, first + chunk) - first
-    assert count == len(data), f"{name}: {len(data)} rows are here, {count} were expected"
-    rows_box = ShardBox(
-        box.global_shape,
-        (box.offsets[0] + first, *box.offsets[1:]),
-        (count, *box.sizes[1:]),
-        replicas=box.replicas * ranks.replicate.size,
-        is_writer=box.is_writer and ranks.replicate.index == 0,
-    )
-    return LocalParameter(name, parameter, local, rows_box)
+    size = box.sizes[dim]
+    chunk = -(-size // groups.shard.size)
+    first = min(size, chunk * groups.shard.index)
+    shard = box.narrow(dim, first, min(size, first + chunk) - first)
+    assert shard.sizes == data.shape, f"{name}: {list(data.shape)} is here, {list(shard.sizes)} was expected"
+    return LocalParameter(name, parameter, local, _copied(shard, groups.replicate), groups)
+
+
+def _copied(box: ShardBox, group: Group) -> ShardBox:
+    """The box where every process of a group has it, the first of which saves it."""
+    return replace(box, replicas=box.replicas * group.size, is_writer=box.is_writer and group.index == 0)

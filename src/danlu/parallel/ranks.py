@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from danlu.parallel.comm import ALONE, Group, new_group
-from danlu.parallel.layout import AXES, Layout
+from danlu.parallel.layout import AXES, EXPERT_AXES, Layout
+
+
+@dataclass(frozen=True)
+class DataGroups:
+    """The data ranks that have the same part of a parameter before it is sharded among them.
+
+    They take different rows, so the parameter's gradient is a sum over `all`. FSDP2 shards it among `shard`, of which
+    there are as many copies as `replicate` has processes; what is not sharded is whole on all of them.
+    """
+
+    all: Group = ALONE
+    replicate: Group = ALONE
+    shard: Group = ALONE
+    mesh: Any = field(default=None, repr=False)  # DeviceMesh of FSDP2: shard, or replicate x shard; None alone
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,8 @@ class Ranks:
     shard: Group = ALONE
     tensor: Group = ALONE
     mesh: Any = field(default=None, repr=False)  # DeviceMesh over AXES; None alone
+    expert: Group = ALONE  # neighbouring data ranks, each with other experts: together they have all of them
+    expert_data: DataGroups = field(default_factory=DataGroups)  # the data ranks that have the same experts
 
     @property
     def alone(self) -> bool:
@@ -33,6 +50,14 @@ class Ranks:
     def leads(self) -> bool:
         """Whether this is the main process, which shows progress and writes metrics and results."""
         return self.rank == 0
+
+    @property
+    def dense_data(self) -> DataGroups:
+        """The groups of all parameters but experts: every data rank has them."""
+        if self.mesh is None:
+            return DataGroups(self.data, self.replicate, self.shard)
+        mesh = self.mesh["replicate", "shard"] if self.replicate.size > 1 else self.mesh["shard"]
+        return DataGroups(self.data, self.replicate, self.shard, mesh)
 
 
 def ranks_of(layout: Layout, device_type: str) -> Ranks:
@@ -45,33 +70,47 @@ def ranks_of(layout: Layout, device_type: str) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     assert world == layout.world, f"a layout of {layout.world} on {world} processes"
     mesh: DeviceMesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=AXES)
-
-    def along(axis: str) -> Group:
-        ranks = tuple(layout.ranks_along(rank, (axis,)))
-        return Group(axis, ranks, ranks.index(rank), mesh.get_group(axis)) if len(ranks) > 1 else Group(axis, (rank,))
-
-    return Ranks(
+    ranks = Ranks(
         layout,
         rank,
         Group("world", tuple(range(world)), rank, dist.group.WORLD),
-        _data_group(layout, rank),
-        along("replicate"),
-        along("shard"),
-        along("tensor"),
+        _own_of_new_groups("data", map(layout.data_ranks, range(world)), rank),
+        _along(mesh, "replicate", rank),
+        _along(mesh, "shard", rank),
+        _along(mesh, "tensor", rank),
         mesh,
+    )
+    if layout.expert == 1:
+        return replace(ranks, expert_data=ranks.dense_data)
+    # Where experts are distributed, the axis of data ranks that they are distributed among is cut in two.
+    expert_mesh = init_device_mesh(device_type, layout.expert_sizes, mesh_dim_names=EXPERT_AXES)
+    replicate, shard = (_along(expert_mesh, axis, rank) for axis in ("replicate", "shard"))
+    return replace(
+        ranks,
+        expert=_along(expert_mesh, "expert", rank),
+        expert_data=DataGroups(
+            _own_of_new_groups("expert data", map(layout.expert_data_ranks, range(world)), rank),
+            replicate,
+            shard,
+            expert_mesh["replicate", "shard"] if replicate.size > 1 else expert_mesh["shard"],
+        ),
     )
 
 
-def _data_group(layout: Layout, rank: int) -> Group:
-    """The group of this process along replicate and shard together.
+def _along(mesh: DeviceMesh, axis: str, rank: int) -> Group:
+    """The group of this process along one axis of a mesh."""
+    ranks = tuple(mesh[axis].mesh.tolist())
+    return Group(axis, ranks, ranks.index(rank), mesh.get_group(axis)) if len(ranks) > 1 else Group(axis, (rank,))
 
-    All processes create the groups at all coordinates of the other axes, as `new_group` demands.
+
+def _own_of_new_groups(name: str, members: Iterable[Sequence[int]], rank: int) -> Group:
+    """The group of this process among new ones, which all processes make, as `new_group` demands; alone, none is made.
+
+    members: the ranks of each group, in an order that all processes know; the same ones may come several times.
     """
-    own = Group("data", (rank,))
-    if layout.data == 1:
-        return own
-    data_axes = ("replicate", "shard")
-    for first in layout.ranks_along(0, [axis for axis in AXES if axis not in data_axes]):
-        group = new_group("data", layout.ranks_along(first, data_axes))
-        own = group if rank in group.ranks else own
+    own = Group(name, (rank,))
+    for ranks in dict.fromkeys(map(tuple, members)):
+        if len(ranks) > 1:
+            group = new_group(name, ranks)
+            own = group if rank in ranks else own
     return own
