@@ -11,7 +11,7 @@ import pytest
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.code import Code, code_of, passes, require_isolation
-from danlu.rewards.function import UserFunction, load_function
+from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 
@@ -140,10 +140,10 @@ def file(tmp_path):
 
 def test_functions_by_answer_and_by_batch(file):
     answers = [judged("abc", answer="abc", scale=2), judged("ab?", answer="abc", scale=2)]
-    assert load_function(f"{file}:short")(answers) == [-1.5, -1.5]
-    assert load_function(f"{file}:of_columns")(answers) == [1, 0]
-    assert load_function(f"{file}:batched")(answers) == [1, 0]
-    *others, undefined = load_function(f"{file}:undecided")([*answers, judged("!")])
+    assert UserFunction.read(f"{file}:short").load()(answers) == [-1.5, -1.5]
+    assert UserFunction.read(f"{file}:of_columns").load()(answers) == [1, 0]
+    assert UserFunction.read(f"{file}:batched").load()(answers) == [1, 0]
+    *others, undefined = UserFunction.read(f"{file}:undecided").load()([*answers, judged("!")])
     assert others == [1, None] and math.isnan(undefined)
 
 
@@ -156,7 +156,7 @@ def test_functions_are_called_as_trl_calls_them(tmp_path):
         "            for p, c in zip(prompts, completions)]\n"
     )
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1"}]
-    reward = load_function(f"{path}:contents")
+    reward = UserFunction.read(f"{path}:contents").load()
     assert reward.takes_batch
     assert reward([JudgedAnswer("two", {}, messages), JudgedAnswer("2", {}, messages[1:])]) == [23, 11]
 
@@ -181,10 +181,10 @@ def test_a_list_rewards_the_steps_of_an_answer(tmp_path):
     text = "1 + 1 = 2\r\n\n  \nso 2\n"  # two lines that are not empty, of 9 and 4 characters
     by_line = StepRewards((9, 19), (0.5, -1.0))
     for name in ("by_line", "as_array"):
-        assert load_function(f"{path}:{name}")([judged(text, rewards=[0.5, -1])]) == [by_line]
+        assert UserFunction.read(f"{path}:{name}").load()([judged(text, rewards=[0.5, -1])]) == [by_line]
     pairs = [judged(text, rewards=[(3, 1), (3, 2), (20, 0.5)]), judged("a", rewards=2.0), judged("", rewards=[])]
     wanted = [StepRewards((3, 3, 20), (1.0, 2.0, 0.5)), 2.0, StepRewards((), ())]
-    assert load_function(f"{path}:in_batches")(pairs) == wanted
+    assert UserFunction.read(f"{path}:in_batches").load()(pairs) == wanted
     for rewards, message in (
         ([1, 2, 3], "3 rewards for an answer of 2 steps, which are its lines that are not empty; pairs"),
         ([(3, 1), 2], "rewards of steps are numbers, or pairs"),
@@ -192,7 +192,7 @@ def test_a_list_rewards_the_steps_of_an_answer(tmp_path):
         ([(21, 1)], r"steps end at \[21\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            load_function(f"{path}:by_line")([judged(text, rewards=rewards)])
+            UserFunction.read(f"{path}:by_line").load()([judged(text, rewards=rewards)])
 
 
 def test_a_file_is_run_once_and_stays_as_it_was_read(file):
@@ -202,14 +202,14 @@ def test_a_file_is_run_once_and_stays_as_it_was_read(file):
     first, second = UserFunction.read(f"{file}:count"), UserFunction.read(f"{file}:count_too")
     file.write_text("def count(completion):\n    return -1\n")
     assert first([judged("a")]) == [1] and second([judged("a")]) == [2] and first([judged("a")]) == [3]
-    assert load_function(f"{file}:count")([judged("a")]) == [-1]
+    assert UserFunction.read(f"{file}:count").load()([judged("a")]) == [-1]
 
 
 def test_functions_that_do_not_say_a_number(file):
     with pytest.raises(TypeError, match="a number or None, and the function gave str: 'good'"):
-        load_function(f"{file}:text")([judged("a")])
+        UserFunction.read(f"{file}:text").load()([judged("a")])
     with pytest.raises(ValueError, match="1 rewards for 2 answers"):
-        load_function(f"{file}:too_few")([judged("a"), judged("b")])
+        UserFunction.read(f"{file}:too_few").load()([judged("a"), judged("b")])
 
 
 @pytest.mark.parametrize(
@@ -230,4 +230,4 @@ def test_functions_that_cannot_be_loaded(file, reference, message):
     for name, content in contents.items():
         paths[name].write_bytes(content)
     with pytest.raises(RecipeError, match=message):
-        load_function(reference.format(file=file, **paths))
+        UserFunction.read(reference.format(file=file, **paths)).load()

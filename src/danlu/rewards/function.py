@@ -121,13 +121,10 @@ def _no_function(key: str, path: Path, name: str, offered: Sequence[str]) -> Rec
     return RecipeError(f"{key}: {path} has no function {name!r}; it has {', '.join(offered) or 'none'}")
 
 
-def load_function(reference: str) -> FunctionReward:
-    """The reward behind FILE.py:NAME. Raises RecipeError for a file or a name that is not there, saying what is."""
-    return UserFunction.read(reference).load()
-
-
 @functools.cache
 def _module(path: Path, source: str, key: str) -> types.ModuleType:
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)  # the file may import those beside it
     module = types.ModuleType(f"danlu_{key}_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickling look it up there

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -59,9 +58,6 @@ def _load(rewards: Sequence[Reward], replies: BinaryIO) -> list[Reward]:
     for reward in rewards:
         try:
             if isinstance(reward, UserFunction):
-                folder = str(reward.path.parent)
-                if folder not in sys.path:
-                    sys.path.append(folder)  # the file may import those beside it
                 function = reward.load()
                 takes_batch.append(function.takes_batch)
                 loaded.append(function)

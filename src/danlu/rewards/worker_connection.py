@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from danlu.errors import RecipeError, ResourceError
 from danlu.worker_process import import_paths, python_command
 
 LOAD_TIMEOUT_S = 120.0
@@ -82,6 +83,27 @@ class WorkerConnection:
         if self._is_silent:
             return "its process does not speak any more"
         return f"no answer within {self._limit_s:g} s" if self.is_late else None
+
+    def take_up_loading(self, loading: str) -> Any:
+        """What the process says when it has loaded what it was sent first; it is ready then. None while it loads.
+
+        loading: what that is, for messages, behind the recipe's key: "rewards: loading my_rewards.py".
+        Raises RecipeError with the problems that it found, ResourceError where it ends or takes too long.
+        """
+        reply, ending = self.receive(), self.ending
+        if reply is not None and reply["problems"]:
+            raise RecipeError(reply["problems"])
+        if reply is not None:
+            self.is_ready = True
+        elif ending is not None:
+            raise ResourceError(f"{loading}: {ending}")
+        return reply
+
+    def wait_until_loaded(self, loading: str) -> Any:
+        """What `take_up_loading` returns, and raises, when there is something."""
+        while (reply := self.take_up_loading(loading)) is None:
+            wait_for_any([self])
+        return reply
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Has a selector wake up for this process."""

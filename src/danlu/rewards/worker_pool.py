@@ -59,15 +59,11 @@ class RewardWorkers:
         if not self._rewards or any(self._workers):
             return
         worker = self._workers[0] = WorkerConnection(START, self._rewards, self._timeout_s)
-        while not worker.is_ready:
-            wait_for_any(self._workers)
-            try:
-                self._take_up_loading(worker)
-            except _LoadingFailed as error:
-                self._end(0)
-                if error.problems:
-                    raise RecipeError(error.problems) from None
-                raise ResourceError(str(error)) from None
+        try:
+            self._takes_batch = worker.wait_until_loaded(self._loading)["takes_batch"]
+        except BaseException:
+            self._end(0)
+            raise
 
     def takes_batch(self, reward: int) -> bool:
         """Whether a reward is to be called with all answers at once."""
@@ -123,8 +119,8 @@ class RewardWorkers:
             return
         if not worker.is_ready:
             try:
-                self._take_up_loading(worker)
-            except _LoadingFailed as error:
+                worker.take_up_loading(self._loading)
+            except (RecipeError, ResourceError) as error:
                 self._end(number)
                 lost = [queues[number]] if any(self._workers) else queues  # others take what all may take
                 yield from _given_up(lost, f"its process could not be started again: {error}")
@@ -145,28 +141,15 @@ class RewardWorkers:
                 reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self._timeout_s:g} s"
                 yield from _given_up(queues, reason, task.reward)
 
-    def _take_up_loading(self, worker: WorkerConnection) -> None:
-        """Reads what a process says when it has loaded the rewards, if it does. Raises _LoadingFailed."""
-        reply, ending = worker.receive(), worker.ending
-        if reply is not None and reply["problems"]:
-            raise _LoadingFailed("; ".join(reply["problems"]), reply["problems"])
-        if reply is not None:
-            self._takes_batch = reply["takes_batch"]
-            worker.is_ready = True
-        elif ending is not None:
-            files = dict.fromkeys(str(each.path) for each in self._rewards if isinstance(each, UserFunction))
-            raise _LoadingFailed(f"rewards: loading {', '.join(files) or 'them'}: {ending}")
+    @property
+    def _loading(self) -> str:
+        files = dict.fromkeys(str(each.path) for each in self._rewards if isinstance(each, UserFunction))
+        return f"rewards: loading {', '.join(files) or 'them'}"
 
     def _end(self, number: int) -> None:
         worker, self._workers[number] = self._workers[number], None
         if worker is not None:
             worker.end()
-
-
-class _LoadingFailed(Exception):
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        self.problems = problems
-        super().__init__(message)
 
 
 def _given_up(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import selectors
 import weakref
 
-from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.environments.agent_host import START
 from danlu.rewards.environments.agents import AgentCall, AgentResult, AgentSource
 from danlu.rewards.environments.protocol import EpisodeKey
-from danlu.rewards.worker_connection import LOAD_TIMEOUT_S, WorkerConnection, end_all, wait_for_any
+from danlu.rewards.worker_connection import LOAD_TIMEOUT_S, WorkerConnection, end_all
 
 
 class AgentProcesses:
@@ -31,15 +30,7 @@ class AgentProcesses:
             return host
         host = self._hosts[0] = WorkerConnection(START, self.source, LOAD_TIMEOUT_S)
         try:
-            while not host.is_ready:
-                wait_for_any(self._hosts)
-                reply, ending = host.receive(), host.ending
-                if reply is not None and reply["problems"]:
-                    raise RecipeError(reply["problems"])
-                if reply is not None:
-                    host.is_ready = True
-                elif ending is not None:
-                    raise ResourceError(f"environment: loading {self.source.label}: {ending}")
+            host.wait_until_loaded(f"environment: loading {self.source.label}")
         except BaseException:
             self.close()
             raise

@@ -20,8 +20,7 @@ from danlu.environment import Done
 from danlu.errors import RecipeError
 from danlu.rewards.calling import LARGEST
 from danlu.rewards.environments.protocol import EpisodeKey
-from danlu.rewards.environments.user_class import import_beside
-from danlu.rewards.function import UserFunction
+from danlu.rewards.environments.user_class import UserCode
 
 POLICY = "policy"
 """What agents call the model that they ask."""
@@ -93,27 +92,12 @@ def as_reward(value: Any) -> float | None:
 
 
 @dataclass(frozen=True)
-class AgentFunction:
+class AgentFunction(UserCode):
     """An `AgentSource`: FILE.py:NAME, called with those of row, messages, base_url, api_key, model and seed that it has
     parameters for, and with the recipe's arguments."""
 
-    function: UserFunction
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: str, arguments: Mapping[str, Any]) -> AgentFunction:
-        """Raises RecipeError for a file that cannot be read or is no Python, or has no such name; it is not run."""
-        function = UserFunction.read(path, "environment")
-        function.check_text()
-        return cls(function, dict(arguments))
-
-    @property
-    def label(self) -> str:
-        return self.function.name
-
     def load(self) -> Solve:
         """Raises RecipeError where the arguments do not fit."""
-        import_beside(self.function.path)
         solve = self.function.resolve()
         try:
             signature = inspect.signature(solve)

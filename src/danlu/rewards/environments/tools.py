@@ -21,7 +21,6 @@ from typing import Any
 from danlu.environment import Done, Environment, Step, Turn
 from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.calling import failure_reason
-from danlu.rewards.environments.user_class import import_beside
 from danlu.rewards.function import UserFunction
 from danlu.rewards.worker_connection import LOAD_TIMEOUT_S
 from danlu.worker_process import import_paths, python_command, take_over_pipes
@@ -139,10 +138,7 @@ class Toolbox:
 
     def load(self) -> Callable[[], Environment]:
         """What makes episodes. Raises RecipeError for a file that raises."""
-        tools = {}
-        for function in self.functions:
-            import_beside(function.path)
-            tools[function.name] = function.resolve()
+        tools = {function.name: function.resolve() for function in self.functions}
         return functools.partial(ToolEpisode, tools)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
@@ -186,7 +182,6 @@ def describe() -> None:
     schemas: list[Any] = []
     problems: list[str] = []
     for function in functions:
-        import_beside(function.path)
         try:
             schemas.append(get_json_schema(function.resolve()))
         except RecipeError as error:

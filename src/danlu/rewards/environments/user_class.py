@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from danlu.environment import Environment
 from danlu.errors import RecipeError
@@ -17,14 +15,14 @@ from danlu.rewards.protocol import JudgedAnswer
 
 
 @dataclass(frozen=True)
-class UserEnvironment:
-    """An `EnvironmentSource`: what FILE.py:NAME makes of the arguments."""
+class UserCode:
+    """FILE.py:NAME of the recipe's `environment`, a class or a function, and what it is called with."""
 
     function: UserFunction
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: str, arguments: Mapping[str, Any]) -> UserEnvironment:
+    def read(cls, path: str, arguments: Mapping[str, Any]) -> Self:
         """Raises RecipeError for a file that cannot be read or is no Python, or has no such name; it is not run."""
         function = UserFunction.read(path, "environment")
         function.check_text()
@@ -32,12 +30,16 @@ class UserEnvironment:
 
     @property
     def label(self) -> str:
-        """The name of the class."""
+        """Its name."""
         return self.function.name
+
+
+@dataclass(frozen=True)
+class UserEnvironment(UserCode):
+    """An `EnvironmentSource`: what FILE.py:NAME makes of the arguments."""
 
     def load(self) -> Callable[[], Environment]:
         """What makes environments. Raises RecipeError where the arguments do not fit."""
-        import_beside(self.function.path)
         make = self.function.resolve()
         try:
             inspect.signature(make).bind(**self.arguments)
@@ -46,13 +48,6 @@ class UserEnvironment:
         except ValueError:  # a callable of C, which says nothing about itself
             pass
         return functools.partial(_new_environment, make, self.arguments)
-
-
-def import_beside(path: Path) -> None:
-    """Lets a file import those beside it."""
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
 
 
 def _new_environment(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Environment:

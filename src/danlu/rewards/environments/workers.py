@@ -51,13 +51,11 @@ class EnvironmentWorkers:
         if any(self._workers):
             return
         worker = self._workers[0] = self._new_worker()
-        while not worker.is_ready:
-            wait_for_any(self._workers)
-            try:
-                _take_up_loading(worker)
-            except BaseException:
-                self._end(0)
-                raise
+        try:
+            worker.wait_until_loaded(self._loading)
+        except BaseException:
+            self._end(0)
+            raise
 
     def replies(self, calls: Sequence[EpisodeCall]) -> list[Reply]:
         """What comes of each call. One that raises, takes too long, or whose process ends, has a failure.
@@ -133,6 +131,10 @@ class EnvironmentWorkers:
         for queue in self._queues:
             queue.clear()
 
+    @property
+    def _loading(self) -> str:
+        return f"environment: loading {self.source.label}"
+
     def _new_worker(self) -> WorkerConnection:
         return WorkerConnection(START, self.source, self.timeout_s)
 
@@ -157,7 +159,7 @@ class EnvironmentWorkers:
             return []
         if not worker.is_ready:
             try:
-                _take_up_loading(worker)
+                worker.take_up_loading(self._loading)
             except (RecipeError, ResourceError) as error:
                 self._end(number)
                 return _failed(queue, f"its process could not be started again: {error}")
@@ -191,14 +193,3 @@ def _failed(tasks: deque[EpisodeCall | EndEpisode] | list[EpisodeCall | EndEpiso
     replies = [(task.key, Reply(failure=reason)) for task in tasks if isinstance(task, EpisodeCall)]
     tasks.clear()
     return replies
-
-
-def _take_up_loading(worker: WorkerConnection) -> None:
-    """Reads what a process says when it has loaded the source, if it does. Raises RecipeError and ResourceError."""
-    reply, ending = worker.receive(), worker.ending
-    if reply is not None and reply["problems"]:
-        raise RecipeError(reply["problems"])
-    if reply is not None:
-        worker.is_ready = True
-    elif ending is not None:
-        raise ResourceError(f"environment: loading it: {ending}")
