@@ -32,6 +32,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -62,6 +63,10 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": "float32",
         "rope_parameters": {**YARN, "rope_theta": 20000.0, "beta_fast": 16.0},
     },
+    "llama-longrope": {
+        "model_type": "llama",
+        "rope_scaling": {**LONGROPE, "factor": 3.0, "short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 2, 3, 4, 4]},
+    },
     "mistral": {"model_type": "mistral", "sliding_window": 7},
     "mistral-full": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
@@ -75,6 +80,15 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6},
     "phi-4": {"model_type": "phi3", "rope_theta": 250000, "num_key_value_heads": 1, "rms_norm_eps": 1e-5},
     "phi3-partial": {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": 9},
+    "phi3-longrope": {  # as in Phi-3-mini-128k: the length before scaling stands outside it
+        "model_type": "phi3",
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.5, 2],
+            "long_factor": [1, 2, 3, 4, 4, 5.5],
+        },
+    },
     "gemma2": {
         "model_type": "gemma2",
         "head_dim": 16,

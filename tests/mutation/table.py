@@ -124,6 +124,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_attend.py",
     ),
     Mutation("models/block_attention.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
+    Mutation("models/rope.py", "lengths[:, None] > scaling", "lengths[:, None] >= scaling", "models/test_rope.py"),
+    Mutation("models/rope_config.py", "factor ** (dim / (dim - 2))", "factor", "models/test_rope.py"),
     Mutation("models/rope.py", "keep = 1 - ramp", "keep = ramp", "models/test_rope.py"),
     Mutation("models/rope.py", "(width / (width - 2))", "(width / (width - 1))", "models/test_rope.py"),
     Mutation(

@@ -23,7 +23,7 @@ from danlu.models.family import (
     Family,
     plain_layer,
 )
-from danlu.models.hf_rope import RopeRules, write_rope
+from danlu.models.hf_rope import write_rope
 from danlu.models.hf_values import HFValues
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
@@ -294,9 +294,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         architecture="Phi3",
         read=family_layers.read_windowed,
-        write=family_layers.write_windowed,
+        write=family_layers.write_phi3,
         modules=PHI3_MODULES,
-        rope=RopeRules(scalings=()),
+        rope=family_layers.PHI3_ROPE,
         defaults={
             **_COMMON,
             "bos_token_id": 1,

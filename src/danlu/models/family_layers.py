@@ -24,7 +24,7 @@ from danlu.models.family import (
 from danlu.models.hf_rope import RopeRules, read_ropes_by_type, write_rope, write_rope_parameters
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
-from danlu.models.rope_config import Rope
+from danlu.models.rope_config import LongRopeScaling, Rope
 
 
 def read_llama(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -46,6 +46,18 @@ def read_windowed(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]
 
 def write_windowed(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.layers[0].mixer.window}
+
+
+PHI3_ROPE = RopeRules(("longrope",), aliases=(("su", "longrope"), ("yarn", "longrope")))
+
+
+def write_phi3(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.ropes[0].scaling
+    written = write_windowed(config)
+    if isinstance(scaling, LongRopeScaling):
+        # transformers takes this family's from here, 4096 where it is silent, whatever rope_scaling says.
+        written["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    return written
 
 
 def read_qwen2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from danlu.models.rope_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     QueryTemperature,
     Rope,
     RopeScaling,
@@ -20,7 +21,7 @@ from danlu.models.rope_config import (
 )
 
 SCALINGS: dict[str, type[RopeScaling]] = {
-    scaling.kind: scaling for scaling in (DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling)
+    scaling.kind: scaling for scaling in (DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling)
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
@@ -32,10 +33,12 @@ _TEMPERATURE = "llama_4_scaling_beta"
 class RopeRules:
     """What rotary settings a family may have, and what it takes for those that are not given."""
 
-    scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn")
+    scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
     theta: float = 10_000.0
     has_temperature: bool = False
     """Whether queries may grow with their position (`llama_4_scaling_beta`)."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Other names of scalings that folders of the family have: (name, the scaling's)."""
 
 
 def read_rope(values: HFValues, head_dim: int, rules: RopeRules) -> Rope:
@@ -102,6 +105,7 @@ def _read(
     if theta <= 1 or not 0 < share <= 1:
         raise values.error(key, f"rope_theta {theta} must be above 1 and partial_rotary_factor {share} in (0, 1]")
     kind = rope.text("rope_type") if "rope_type" in rope else rope.text("type") if "type" in rope else "default"
+    kind = dict(rules.aliases).get(kind, kind)
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise ModelError(
@@ -135,7 +139,7 @@ def _read_scaling(
     given = {name: rope.raw(name) for name in known if name in rope}
     if "original_max_position_embeddings" in known:
         trained = given.setdefault("original_max_position_embeddings", trained)
-    if scaling is YarnScaling and "factor" not in given and isinstance(trained, int) and trained > 0:
+    if scaling in (YarnScaling, LongRopeScaling) and "factor" not in given and isinstance(trained, int) and trained > 0:
         given["factor"] = longest / trained
     problems = [f"{name} is missing" for name, field in known.items() if name not in given and field.default is MISSING]
     for name, value in given.items():
@@ -143,10 +147,11 @@ def _read_scaling(
             fits = isinstance(value, bool)
         elif name == "original_max_position_embeddings":
             fits = isinstance(value, int) and value > 0
+        elif name in ("short_factor", "long_factor"):
+            fits = isinstance(value, list) and all(_is_number(factor) for factor in value)
+            given[name] = tuple(map(float, value)) if fits else value
         else:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-            # Within what a float64 holds, and a factor that can be divided by.
-            fits = fits and abs(value) <= sys.float_info.max and (name != "factor" or value > 0)
+            fits = _is_number(value) and (name != "factor" or value > 0)  # which is divided by
             given[name] = float(value) if fits else value
         if not fits:
             problems.append(f"{name} is {value!r}, which it cannot be")
@@ -160,6 +165,11 @@ def _read_scaling(
     return scaling(**given)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float64 holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
     """The older form, which transformers 4 and 5, vLLM and llama.cpp all read."""
     written: dict[str, Any] = {"rope_theta": rope.theta}  # without `rope_scaling: null`, at which transformers 5 warns
@@ -171,6 +181,7 @@ def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
     if scaling is not None:
         defaults = {field.name: field.default for field in fields(scaling)}
         settings = {name: value for name, value in asdict(scaling).items() if value != defaults[name]}
+        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         written["rope_scaling"] = {"rope_type": scaling.kind, **settings}
     if rope.temperature is not None:
         length = {"original_max_position_embeddings": rope.temperature.length, _TEMPERATURE: rope.temperature.beta}

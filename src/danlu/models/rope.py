@@ -15,7 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from danlu.models.rope_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+)
 
 
 class Rotation(NamedTuple):
@@ -36,11 +43,11 @@ def rotary_tables(
 ) -> Rotation:
     """cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants them.
 
-    Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length:
-    what it would get alone, whatever it is packed with.
+    Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length,
+    and under LongRoPE it has the long or the short factors: what it would get alone, whatever it is packed with.
 
-    lengths: [T] int64, the length of each token's document; by default read from the positions, which works where
-    documents are whole.
+    lengths: [T] int64, the length that each token's document is rotated by; by default its own, read from the
+    positions, which works where documents are whole.
     """
     if lengths is None and rope.follows_length:
         lengths = document_lengths(positions)
@@ -48,7 +55,7 @@ def rotary_tables(
         frequencies = inverse_frequencies(rope, lengths, device=positions.device)  # [R/2] or [T, R/2]
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)  # [T, R]
-    scaling = rope.scaling.attention_scaling if isinstance(rope.scaling, YarnScaling) else 1.0
+    scaling = rope.attention_scaling
     query_scale = None
     if rope.temperature is not None:
         stretches = torch.floor(positions.float() / rope.temperature.length)  # lengths that lie before a token
@@ -61,7 +68,7 @@ def rotated_by_length(ropes: Sequence[Rope], length: int) -> bool:
 
     Keys that were cached when the document was shorter are then those of other frequencies.
     """
-    return any(rope.follows_length and length > rope.max_position_embeddings for rope in ropes)
+    return any(rope.follows_length and length > rope.short_length for rope in ropes)
 
 
 def document_lengths(positions: Tensor) -> Tensor:
@@ -79,7 +86,8 @@ def document_lengths(positions: Tensor) -> Tensor:
 def inverse_frequencies(rope: Rope, lengths: Tensor | None = None, *, device: torch.device | str = "cpu") -> Tensor:
     """Radians per position of each rotated pair, [R/2] float32.
 
-    lengths: [T] int64, used by dynamic NTK alone, which then gives [T, R/2]; without it the model's own length counts.
+    lengths: [T] int64, used by dynamic NTK and LongRoPE alone, which then give [T, R/2]; without it those of a document
+    that is not longer than the model was trained for.
     """
     width = rope.dim
     exponents = torch.arange(0, width, 2, device=device).float() / width  # [R/2]
@@ -93,6 +101,8 @@ def inverse_frequencies(rope: Rope, lengths: Tensor | None = None, *, device: to
             return _llama3(1.0 / rope.theta**exponents, scaling)
         case YarnScaling() as scaling:
             return _yarn(rope.theta**exponents, rope, scaling)
+        case LongRopeScaling() as scaling:
+            return _longrope(rope.theta**exponents, scaling, lengths)
         case None:
             return 1.0 / rope.theta**exponents
 
@@ -113,6 +123,17 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     ramp = (1 - keep) * frequencies / factor + keep * frequencies
     scaled = torch.where(wavelengths > trained / low, frequencies / factor, ramp)
     return torch.where(wavelengths < trained / high, frequencies, scaled)
+
+
+def _longrope(periods: Tensor, scaling: LongRopeScaling, lengths: Tensor | None) -> Tensor:
+    def divided(factors: tuple[float, ...]) -> Tensor:
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=periods.device) * periods)  # [R/2]
+
+    short = divided(scaling.short_factor)
+    if lengths is None:
+        return short
+    is_long = lengths[:, None] > scaling.original_max_position_embeddings  # [T, 1]
+    return torch.where(is_long, divided(scaling.long_factor), short)
 
 
 def _yarn(periods: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:

@@ -66,8 +66,55 @@ class YarnScaling:
             return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
         return self._temperature(1.0)
 
+    @property
+    def score_scale(self) -> float:
+        """What DeepSeek's latent attention multiplies its score scale by: the square of mscale_all_dim's temperature.
+
+        Its cos and sin keep `attention_scaling` alone, which turns only the rotated features of a head; the features
+        beside them get their temperature from here (arXiv:2405.04434, transformers' `DeepseekV3Attention`).
+        """
+        return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
     def _temperature(self, mscale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: the frequency of each pair divided by a factor of its own, found by search (arXiv:2402.13753).
+
+    Documents of up to `original_max_position_embeddings` tokens are rotated by the short factors, longer ones by the
+    long factors. Raises ModelError for factors that cannot be.
+    """
+
+    kind: ClassVar[str] = "longrope"
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    """How much longer than that documents may be."""
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            wrong = next((factor for factor in factors if not (math.isfinite(factor) and factor > 0)), None)
+            if wrong is not None:
+                raise ModelError(f"{name} has {wrong}: frequencies are divided by its factors, numbers above 0")
+        if self.original_max_position_embeddings < 2:
+            raise ModelError(
+                f"longrope: original_max_position_embeddings is {self.original_max_position_embeddings}: at least 2, "
+                "whose logarithm the attention factor is made of"
+            )
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cos and sin are multiplied by, of short documents too: given, or sqrt(1 + ln factor / ln original)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
 
 
 @dataclass(frozen=True)
@@ -78,7 +125,18 @@ class QueryTemperature:
     length: int
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+def ntk_theta(theta: float, dim: int, factor: float) -> float:
+    """The base under which the slowest of `dim` / 2 pairs turns `factor` times slower, and the fastest as before.
+
+    "NTK-aware" scaling (arXiv:2309.00071, sec. 3.1): theta x factor^(dim / (dim - 2)). Raises ModelError for a single
+    pair, which is the slowest and the fastest.
+    """
+    if dim <= 2:
+        raise ModelError(f"NTK-aware scaling needs more than one rotated pair of features: there are {dim} features")
+    return float(theta * factor ** (dim / (dim - 2)))
 
 
 @dataclass(frozen=True)
@@ -99,23 +157,54 @@ class Rope:
             raise ModelError(
                 f"rotary embedding turns pairs of features: {self.dim} features of a head is not a positive even number"
             )
+        if isinstance(self.scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                if (count := len(getattr(self.scaling, name))) != self.dim // 2:
+                    raise ModelError(
+                        f"longrope: {name} has {count} factors, and {self.dim} rotated features of a head are "
+                        f"{self.dim // 2} pairs: give a factor for each"
+                    )
 
     @property
     def follows_length(self) -> bool:
         """Whether a document's frequencies depend on how long it is."""
-        return isinstance(self.scaling, DynamicScaling)
+        return isinstance(self.scaling, DynamicScaling | LongRopeScaling)
+
+    @property
+    def has_one_switch(self) -> bool:
+        """Whether there are two sets of frequencies, of short and of long documents, and none between (LongRoPE).
+
+        A text that is being generated is then rotated by the length that it may reach, and its keys stay valid.
+        """
+        return isinstance(self.scaling, LongRopeScaling)
+
+    @property
+    def short_length(self) -> int:
+        """Where frequencies follow the length: the most tokens of a document whose frequencies do not yet."""
+        if isinstance(self.scaling, LongRopeScaling):
+            return self.scaling.original_max_position_embeddings
+        return self.max_position_embeddings
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cos and sin are multiplied by."""
+        return self.scaling.attention_scaling if isinstance(self.scaling, YarnScaling | LongRopeScaling) else 1.0
 
     @property
     def context_length(self) -> int:
         """Positions with what the scaling adds to them.
 
         Linear scaling and dynamic NTK leave max_position_embeddings at the length before them, as vLLM takes it. Under
-        YaRN it may be either, and `original_max_position_embeddings` says what is stretched. Llama 3's has both.
+        YaRN and LongRoPE it may be either, and `original_max_position_embeddings` says what is stretched. Llama 3's
+        has both.
         """
         match self.scaling:
             case LinearScaling(factor=factor) | DynamicScaling(factor=factor):
                 return int(self.max_position_embeddings * max(factor, 1.0))
-            case YarnScaling(factor=factor, original_max_position_embeddings=trained):
+            case (
+                YarnScaling(factor=factor, original_max_position_embeddings=trained)
+                | LongRopeScaling(factor=factor, original_max_position_embeddings=trained)
+            ):
                 return max(self.max_position_embeddings, int(trained * factor))
             case _:
                 return self.max_position_embeddings
