@@ -22,8 +22,8 @@ from torch import Tensor
 
 from danlu import run
 from danlu.assembly.merging import merge
-from danlu.cli.generate import quantization_section
 from danlu.cli.main import main
+from danlu.cli.model_flags import quantization_section
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.language.scoring import scored_rows, scoring_learner
 from danlu.models.saving import save

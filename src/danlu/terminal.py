@@ -6,6 +6,7 @@ Rows, recipes, file names, templates and models are other people's text. Whateve
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -60,6 +61,12 @@ def print_status_early(text: str) -> None:
 def echo(text: str, *, end: str = "\n") -> None:
     """Prints a result to stdout: byte for byte in a pipe or a file, without control characters on a terminal."""
     _write(sys.stdout, (printable(text) if sys.stdout.isatty() else text) + end)
+
+
+def escape_unencodable() -> None:
+    """Makes stdout print characters that its encoding lacks as \\u escapes, where Python would raise an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def write_to_stderr(text: str) -> None:

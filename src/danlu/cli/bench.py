@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from danlu.cli.generate import Device, Dtype, check_flags
+from danlu.cli.model_flags import Device, Dtype, check_flags
 from danlu.errors import DataError
 from danlu.terminal import echo
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from danlu.cli.generate import (
+from danlu.cli.model_flags import (
     Base,
     CacheGib,
     ChatTemplate,
@@ -29,14 +29,13 @@ from danlu.cli.generate import (
     check_flags,
     check_utf8,
     engine_flags,
-    escape_unencodable,
     print_notes,
     quantization_section,
     sampling_flags,
     sampling_options,
 )
 from danlu.errors import DanluError, DataError
-from danlu.terminal import echo, print_status, print_status_early
+from danlu.terminal import echo, escape_unencodable, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.rollout.chat import Conversation

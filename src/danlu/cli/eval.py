@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from danlu.cli.eval_request import DEFAULT_MAX_LENGTH, KEYS, Request, request_of
-from danlu.cli.generate import (
+from danlu.cli.model_flags import (
     MODEL_HELP,
     Base,
     CacheGib,
@@ -116,27 +116,18 @@ def eval(
         device=device,
         as_json=as_json,
     )
+    keys = overrides or []
     if rewards or threshold is not None:
         if generate or pattern is not None or not rewards:
             raise RecipeError("--rewards judges answers by itself: leave out --generate and --pattern, or --threshold")
         from danlu.cli.eval_rollouts import RewardFlags, evaluate
 
-        keys = list(overrides or [])
-        if answers is not None and model is not None and model.startswith("data."):  # a key, as MODEL may be left out
-            keys.insert(0, model)
-            model = None
+        model, keys = _model_and_keys(model, keys, may_lack_model=answers is not None)
         sampling = (samples, temperature, max_new_tokens, seed)
-        asked = RewardFlags(rewards, data, keys, answers, *sampling, threshold, scores, as_json)
+        flags = RewardFlags(rewards, data, keys, answers, *sampling, threshold, scores, as_json)
         request = None if model is None else request_for(model, keys, may_classify=answers is not None)
-        evaluate(request, asked, cache_gib, draft)
+        evaluate(request, flags, cache_gib, draft)
         return
-    settings: dict[str, Any] = {
-        "samples": samples or 1,
-        "max_new_tokens": max_new_tokens or 256,
-        "temperature": temperature or 0.0,
-        "seed": seed,
-    }
-    settings |= {"pattern": pattern, "target": None if answers is None else Path(answers)}
     if not generate and any(flag is not None for flag in (pattern, samples, temperature, answers)):
         raise RecipeError("--pattern, --samples, --temperature and --answers are of answers: add --generate")
     if model is None:
@@ -147,28 +138,49 @@ def eval(
     if model_type(model) == LENET:
         from danlu.cli.eval_images import evaluate_images
 
-        flags: dict[str, object] = {"--chat-template": chat_template, "--base": base, "--quantization": quantization}
-        flags |= {"--scores": scores, "--generate": generate}
-        evaluate_images(
-            model,
-            data,
-            [*(overrides or []), *(name for name, given in flags.items() if given)],
-            as_json=as_json,
-            precision=precision,
-            device=device,
-        )
+        of_text = {"--chat-template": chat_template, "--base": base, "--quantization": quantization, "--scores": scores}
+        keys = [*keys, *(name for name, flag in {**of_text, "--generate": generate}.items() if flag)]
+        evaluate_images(model, data, keys, as_json=as_json, precision=precision, device=device)
         return
-    request = request_for(model, overrides or [])
+    settings = {
+        "samples": samples or 1,
+        "max_new_tokens": max_new_tokens or 256,
+        "temperature": temperature or 0.0,
+        "seed": seed,
+        "pattern": pattern,
+        "target": None if answers is None else Path(answers),
+    }
+    _evaluate_decoder(request_for(model, keys), scores, settings if generate else None, cache_gib, draft)
+
+
+def _model_and_keys(model: str | None, keys: Sequence[str], *, may_lack_model: bool) -> tuple[str | None, list[str]]:
+    """MODEL and the data.KEYs behind it; where it may be left out, the first of them is in its place."""
+    if may_lack_model and model is not None and model.startswith("data."):
+        return None, [model, *keys]
+    return model, list(keys)
+
+
+def _evaluate_decoder(
+    request: Request,
+    scores: Path | None,
+    answer_settings: Mapping[str, Any] | None,
+    cache_gib: float | None,
+    draft: str | None,
+) -> None:
+    """What a language model predicts of the rows, or answers to them; of a reward model the scores.
+
+    scores: a new file for these. answer_settings: those of `AnswerSettings`, where the rows are to be answered.
+    """
     resolved = request.resolved
     if resolved.config.task != "causal-lm":
-        if generate:
+        if answer_settings is not None:
             raise RecipeError(f"--generate: {resolved.given_path} is a reward model, which scores answers")
         _evaluate_rewards(request, target=scores)
         return
     if scores is not None:
         raise RecipeError(f"--scores: {resolved.given_path} is a language model; scores are of reward models")
-    if generate:
-        _evaluate_answers(request, settings, engine_flags(resolved, cache_gib, draft))
+    if answer_settings is not None:
+        _evaluate_answers(request, answer_settings, engine_flags(resolved, cache_gib, draft))
     else:
         from danlu.cli.eval_text import evaluate_text
 

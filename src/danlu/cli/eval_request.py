@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danlu.cli.generate import print_notes, quantization_section
+from danlu.cli.model_flags import print_notes, quantization_section
 from danlu.terminal import print_status_early
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from danlu.cli.eval_rewards import opened_new
-from danlu.cli.generate import engine_flags, quantization_section
+from danlu.cli.model_flags import engine_flags, quantization_section
 from danlu.data.messages import turn_of
 from danlu.data.prompt_formats import parse_prompt
 from danlu.data.prompts import Prompt, PromptSpec, prompt_lines, read_prompts

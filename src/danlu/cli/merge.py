@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.adapters.adapter_config import QUANTIZATIONS
-from danlu.cli.generate import quantization_section
+from danlu.cli.model_flags import quantization_section
 from danlu.errors import RecipeError
 from danlu.terminal import print_status, print_status_early
 

@@ -7,16 +7,22 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from danlu import recipe as recipes
-from danlu.cli.generate import escape_unencodable
 from danlu.errors import DataError, RecipeError
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, print_status, print_status_early
+from danlu.terminal import echo, escape_unencodable, print_status, print_status_early
+
+if TYPE_CHECKING:
+    from danlu.data.dataset_summary import DatasetSummary
+    from danlu.data.prepare import DatasetSpec
+    from danlu.data.preview import PreviewRow
+    from danlu.data.tokenizing import TokenizerInfo
+    from danlu.report.preview_text import PreviewWriter
 
 
 def preview(
@@ -43,78 +49,109 @@ def preview(
     """See every token with its reason, the packed sequences and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
     print_status_early(f"reading the rows of {recipe}")
-    # Here, not above: a wrong recipe is told before numpy is imported. None of these loads torch or a tokenizer.
-    from danlu.assembly.recipe_adapters import check_without_weights, max_sample_length
-    from danlu.data.dataset_summary import summarize_dataset, summarize_refused
-    from danlu.data.prepare import DatasetSpec
-    from danlu.data.preview import render_examples
-    from danlu.report import preview_json
-    from danlu.report.preview_page import PAGE, page
-    from danlu.report.preview_text import preview_writer, write_rows, write_summary
-    from danlu.train.progress import RowProgress
+    # Here, not above: a wrong recipe is told before numpy is imported. What rows need loads no torch and no tokenizer.
+    from danlu.report.preview_page import PAGE
 
     if html is not None:
         PAGE.check_target(html)
     for note in loaded.notes:
         print_status(note)
-    chosen, max_tokens = loaded.recipe, tokens or None
-    if chosen.stage == "rl":
-        if html is not None:
-            raise RecipeError(
-                "--html: a page shows what is trained on, and stage rl draws it. Use --json, or leave it out"
-            )
-        _preview_prompts(chosen, rows, row or (), max_tokens, as_json=as_json)
-        return
-    check_without_weights(chosen.model, chosen.adapter)
-    spec = DatasetSpec(
-        data=chosen.data,
-        stage=language_stage(chosen, "danlu preview"),
-        tokenizer_path=chosen.model.tokenizer or chosen.model.path or "",
-        chat_template=chosen.model.chat_template,
-        seed=chosen.seed,
-        date=_date(chosen),
-        row_type=chosen.row_type,
-        needs_mismatched=chosen.needs_mismatched,
-    )
-    positions = max_sample_length(chosen.model, chosen.adapter)
     escape_unencodable()  # rows may hold what this terminal's encoding cannot write
+    if loaded.recipe.stage != "rl":
+        _preview_rows(loaded.recipe, recipe.name, rows, row or (), packs, tokens or None, html, as_json=as_json)
+        return
+    if html is not None:
+        raise RecipeError("--html: a page shows what is trained on, and stage rl draws it. Use --json, or leave it out")
+    _preview_prompts(loaded.recipe, rows, row or (), tokens or None, as_json=as_json)
+
+
+def _preview_rows(
+    recipe: Recipe,
+    name: str,
+    rows: int,
+    places: Sequence[str],
+    packs: int,
+    max_tokens: int | None,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Shows rows, packed sequences and totals; also of data that a run refuses, which is raised at the end.
+
+    name: of the recipe's file, for the page.
+    """
+    from danlu.assembly.recipe_adapters import check_without_weights, max_sample_length
+    from danlu.data.prepare import DatasetSpec
+    from danlu.data.preview import render_examples
+    from danlu.report import preview_json
+    from danlu.report.preview_page import PAGE, page
+    from danlu.report.preview_text import preview_writer, write_rows, write_summary
+
+    model = recipe.model
+    check_without_weights(model, recipe.adapter)
+    spec = DatasetSpec(
+        data=recipe.data,
+        stage=language_stage(recipe, "danlu preview"),
+        tokenizer_path=model.tokenizer or model.path or "",
+        chat_template=model.chat_template,
+        seed=recipe.seed,
+        date=_date(recipe),
+        row_type=recipe.row_type,
+        needs_mismatched=recipe.needs_mismatched,
+    )
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
-    shown = render_examples(spec, rows=rows, places=row or ()) if rows or row else []
-    write_rows(out, shown, chosen.data, max_tokens)
+    shown = render_examples(spec, rows=rows, places=places) if rows or places else []
+    write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # tokenising the rest may take minutes
-    progress, refused = RowProgress(sys.stderr), None
-    try:
-        summary = summarize_dataset(spec, positions=positions, packs=packs, shown=shown, progress=progress)
-    except DataError as error:
-        refused = error
-        try:
-            summary = summarize_refused(spec, positions=positions, progress=progress)
-        except DataError:  # not even counting is possible; the run's own error says why
-            raise error from None
-    finally:
-        progress.close()
+    summary, refused = _summary(spec, max_sample_length(model, recipe.adapter), packs, shown)
     if refused is not None:
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
-    write_summary(out, summary, chosen)
-    refusal = None if refused is None else str(refused)
+    write_summary(out, summary, recipe)
     if refused is None and not as_json:
         sys.stdout.flush()
-        # Here: it loads torch, seconds in which all the rest can be read.
-        from danlu.memory_preview import preview_lines, preview_parameters
-
-        if (counted := preview_parameters(chosen, summary.tokenizer)) is not None:
-            out.heading("model")
-            out.line(counted)
-        out.heading("memory")
-        for line in preview_lines(chosen, summary.tokenizer):
-            out.line(line.removeprefix("memory "))
+        _write_model_and_memory(out, recipe, summary.tokenizer)
+    refusal = None if refused is None else str(refused)
     if as_json:
-        echo(preview_json.as_json(chosen, shown, summary, refusal))
+        echo(preview_json.as_json(recipe, shown, summary, refusal))
     if html is not None:
-        PAGE.write(html, page(recipe.name, chosen, shown, summary, max_tokens, refusal))
+        PAGE.write(html, page(name, recipe, shown, summary, max_tokens, refusal))
         (print_status if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused
+
+
+def _summary(
+    spec: DatasetSpec, positions: int, packs: int, shown: Sequence[PreviewRow]
+) -> tuple[DatasetSummary, DataError | None]:
+    """What becomes of all rows, and why a run would refuse them, if it would.
+
+    Raises DataError where they cannot even be counted.
+    """
+    from danlu.data.dataset_summary import summarize_dataset, summarize_refused
+    from danlu.train.progress import RowProgress
+
+    progress = RowProgress(sys.stderr)
+    try:
+        return summarize_dataset(spec, positions=positions, packs=packs, shown=shown, progress=progress), None
+    except DataError as error:
+        try:
+            return summarize_refused(spec, positions=positions, progress=progress), error
+        except DataError:  # the run's own error says why
+            raise error from None
+    finally:
+        progress.close()
+
+
+def _write_model_and_memory(out: PreviewWriter, recipe: Recipe, tokenizer: TokenizerInfo | None) -> None:
+    # Here: it loads torch, seconds in which all the rest can be read.
+    from danlu.memory_preview import preview_lines, preview_parameters
+
+    if (counted := preview_parameters(recipe, tokenizer)) is not None:
+        out.heading("model")
+        out.line(counted)
+    out.heading("memory")
+    for line in preview_lines(recipe, tokenizer):
+        out.line(line.removeprefix("memory "))
 
 
 def _preview_prompts(
@@ -139,7 +176,6 @@ def _preview_prompts(
         date=_date(recipe),
         tools=tool_schemas(recipe.environment),
     )
-    escape_unencodable()
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
     shown = render_prompt_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)

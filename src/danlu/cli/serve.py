@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from danlu.cli.generate import (
+from danlu.cli.model_flags import (
     Base,
     ChatTemplate,
     Device,
