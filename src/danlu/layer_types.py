@@ -120,6 +120,16 @@ class KeyValuePrefix(Protocol):
     def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
+class ExpertExchange(Protocol):
+    """Takes rows to the processes that have their experts, and back; the slot `exchange` of a layer's experts."""
+
+    def dispatch(
+        self, rows: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]: ...  # rows [N, D] by expert, counts [E] int64 -> those of the experts that are here
+
+    def combine(self, rows: Tensor) -> Tensor: ...  # what these made of the rows -> [N, D], in the order of `dispatch`
+
+
 class ReduceGroup(Protocol):
     """A process group that can sum, take maxima and gather; of a single process, all return what they are given."""
 

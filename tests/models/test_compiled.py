@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from builders.small_experts import QWEN2_MOE, small_decoder
 from torch import Tensor
 
 from danlu.models.attend import PackedAttention
@@ -39,6 +40,15 @@ def test_what_is_traced_has_the_same_gradients(
     config = {"model_type": family, "num_key_value_heads": 2, "head_dim": 8, **sizes}
     model = build(from_scratch(Model(config=config, tokenizer="none"), 60, 1, 2))
     initialize(model, 0)
+    _compare(model, dtype)
+
+
+def test_experts_stay_uncompiled_and_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    _compare(small_decoder(QWEN2_MOE), torch.float32)
+
+
+def _compare(model: Decoder, dtype: torch.dtype) -> None:
     written, traced = gradients(model, False, dtype), gradients(model, True, dtype)
     assert written.keys() == traced.keys() and len(written) > 15
     for name, gradient in written.items():

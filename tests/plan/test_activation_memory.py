@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders.tiny_run import tiny_model
 
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
+from danlu.models.decoder import Decoder
+from danlu.models.initialize import initialize
+from danlu.models.layer_spec import Dense, Experts, Router
 from danlu.plan.activation_memory import activation_bytes
 
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+EXPERTS = Experts(8, 2, 192, router=Router(normalise=True), shared=Dense(64), shared_gate=True)
 
-def saved_bytes(lengths: list[int], dtype: torch.dtype) -> tuple[int, ModelConfig]:
-    """Bytes of the distinct storages kept for backward, parameters left out."""
-    model = tiny_model(hidden_size=128, intermediate_size=384, num_hidden_layers=4, max_position_embeddings=1024)
+
+def saved_bytes(lengths: list[int], dtype: torch.dtype, feed: Experts | None = None) -> tuple[int, ModelConfig]:
+    """Bytes of the distinct storages kept for backward, parameters left out. feed: of all layers; None: a dense one."""
+    model = tiny_model(**SIZES)
+    if feed is not None:
+        model = Decoder(model.config.with_layers(lambda layer: replace(layer, feed=feed)))
+        initialize(model, 0)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
 
@@ -38,3 +49,13 @@ def test_predicted_activations_hold_what_is_kept_and_not_much_more(dtype: torch.
     real, config = saved_bytes(lengths, dtype)
     predicted = activation_bytes(config, lengths, dtype.itemsize).kept
     assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_keep_a_row_for_each_expert_of_a_token(dtype: torch.dtype) -> None:
+    lengths = [100, 156, 200, 56]
+    real, config = saved_bytes(lengths, dtype, EXPERTS)
+    predicted = activation_bytes(config, lengths, dtype.itemsize).kept
+    assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+    dense = config.with_layers(lambda layer: replace(layer, feed=Dense(2 * 192 + 64)))
+    assert activation_bytes(dense, lengths, dtype.itemsize).kept < real  # without rows taken and given back

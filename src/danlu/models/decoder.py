@@ -1,4 +1,4 @@
-"""The decoder: pre-norm layers of attention and a gated MLP over packed tokens.
+"""The decoder: layers of attention and a feed-forward network, gated MLP or experts, over packed tokens.
 
 It is single-device code that knows nothing of packing, caches or ranks: attention is asked of an `Attend` given to
 `forward`, products go through `Linear` (where adapters and quantized weights take over), and what may be cut over
@@ -20,6 +20,8 @@ from danlu.layer_types import Attend, VocabShard
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.config import ModelConfig
+from danlu.models.experts import MoE, leave_experts_uncompiled
+from danlu.models.layer_spec import Experts
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.rope import Rotation, rotary_tables
@@ -62,7 +64,7 @@ class Layer(nn.Module):
         self.attention = Attention(config, spec.mixer, layer)
         self.post_attention_norm = RMSNorm(config.hidden_size, config) if behind else None
         self.mlp_norm = RMSNorm(config.hidden_size, config) if before else None
-        self.mlp = MLP(config, spec.feed)
+        self.mlp = MoE(config, spec.feed) if isinstance(spec.feed, Experts) else MLP(config, spec.feed)
         self.post_mlp_norm = RMSNorm(config.hidden_size, config) if behind else None
         self.multiplier = config.residual_multiplier
         self.register_module("after_attention", None)
@@ -118,8 +120,9 @@ class Decoder(nn.Module):
         """Where the vocabulary is cut over processes: what is here of it."""
 
     def compiled(self) -> Callable[..., Tensor]:
-        """`forward` under torch.compile, except attention: the documents of each pack differ."""
+        """`forward` under torch.compile, except attention and experts: documents and routes of each pack differ."""
         leave_attention_uncompiled()
+        leave_experts_uncompiled()
         return torch.compile(self, dynamic=True)
 
     @property

@@ -51,7 +51,8 @@ def config_sites(config: ModelConfig) -> list[Site]:
     for parameter, sides in parameter_shapes(config).items():
         name, _, kind = parameter.rpartition(".")
         first, *rest = name.split(".")
-        if first == "layers" and kind == "weight" and len(sides) == 2:
+        is_linear = kind == "weight" and len(sides) == 2 and not name.endswith(".router")
+        if first == "layers" and is_linear:
             sites.append(Site(name, hf_name(name, modules), rest[1], int(rest[0]), (sides[0], sides[1]), None))
     if config.task != "causal-lm":
         return sites

@@ -4,7 +4,7 @@ Scheme, after "Spike No More" (arXiv:2312.16903), which asks for small sub-layer
 stay bounded in depth. D = model width, N = layers:
 
 =============================  =====================================================
-matrices that read the stream  normal, std sqrt(2 / (5 D)): q, k, v, gate, up, untied head
+matrices that read the stream  normal, std sqrt(2 / (5 D)): q, k, v, gate, up, router, untied head
 matrices that write to it      the same divided by sqrt(2 N): o_proj, down_proj
 embedding, untied              normal, std 1 / embedding multiplier: the stream starts at 1
 embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, and std 1
@@ -43,7 +43,7 @@ def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: in
     """A whole parameter, drawn on the CPU in float32, so that no device, type or layout changes the values."""
     std = _initial_std(config, name)
     if std is None:
-        return torch.full(tuple(shape), 0.0 if name.endswith(".bias") else 1.0 - config.norm_offset)
+        return torch.full(tuple(shape), 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0)
     return torch.empty(tuple(shape)).normal_(std=std, generator=named_generator(seed, name))
 
 
@@ -54,9 +54,9 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 
 
 def _initial_std(config: ModelConfig, name: str) -> float | None:
-    """Standard deviation a matrix is drawn with; None for norms and biases, which are constant."""
+    """Standard deviation a matrix is drawn with; None for norms, biases and corrections of routers: all constant."""
     module, kind = name.split(".")[-2:]
-    if kind == "bias" or module.endswith("norm"):
+    if kind in ("bias", "correction") or module.endswith("norm"):
         return None
     small = math.sqrt(2 / (5 * config.hidden_size))
     if module in _WRITE_TO_STREAM:

@@ -3,7 +3,8 @@
 A `LayerSpec` says all that decides the layer's parameters, products, cache and cuts. `decoder.Layer` builds it; the
 plan, tensor parallelism and the shrunken models of `danlu verify` read it. Imports no torch.
 
-D model width · H query heads · K key/value heads · C head width · F inner width of the feed-forward network
+D model width · H query heads · K key/value heads · C head width · F inner width of the feed-forward network, or of
+each expert · E experts
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ MAXIMUMS = {
     "kv_heads": 2**20,
     "head_dim": 2**20,
     "intermediate_size": 2**31 - 1,
+    "num_experts": 2**16,
+    "top_k": 2**16,
 }
 """Bounds far above every published model, below which sizes can be multiplied and listed without harm."""
 
@@ -46,6 +49,12 @@ def linear_shapes(name: str, out_features: int, in_features: int, biased: bool) 
     """Weight and, if it has one, bias of a linear layer."""
     weight: Shapes = {f"{name}.weight": (out_features, in_features)}
     return weight | {f"{name}.bias": (out_features,)} if biased else weight
+
+
+def stacked_shapes(name: str, count: int, out_features: int, in_features: int, biased: bool) -> Shapes:
+    """Weights and, if they have them, biases of as many linear layers, one tensor of each: [count, out, in]."""
+    weight: Shapes = {f"{name}.weight": (count, out_features, in_features)}
+    return weight | {f"{name}.bias": (count, out_features)} if biased else weight
 
 
 @dataclass(frozen=True)
@@ -153,10 +162,19 @@ class Dense:
         shapes |= linear_shapes("up_proj", self.intermediate_size, width, self.bias)
         return shapes | linear_shapes("down_proj", width, self.intermediate_size, self.bias)
 
-    def kept(self, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks."""
+    def product_weights(self, width: int) -> int:
+        """Weights that one token is multiplied with."""
+        return 3 * self.intermediate_size * width
+
+    def kept(self, width: int, tensor: int) -> Kept:
+        """What the backward pass needs of each token, on one of so many tensor ranks, beside its input."""
         inner = self.intermediate_size / tensor
         return {"none": 3 * inner, "elementwise": 2 * inner, "selective": 2 * inner}
+
+    @property
+    def widest(self) -> int:
+        """Features of its widest tensor between two products."""
+        return self.intermediate_size
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share it; None: they can."""
@@ -165,8 +183,112 @@ class Dense:
         return None
 
 
+@dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to, and how their outputs are weighted.
+
+    Scores are softmax(x W + b) over all experts, or sigmoid(x W + b) of each. A token goes to the top_k experts with
+    the highest scores; with `bias_correction` a bias is added to the scores for this choice alone (DeepSeek-V3,
+    arXiv:2412.19437, eq. 16), and with several groups only experts of its `top_groups` best groups take part
+    (arXiv:2405.04434, section 2.2.2). What the experts give is weighted with the scores.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """What the weights are multiplied by."""
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top-2"] = "max"
+    """What a group is chosen by: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3)."""
+    bias: bool = False
+    """Whether scores are made with a bias b, which is trained."""
+    bias_correction: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: gated feed-forward networks of which a router gives each token top_k, and one that all
+    tokens go through, if it is there (`shared`)."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of each expert."""
+    activation: Activation = "silu"
+    bias: bool = False
+    router: Router = Router()
+    shared: Dense | None = None
+    shared_gate: bool = False
+    """Whether what the shared network gives is multiplied by sigmoid(x w) (Qwen2-MoE)."""
+
+    def __post_init__(self) -> None:
+        check_sizes(vars(self))
+        groups, top_groups = self.router.groups, self.router.top_groups
+        if self.top_k > self.num_experts:
+            raise ModelError(f"a token cannot go to {self.top_k} experts of {self.num_experts}")
+        if groups < 1 or self.num_experts % groups:
+            raise ModelError(f"{self.num_experts} experts do not make {groups} groups of one size")
+        if not 1 <= top_groups <= groups:
+            raise ModelError(f"a token's experts cannot be of {top_groups} groups: there are {groups}")
+        of_groups = top_groups * (self.num_experts // groups)
+        if self.top_k > of_groups:
+            raise ModelError(
+                f"a token cannot go to {self.top_k} experts: its {top_groups} of {groups} groups have {of_groups}"
+            )
+        if self.router.group_score == "top-2" and 1 < groups > self.num_experts // 2:
+            raise ModelError(f"groups are chosen by their two best experts: {groups} of {self.num_experts} have one")
+        if self.shared_gate and self.shared is None:
+            raise ModelError("there is no shared expert for the gate of one")
+
+    def parameter_shapes(self, width: int) -> Shapes:
+        """Its parameters in a model of that width, in the order of the forward pass; of all experts in one tensor."""
+        count, inner = self.num_experts, self.intermediate_size
+        shapes = linear_shapes("router", count, width, self.router.bias)
+        shapes |= {"router.correction": (count,)} if self.router.bias_correction else {}
+        shapes |= stacked_shapes("experts.gate_proj", count, inner, width, self.bias)
+        shapes |= stacked_shapes("experts.up_proj", count, inner, width, self.bias)
+        shapes |= stacked_shapes("experts.down_proj", count, width, inner, self.bias)
+        if self.shared is not None:
+            shapes |= {f"shared.{name}": shape for name, shape in self.shared.parameter_shapes(width).items()}
+        return shapes | ({"shared_gate.weight": (1, width)} if self.shared_gate else {})
+
+    def product_weights(self, width: int) -> int:
+        """Weights that one token is multiplied with: the router's, and those of its top_k experts and shared ones."""
+        shared = 0 if self.shared is None else self.shared.product_weights(width)
+        return width * (self.num_experts + 3 * self.top_k * self.intermediate_size + self.shared_gate) + shared
+
+    def kept(self, width: int, tensor: int) -> Kept:
+        """What the backward pass needs of each token, on one of so many tensor ranks, beside its input.
+
+        Each of a token's experts keeps a row of what a dense network does, and what it gives, which the gradient of
+        its weight is made with.
+        """
+        inner = self.intermediate_size / tensor
+        nothing: Kept = {"none": 0.0, "elementwise": 0.0, "selective": 0.0}
+        shared = nothing if self.shared is None else self.shared.kept(width, tensor)
+        gated = width if self.shared_gate else 0
+        return {
+            "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated,
+            "elementwise": self.top_k * (2 * inner + 2 * width) + shared["elementwise"] + gated,
+            "selective": self.top_k * (2 * inner + 2 * width) + shared["selective"] + gated,
+        }
+
+    @property
+    def widest(self) -> int:
+        """Features of its widest tensor between two products: a token has a row for each of its experts."""
+        return max(self.top_k * self.intermediate_size, 0 if self.shared is None else self.shared.widest)
+
+    def uncuttable(self, degree: int) -> str | None:
+        """Why tensor ranks of that number cannot share it; None: they can."""
+        if self.intermediate_size % degree:
+            return f"{degree} does not divide the experts' width of {self.intermediate_size}"
+        return None if self.shared is None else self.shared.uncuttable(degree)
+
+
 Mixer = Heads
-Feed = Dense
+Feed = Dense | Experts
 
 
 @dataclass(frozen=True)
@@ -190,12 +312,13 @@ class LayerSpec:
 
     def product_weights(self, width: int) -> int:
         """Weights that one token is multiplied with."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes(width).values() if len(shape) == 2)
+        mixer = sum(math.prod(shape) for shape in self.mixer.parameter_shapes(width).values() if len(shape) == 2)
+        return mixer + self.feed.product_weights(width)
 
     @property
     def widest(self) -> int:
         """Features of its widest tensor between two products."""
-        return max(self.mixer.query_width, self.feed.intermediate_size)
+        return max(self.mixer.query_width, self.feed.widest)
 
     def uncuttable(self, degree: int) -> str | None:
         """Why tensor ranks of that number cannot share the layer; None: they can."""

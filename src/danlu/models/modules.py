@@ -102,6 +102,35 @@ def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     return tuple(linear(x) for linear in linears)
 
 
+class GroupedLinear(nn.Module):
+    """Linear layers of one shape, as those of experts: rows [N, in], those of each layer together -> [N, out].
+
+    Parameters are those of all layers in one tensor, uninitialised: load or `initialize` them.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, groups: int, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.shape = (out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
+        self.adds_bias = True
+        """False where the outputs are a part of a sum over processes, to which another one adds the bias."""
+
+    @property
+    def added_bias(self) -> Tensor | None:
+        """[groups, out]: zeros where another process adds it, which still lead back to the bias."""
+        return self.bias if self.bias is None or self.adds_bias else self.bias * 0
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [N, in]; counts [groups] int64, rows of each layer, N in all -> [N, out] in x's dtype."""
+        return ops.grouped_linear(x, self.weight, counts, self.added_bias)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)} of {self.shape[1]} -> {self.shape[0]}"
+
+
 class RMSNorm(nn.Module):
     """x [.., width] -> x / sqrt(mean(x^2) + eps) * (weight + offset), in x's dtype; `offset` is 1 in Gemma, else 0."""
 

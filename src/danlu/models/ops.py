@@ -54,6 +54,65 @@ class _CastLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Rows of several linear layers: x [N, I] times weight [G, O, I], plus bias [G, O] -> [N, O] in x's dtype.
+
+    counts [G] int64: the first counts[0] rows are of the first layer, and so on; N in all. Gradients of weight and bias
+    are in their type, and zero for a layer without rows: its moments and its decay go on.
+    """
+    y: Tensor = _GroupedLinear.apply(x, weight, counts)
+    if bias is None:
+        return y
+    layers = torch.repeat_interleave(counts, output_size=len(x))  # [N]
+    return y + embedding(layers, bias, y.dtype)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One product for each group of rows. Keeps the float32 weight, not its narrow copy, as `_CastLinear` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, counts)
+        return _grouped_mm(x, weight.to(x.dtype).transpose(1, 2), counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, weight, counts = ctx.saved_tensors
+        grad = grad.contiguous()  # grouped_mm refuses expanded gradients
+        grad_x = _grouped_mm(grad, weight.to(grad.dtype), counts) if ctx.needs_input_grad[0] else None
+        grad_weight = _grouped_mm(grad.t(), x, counts).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
+
+
+_GROUPED_MM_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPED_MM_BYTES = 16  # that its strides have to be multiples of
+
+
+def _grouped_mm(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+    """left [N, K] by groups of rows @ right [G, K, M] -> [N, M]; left [K, N] @ right [N, M], by groups of what is
+    contracted -> [G, K, M].
+
+    By torch's grouped product where it takes such tensors, else group by group. On a CPU both give the same bits, and
+    the first takes 0.7 to 1.0 of the time (one thread of a Sapphire Rapids; 32 and 128 groups, 4096 rows, float32 and
+    bfloat16); on a GPU it does not wait for the counts.
+    """
+    fits = left.dtype in _GROUPED_MM_TYPES and all(_has_aligned_rows(each) for each in (left, right))
+    if fits:
+        return F.grouped_mm(left, right, offs=counts.cumsum(0, dtype=torch.int32))
+    sizes = counts.tolist()
+    if right.ndim == 3:
+        return torch.cat([rows @ matrix for rows, matrix in zip(left.split(sizes), right.unbind(), strict=True)])
+    groups = zip(left.split(sizes, dim=1), right.split(sizes), strict=True)
+    return torch.stack([columns @ rows for columns, rows in groups])
+
+
+def _has_aligned_rows(matrices: Tensor) -> bool:
+    """Whether the rows, or columns, of matrices begin at multiples of the bytes that a grouped product asks for."""
+    strides = matrices.stride()[-2:]
+    step = max(strides) if 1 in strides else 1
+    return step * matrices.element_size() % _GROUPED_MM_BYTES == 0
+
+
 def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, sparse_gradient: bool = False) -> Tensor:
     """Rows of weight [V, D] for tokens [T] -> [T, D] in `dtype`.
 

@@ -34,12 +34,14 @@ def identity(x: Tensor) -> Tensor:
 class Sublayer(Protocol):
     """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
 
-    tensor_roles: ClassVar[Mapping[str, Role]]
-    """Its linear layers by name, in the order of the forward pass. What is no linear layer and in no slot is held whole
-    by every process, and its gradient is a sum over processes."""
     tensor_slots: ClassVar[Mapping[str, str]]
     """Slot of an adapter -> the linear layer along whose outputs it is cut."""
     recompute_points: ClassVar[RecomputePoints]
+
+    @property
+    def tensor_roles(self) -> Mapping[str, Role]:
+        """Its linear layers, and grouped ones, by name ("experts.gate_proj"), in the order of the forward pass. What is
+        none of them and in no slot is held whole by every process, and its gradient is a sum over processes."""
 
     @property
     def tensor_unit(self) -> int: ...  # features of a cut dimension that stay together: those of a head

@@ -12,6 +12,7 @@ M rows · K contracted · N columns
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,9 +71,10 @@ def _override() -> torch.library.Library:
         "addmm_": _addmm_in_place,
         "mv": mv,
         "addmv": addmv,
+        "_grouped_mm": grouped_mm,
     }
     # torch computes the last numbers of a float32 tensor, those that do not fill a vector register, by other code.
-    elementwise: dict[str, Callable[..., Tensor]] = {"silu": silu, "gelu": gelu}
+    elementwise: dict[str, Callable[..., Tensor]] = {"silu": silu, "gelu": gelu, "sigmoid": sigmoid}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
         for device in DEVICES:
@@ -110,6 +112,30 @@ def mv(matrix: Tensor, vector: Tensor) -> Tensor:
 def addmv(added: Tensor, matrix: Tensor, vector: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta * added + alpha * (matrix [N, K] @ vector [K]), where the vector is a token."""
     return addmm(added, vector.unsqueeze(0), matrix.t(), beta=beta, alpha=alpha).squeeze(0)
+
+
+def grouped_mm(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """left [M, K] @ right [G, K, N], by groups of rows that end at `offs` [G], each in tiles of its own; or
+    left [K, M] @ right [M, N], by groups of what is contracted -> [G, K, N]."""
+    assert offs is not None and bias is None and out_dtype in (None, left.dtype), "products of other kinds are not made"
+    ends = offs.tolist()
+    groups = [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
+    if right.ndim == 3:
+        return torch.cat([mm(left[rows], matrix) for rows, matrix in zip(groups, right.unbind(), strict=True)])
+    return torch.stack([mm(left[:, rows], right[rows]) for rows in groups])
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), by operations that compute each number alike wherever it stands."""
+    if x.dtype != torch.float32:
+        return torch.ops.aten.sigmoid.out(x, out=torch.empty_like(x))  # type: ignore[no-any-return]
+    return x.neg().exp_().add_(1).reciprocal_()
 
 
 def silu(x: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: Act
     probabilities alone (`scores`)."""
     tokens = sum(lengths)
     width = hidden_size / (plan.tensor if plan.sequence else 1)
-    mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(plan.tensor)
+    mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(hidden_size, plan.tensor)
     documents = [length for length in lengths if plan.keeps_scores(length, layer.mixer)]
     scores = layer.mixer.heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
     return {

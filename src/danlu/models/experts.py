@@ -1,0 +1,185 @@
+"""Mixtures of experts: tokens sorted by expert, products of groups of rows, and what is given back to each token.
+
+A token has a row for each of its experts. Rows of one expert lie together, in the order of their tokens; so every
+expert multiplies one block of rows, and none is dropped. What lies between `dispatch` and `combine` may be on other
+processes; weights of the router multiply behind it, so nothing of the router travels.
+
+T packed tokens · k experts of a token · N rows, k T of them · D model width · F inner width of an expert · E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from danlu.layer_types import ExpertExchange
+from danlu.models import layer_spec, ops
+from danlu.models.config import ModelConfig
+from danlu.models.mlp import MLP
+from danlu.models.modules import GroupedLinear, Linear
+from danlu.models.router import Router
+from danlu.models.sublayer import RecomputePoints, Role
+
+
+class MoE(nn.Module):
+    """x [T, D] -> [T, D]: the weighted sum of what a token's experts give, and of what a shared network gives."""
+
+    tensor_slots: ClassVar[Mapping[str, str]] = {}
+    tensor_unit = 1
+    recompute_points: ClassVar[RecomputePoints] = {
+        "elementwise": ("experts.gated_activation", "shared.gated_activation"),
+        "selective": ("experts.gated_activation", "shared.gated_activation"),
+    }
+
+    shared: MLP | None
+    shared_gate: Linear | None
+
+    def __init__(self, config: ModelConfig, spec: layer_spec.Experts) -> None:
+        super().__init__()
+        self.router = Router(config, spec)
+        self.experts = Experts(config, spec)
+        self.shared = None if spec.shared is None else MLP(config, spec.shared)
+        self.shared_gate = Linear(config.hidden_size, 1, bias=False) if spec.shared_gate else None
+
+    @property
+    def tensor_roles(self) -> Mapping[str, Role]:
+        """Every expert is cut along its inner width, and the shared network; the router is whole."""
+        roles = {f"experts.{name}": role for name, role in MLP.tensor_roles.items()}
+        return roles | ({} if self.shared is None else {f"shared.{name}": r for name, r in MLP.tensor_roles.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._routed(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        return y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """The weighted sum of what a token's experts give, [T, D]."""
+        routes = self.router(x)
+        order = RowOrder.of(routes.experts, self.experts.num_experts)
+        return order.weighted_sum(self.experts(order.rows_of(x), order.counts), routes.weights)
+
+
+@cache
+def leave_experts_uncompiled() -> None:
+    """Excludes what is routed from torch.compile: how many rows an expert has is another number in every pack, and
+    inductor makes grouped products of bfloat16 alone."""
+    MoE._routed = torch.compiler.disable(MoE._routed)  # type: ignore[method-assign]
+
+
+class Experts(nn.Module):
+    """Gated linear units, the parameters of all experts in one tensor each: rows [N, D] by expert -> [N, D].
+
+    The slot `exchange` takes rows to the processes that have their experts, and back.
+    """
+
+    exchange: ExpertExchange | None
+
+    def __init__(self, config: ModelConfig, spec: layer_spec.Experts) -> None:
+        super().__init__()
+        width, inner, self.num_experts = config.hidden_size, spec.intermediate_size, spec.num_experts
+        self.gate_proj = GroupedLinear(spec.num_experts, width, inner, bias=spec.bias)
+        self.up_proj = GroupedLinear(spec.num_experts, width, inner, bias=spec.bias)
+        self.down_proj = GroupedLinear(spec.num_experts, inner, width, bias=spec.bias)
+        self.activation = spec.activation
+        self.exchange = None
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [N, D]; counts [E] int64, rows of each expert -> [N, D]."""
+        if self.exchange is None:
+            return self.products(rows, counts)
+        rows, counts = self.exchange.dispatch(rows, counts)
+        return self.exchange.combine(self.products(rows, counts))
+
+    def products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The experts that are here: rows [N, D] of theirs, counts [E here] -> [N, D]."""
+        gate, up = self.gate_proj(rows, counts), self.up_proj(rows, counts)  # [N, F]
+        out: Tensor = self.down_proj(self.gated_activation(gate, up), counts)
+        return out
+
+    def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
+        return ops.gated_mlp_activation(gate, up, self.activation)
+
+
+class RowOrder:
+    """How the rows of a micro-batch lie by expert."""
+
+    def __init__(self, order: Tensor, places: Tensor, counts: Tensor) -> None:
+        self.order = order  # [N] int64: token * k + which of its experts, of each row
+        self.places = places  # [T, k] int64: the row of each token and expert
+        self.counts = counts  # [E] int64: rows of each expert
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> RowOrder:
+        """The order for the experts [T, k] of each token."""
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return cls(order, places.view_as(experts), torch.bincount(flat, minlength=num_experts))
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """x [T, D] -> [N, D], the row of each of a token's experts."""
+        rows: Tensor = _RowsOf.apply(x, self.order, self.places)
+        return rows
+
+    def weighted_sum(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """rows [N, D], weights [T, k] -> [T, D] in the type of rows: of each token its rows times their weights.
+
+        A token's terms are added in the order of its experts, whatever stands beside it.
+        """
+        total: Tensor = _WeightedSum.apply(rows, weights, self.order, self.places)
+        return total
+
+
+class _RowsOf(torch.autograd.Function):
+    """A gather whose gradient is a gather too: indexing's own adds up rows of one token in any order, or slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, order // places.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return _sum_of_rows(grad, places, None), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order)
+        return _sum_of_rows(rows, places, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        rows, weights, order = ctx.saved_tensors
+        of_rows = grad.index_select(0, order // weights.shape[1])  # [N, D]
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[1]:
+            products = torch.linalg.vecdot(of_rows.to(weights.dtype), rows.to(weights.dtype))  # [N]
+            grad_weights = torch.empty_like(products).scatter_(0, order, products).view_as(weights)
+        if ctx.needs_input_grad[0]:
+            grad_rows = of_rows * weights.flatten().index_select(0, order).to(of_rows.dtype).unsqueeze(1)
+        return grad_rows, grad_weights, None, None
+
+
+def _sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """rows [N, D], of each token those at `places` [T, k], times `weights` [T, k] -> [T, D] in the type of rows.
+
+    Half precision is added up in float32.
+    """
+    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+    total = rows.new_zeros((len(places), rows.shape[1]), dtype=wide)
+    for number, of_tokens in enumerate(places.unbind(1)):
+        part = rows.index_select(0, of_tokens)
+        if weights is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part.to(wide), weights[:, number : number + 1].to(wide))
+    return total.to(rows.dtype)
