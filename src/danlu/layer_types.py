@@ -163,6 +163,15 @@ class LinearShard:
 
 
 @dataclass(frozen=True)
+class NormShard:
+    """The features that one tensor rank has of rows that are normed over the features of all."""
+
+    group: ReduceGroup
+    width: int  # features of a whole row
+    copies: int  # ranks that have the same ones
+
+
+@dataclass(frozen=True)
 class VocabShard:
     """The rows of embedding and head that one tensor rank has, where the vocabulary is cut among several."""
 

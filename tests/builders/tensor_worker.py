@@ -27,7 +27,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.families import read_config_values
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build, meta_decoder
-from danlu.models.modules import Linear
+from danlu.models.modules import Linear, RMSNorm
 from danlu.numerics.relative_error import relative_error
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.parallel.comm import Group
@@ -249,9 +249,44 @@ def _unsummed_norms(one: Side, cuts: Cuts) -> None:
         del cuts.partial[name]
 
 
+def _cut_norms(one: Side) -> Iterator[RMSNorm]:
+    return (module for module in one.model.modules() if isinstance(module, RMSNorm) and module.shard is not None)
+
+
+def _local_norms(one: Side, cuts: Cuts) -> None:
+    for norm in _cut_norms(one):
+        norm.shard = None
+
+
+def _local_gradients_of_norms(one: Side, cuts: Cuts) -> None:
+    """Statistics are summed forward alone."""
+    for norm in _cut_norms(one):
+        assert norm.shard is not None
+        norm.shard = replace(norm.shard, group=ForwardGroup(norm.shard.group))
+
+
+def _copies_of_keys(one: Side, cuts: Cuts) -> None:
+    for norm in _cut_norms(one):
+        assert norm.shard is not None
+        norm.shard = replace(norm.shard, copies=1)
+
+
+@dataclass(frozen=True)
+class ForwardGroup:
+    """Sums the squares [T, 1] of the forward pass, and not what [T] the backward pass asks for."""
+
+    group: Any
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.group.sum(x) if x.ndim == 2 else x
+
+
 WRONG: dict[str, Callable[[Side, Cuts], None]] = {
     "every bias": _every_bias,
     "every prompt": _every_prompt,
+    "copies of keys": _copies_of_keys,
+    "local gradients of norms": _local_gradients_of_norms,
+    "local norms": _local_norms,
     "local norms of rows": _local_norms_of_rows,
     "same masks": _same_masks,
     "uncounted heads": _uncounted_heads,

@@ -434,6 +434,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_layout.py",
     ),
     Mutation(
+        "models/ops.py",
+        "shard.group.sum(sums) / (shard.width * shard.copies)",
+        "shard.group.sum(sums) / shard.width",
+        "parallel/test_tensor.py",
+        "olmo2",
+    ),
+    Mutation(
+        "parallel/tensor.py",
+        "norm.shard = NormShard(self.group, width, replicas.size)",
+        "norm.shard = NormShard(self.group, width, 1)",
+        "parallel/test_tensor.py",
+        "olmo2",
+    ),
+    Mutation(
         "parallel/local_parameter.py",
         "return LocalParameter(name, parameter, parameter, _copied(box, groups.all), groups)",
         "return LocalParameter(name, parameter, parameter, _copied(box, ranks.data), groups)",

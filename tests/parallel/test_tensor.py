@@ -34,10 +34,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "tie_word_embeddings": True,
     },
+    "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "olmo2, multi-query": {"model_type": "olmo2", "num_key_value_heads": 1, "pad_token_id": 0},
 }
 WHOLE: dict[str, Case] = {
     **{name: Case(config) for name, config in FAMILIES.items()},
     **{f"{kind} recompute": Case(prepare=kind) for kind in ("full", "every", "selective")},
+    "norms of all heads, full recompute": Case(FAMILIES["olmo2"], prepare="full"),
+    "norms of all heads, selective recompute": Case(FAMILIES["olmo2"], prepare="selective"),
     "gradients of rows": Case({"tie_word_embeddings": True}, prepare="rows"),
 }
 LINEAR = ["all-linear"]
@@ -83,6 +87,7 @@ ADAPTERS: dict[str, Case] = {
     "dora, full recompute": case(sections.Dora(targets=LINEAR, dropout=0.2, exact_norm=True), prepare="full"),
     "mora, selective recompute": case(sections.Mora(targets=LINEAR, rank=4, dropout=0.2), prepare="selective"),
     "ia3 on dora": case(sections.Dora(targets=LINEAR), sections.Ia3()),
+    "norms of all heads": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["olmo2"]),
     "trained in full": case(
         sections.Lora(
             targets=["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens", "0.mlp.down_proj"], bias="all"
@@ -98,6 +103,11 @@ FAULTS: dict[str, tuple[Case, str]] = {
     "the head is untied": (Case(FAMILIES["tied"], wrong="untied"), "embed_tokens.weight"),
     "every process adds the bias": (Case(FAMILIES["biased multi-query"], wrong="every bias"), "hidden"),
     "every process gives the prompt": (case(sections.Prompt(tokens=4), wrong="every prompt"), "hidden"),
+    "norms of all heads are of local ones": (Case(FAMILIES["olmo2"], wrong="local norms"), "hidden"),
+    "their gradients are of local ones": (
+        Case(FAMILIES["olmo2"], wrong="local gradients of norms"),
+        "layers.0.attention.q_proj.weight",
+    ),
     "dora's norms are of cut rows": (
         case(sections.Dora(targets=LINEAR), wrong="local norms of rows"),
         "layers.0.mlp.down_proj.adapter.a0.lora_A",
@@ -112,6 +122,10 @@ FAULTS_OF_SEQUENCE: dict[str, tuple[Case, str]] = {
 }
 FAULTS_OF_FOUR: dict[str, tuple[Case, str]] = {
     "heads on two processes are not summed": (Case(wrong="uncounted heads"), "layers.0.attention.k_proj.weight"),
+    "keys on two processes are normed twice": (
+        Case(FAMILIES["olmo2"], wrong="copies of keys"),
+        "layers.0.attention.k_proj.weight",
+    ),
     "norms of heads are not summed": (
         Case(FAMILIES["qwen3"], wrong="unsummed norms"),
         "layers.0.attention.q_norm.weight",

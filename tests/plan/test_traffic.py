@@ -144,6 +144,9 @@ def test_tensor_ranks_send_what_the_formulas_say() -> None:
             assert not fits(measured, formula)
     for counted in run_group(tensor_steps, 4, [(Parallel(tensor=4), "none", "qwen3")]):  # two of them hold each head
         assert disagreements(counted) == []
+    normed: list[TensorCase] = [(Parallel(tensor=2), kind, "olmo2") for kind in ("none", "selective", "full", "every")]
+    for counted in run_group(tensor_steps, 2, normed):
+        assert disagreements(counted) == []
     whole = [(Parallel(tensor=2, sequence=sequence, shard="zero3"), "none", "llama") for sequence in (False, True)]
     for counted in run_group(tensor_steps, 4, whole):
         assert disagreements(counted) == []

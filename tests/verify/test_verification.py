@@ -69,8 +69,13 @@ def recipe(
             {"base": True, "below": True},
             "tensor 2, lora, nf4",
         ),
+        (
+            ["parallel={tensor: 2}", "model.config.model_type=olmo2", "memory=selective"],
+            {},
+            "tensor 2, recompute selective",
+        ),
     ],
-    ids=["zero3", "zero2 x tensor", "qlora on ia3"],
+    ids=["zero3", "zero2 x tensor", "qlora on ia3", "norms of all heads"],
 )
 def test_a_right_layout_is_the_same(
     overrides: list[str], options: dict[str, bool], layout: str, tmp_path: Path
@@ -138,6 +143,7 @@ DIAGNOSES = {
     "doubled": "too large by a constant",
     "frozen-models-differ": "not the same on all processes",
     "local-clip": "the norm of what it holds",
+    "local-norm-statistics": "mean square of one rank's heads",
     "mean-of-means": "mean over data ranks of their own means",
     "mean-of-micro-batches": "each micro-batch counts alike",
     "missing-norm-sum": "is missing",
@@ -161,6 +167,7 @@ CASES = {
     "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
     "frozen-models-differ": ((SHARDED,), {"rows_of": "preference"}, "embed_tokens.weight"),
     "local-clip": ((SHARDED,), {}, None),
+    "local-norm-statistics": (("parallel={tensor: 2}", "model.config.model_type=olmo2"), {}, "embed_tokens.weight"),
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
     "mean-of-micro-batches": ((SHARDED,), {}, "embed_tokens.weight"),
     "missing-norm-sum": ((TENSOR,), {}, "layers.0.attention_norm.weight"),

@@ -63,6 +63,11 @@ class Attention(nn.Module):
         self.softcap = spec.softcap
 
     @property
+    def tensor_norms(self) -> Mapping[str, str]:
+        """Norms over all queries and keys together are cut with these; norms of single heads are whole."""
+        return {"q_norm": "q_proj", "k_norm": "k_proj"} if self.norms_all_heads else {}
+
+    @property
     def cache(self) -> LayerCache:
         """What is kept of each token: its key and its value, of the heads that are here."""
         heads = self.k_proj.shape[0] // self.head_dim

@@ -29,6 +29,7 @@ class MoE(nn.Module):
     """x [T, D] -> [T, D]: the weighted sum of what a token's experts give, and of what a shared network gives."""
 
     tensor_slots: ClassVar[Mapping[str, str]] = {}
+    tensor_norms: ClassVar[Mapping[str, str]] = {}
     tensor_unit = 1
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("experts.gated_activation", "shared.gated_activation"),

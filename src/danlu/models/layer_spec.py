@@ -137,8 +137,6 @@ class Heads:
             return f"{degree} does not divide the model's {self.heads} attention heads"
         if self.kv_heads % degree and degree % self.kv_heads:
             return f"{degree} neither divides the model's {self.kv_heads} key/value heads nor is a multiple of them"
-        if self.qk_norm == "full" and degree > 1:
-            return f"{degree} ranks cannot share norms over all of the model's queries and keys yet"
         return None
 
     def __str__(self) -> str:

@@ -23,6 +23,7 @@ class MLP(nn.Module):
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
     tensor_slots: ClassVar[Mapping[str, str]] = {}
+    tensor_norms: ClassVar[Mapping[str, str]] = {}
     tensor_unit = 1
     recompute_points: ClassVar[RecomputePoints] = {
         "elementwise": ("gated_activation",),

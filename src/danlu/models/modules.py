@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import EmbeddingAdapter, LinearAdapter, QuantizedWeight, Recomputed
+from danlu.layer_types import EmbeddingAdapter, LinearAdapter, NormShard, QuantizedWeight, Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.packed_weights import active_packed_weights
@@ -132,16 +132,20 @@ class GroupedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x [.., width] -> x / sqrt(mean(x^2) + eps) * (weight + offset), in x's dtype; `offset` is 1 in Gemma, else 0."""
+    """x [.., width] -> x / sqrt(mean(x^2) + eps) * (weight + offset), in x's dtype; `offset` is 1 in Gemma, else 0.
+
+    Where its features are cut over processes, `shard` says so: the mean is over those of all processes.
+    """
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = config.rms_norm_eps
         self.offset = config.norm_offset
+        self.shard: NormShard | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
+        return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, shard=self.shard)
 
 
 class Embedding(nn.Module):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.layer_types import NormShard
 from danlu.models.layer_spec import Activation
 from danlu.models.packed_weights import active_packed_weights
 
@@ -145,21 +146,26 @@ class _HalfEmbedding(torch.autograd.Function):
         return None, sums.to(grad.dtype)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, shard: NormShard | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis, statistics in float32 (arXiv:1910.07467).
 
-    offset: 1 for Gemma, whose weights are stored as differences from one (and multiplied in float32).
+    offset: 1 for Gemma, whose weights are stored as differences from one (and multiplied in float32). shard: where x
+    and weight are a part of rows that are normed as a whole; the mean is over all of them then, forward and backward.
     """
     if not torch.is_grad_enabled():  # decoding makes dozens of these a token, and a Function costs as much as the norm
-        return _normalise(x, weight, eps, offset)[0]
-    y: Tensor = _RmsNorm.apply(x, weight, eps, offset)
+        return _normalise(x, weight, eps, offset, shard)[0]
+    y: Tensor = _RmsNorm.apply(x, weight, eps, offset, shard)
     return y
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def _normalise(
+    x: Tensor, weight: Tensor, eps: float, offset: float, shard: NormShard | None = None
+) -> tuple[Tensor, Tensor]:
     """The normed rows in x's dtype, and one over the root of each row's mean square, [T, 1] float32 or wider."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    squares = wide.square()
+    mean = squares.mean(-1, keepdim=True) if shard is None else _mean_over_shards(squares.sum(-1, keepdim=True), shard)
+    inverse = torch.rsqrt(mean + eps)
     normed = wide * inverse
     # Half-precision weights that are differences from one would lose most of their digits in half precision.
     scale = weight.to(wide.dtype) + offset if offset else weight
@@ -167,18 +173,23 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Te
     return y if y.dtype == x.dtype else y.to(x.dtype), inverse  # no cast for nothing: see `_SwiGLU`
 
 
+def _mean_over_shards(sums: Tensor, shard: NormShard) -> Tensor:
+    """The mean over whole rows, from this process's sums over its features."""
+    return shard.group.sum(sums / shard.copies) / shard.width
+
+
 class _RmsNorm(torch.autograd.Function):
     """RMSNorm that saves x and a number a row; autograd over the formula saves three float32 copies of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        y, inverse = _normalise(x, weight, eps, offset)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, shard: NormShard | None) -> Tensor:
+        y, inverse = _normalise(x, weight, eps, offset, shard)
         ctx.save_for_backward(x, weight, inverse)
-        ctx.offset = offset
+        ctx.offset, ctx.shard = offset, shard
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
         x, weight, inverse = ctx.saved_tensors
         scale = weight.to(inverse.dtype)
         scale = scale + ctx.offset if ctx.offset else scale
@@ -189,12 +200,15 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = product.reshape(-1, product.shape[-1]).sum(0).to(weight.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, grad_weight, None, None
+            return None, grad_weight, None, None, None
         # The derivative of x r(x) w by x: r (w g - n mean(w g n)), with n = x r the normed row.
-        mean = torch.mv(product.reshape(-1, product.shape[-1]), scale) / product.shape[-1]  # [T]
+        sums, shard = torch.mv(product.reshape(-1, product.shape[-1]), scale), ctx.shard  # [T]
+        # Of features that several processes have, each has a part of the gradient: all parts add up to the sum, which
+        # goes into the squares of one copy.
+        mean = sums / product.shape[-1] if shard is None else shard.group.sum(sums) / (shard.width * shard.copies)
         wide_grad = wide_grad * scale
         grad_x = wide_grad.addcmul_(normed, mean.reshape(inverse.shape), value=-1).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight, None, None
+        return grad_x.to(x.dtype), grad_weight, None, None, None
 
 
 def gated_mlp_activation(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:

@@ -44,6 +44,9 @@ class Sublayer(Protocol):
         none of them and in no slot is held whole by every process, and its gradient is a sum over processes."""
 
     @property
+    def tensor_norms(self) -> Mapping[str, str]: ...  # norm over all outputs of a linear layer, which is cut with them
+
+    @property
     def tensor_unit(self) -> int: ...  # features of a cut dimension that stay together: those of a head
 
 

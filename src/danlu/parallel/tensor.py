@@ -7,7 +7,7 @@ rows of the vocabulary.
 
 The gradient of a parameter that is cut is complete on its rank. Of a parameter that every rank has whole it is:
 
-- between `enter` and `leave`, a term of a sum over the ranks: biases and norms of heads there, A or B of LoRA;
+- between `enter` and `leave`, a term of a sum over the ranks: biases and norms of single heads there, A or B of LoRA;
 - outside, the same on all ranks; under sequence parallelism a term of a sum, for each rank has some of the tokens.
 
 A key/value head that several ranks share is cut, and its gradient is a term of a sum over those ranks.
@@ -28,9 +28,9 @@ from danlu.adapters.adapter import ShardableModule, TensorAxes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import Slot
 from danlu.errors import RecipeError
-from danlu.layer_types import Axis, LinearShard, VocabShard
+from danlu.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.modules import Embedding, Linear
+from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
@@ -168,8 +168,10 @@ class Cutter:
             self._linear(linear, shard, replicas)
             for slot in (slot for slot, source in sublayer.tensor_slots.items() if source == part):
                 self._adapters(getattr(sublayer, slot), shard, replicas)
+            for norm in (norm for norm, source in sublayer.tensor_norms.items() if source == part):
+                self._norm(sublayer.get_submodule(norm), shard, replicas)
         for child_name, child in sublayer.named_children():
-            if child_name not in sublayer.tensor_roles and child_name not in sublayer.tensor_slots:
+            if child_name not in {*sublayer.tensor_roles, *sublayer.tensor_slots, *sublayer.tensor_norms}:
                 self._whole(child, self.group)
 
     def _linear(self, linear: Linear, shard: LinearShard, replicas: Group) -> None:
@@ -179,6 +181,12 @@ class Cutter:
         linear.shape = _length(shard.outputs), _length(shard.inputs)
         linear.adds_bias = shard.axis == "outputs" or shard.first
         self._adapters(linear.adapter, shard, replicas)
+
+    def _norm(self, norm: RMSNorm, shard: LinearShard, replicas: Group) -> None:
+        """Cuts a norm over all outputs of a layer that is cut to `shard`: each process has its features."""
+        width = len(norm.weight)
+        self._parameters(norm, {"weight": ("outputs",)}, shard, replicas)
+        norm.shard = NormShard(self.group, width, replicas.size)
 
     def _adapters(self, slot: Any, shard: LinearShard, replicas: Group) -> None:
         """Cuts all adapters in a slot of a layer that is cut to `shard`; None is a slot without any."""

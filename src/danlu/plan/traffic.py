@@ -164,6 +164,9 @@ class TensorStep:
     several processes hold, among these."""
     row_norms: int = 0
     """Numbers that DoRA on matrices whose rows are cut sums for the norms of whole rows."""
+    head_norms: int = 0
+    """Numbers that norms over all queries and keys sum: for each token one forward, one backward, and one where the
+    norm is recomputed."""
     losses: int = 5
     """Numbers of each target that the cross-entropy reduces: greatest logit, sum of exponentials, the target's logit,
     for label smoothing the sum of all, and whether a token before the target has the greatest logit."""
@@ -189,6 +192,7 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
         yield from _traffic(layout, along, "all-reduce", sums * once, "activations")
     yield from _traffic(layout, along, "all-reduce", step.losses * step.targets * 4, "numbers of the cross-entropy")
     yield from _traffic(layout, along, "all-reduce", step.row_norms * 4, "norms of rows")
+    yield from _traffic(layout, along, "all-reduce", step.head_norms * 4, "norms of all heads")
     for size, elements in step.partial.items():
         yield from _traffic(layout, along, "all-reduce", elements * 4, "partial gradients", among=size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from danlu.data.images import Image, ImageSampler, read_images
 from danlu.errors import DataError
 from danlu.images.classifier import ClassifierBuilder, PlacedClassifier
 from danlu.models import lenet
+from danlu.models.layer_spec import LayerSpec
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
@@ -29,6 +31,7 @@ class ClassifierProxy:
 
     has_tied_head: bool = False
     has_norms: bool = False
+    layer_kinds: Sequence[LayerSpec] = ()
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         start = None if resumed is None else Start(resumed, ())

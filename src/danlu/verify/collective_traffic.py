@@ -133,6 +133,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
         regions=regions,
         partial=partial,
         row_norms=len(micro_batches) * _row_norms(learner.model, plan),
+        head_norms=tokens * head_norms(learner.model, plan, first_with_gradient),
     )
 
 
@@ -160,12 +161,9 @@ def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
 
 def _row_norms(model: Decoder, plan: Plan) -> int:
     """`plan.traffic.TensorStep.row_norms` of a micro-batch."""
-    last_layers = {entry.segment: entry.layer for entry in plan}
     numbers = 0
-    for entry in plan:
-        # A layer runs again where it is recomputed, and once more within a segment, but for the segment's last layer.
-        is_inside = entry.segment is not None and entry.layer != last_layers[entry.segment]
-        runs = 1 + (entry.kind == "full") + is_inside
+    for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
+        runs = 1 + (entry.kind == "full") + gives_input
         for module in model.layers[str(entry.layer)].modules():
             if (
                 isinstance(module, LowRank)
@@ -176,6 +174,28 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
                 numbers += runs * (lora_rank * lora_rank + (outputs * lora_rank if module.exact_norm else outputs))
                 numbers += outputs if module.exact_norm else 0  # in the backward pass
     return numbers
+
+
+def head_norms(model: Decoder, plan: Plan, first_with_gradient: int) -> int:
+    """`plan.traffic.TensorStep.head_norms` of one token."""
+    numbers = 0
+    for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
+        layer = model.layers[str(entry.layer)]
+        assert isinstance(layer, Layer)
+        for half, sublayer in enumerate(layer.sublayers.values(), 2 * entry.layer):
+            for norm, source in sublayer.tensor_norms.items():
+                if getattr(sublayer, norm).shard is None:
+                    continue
+                trained = any(parameter.requires_grad for parameter in getattr(sublayer, source).parameters())
+                has_gradient = half >= first_with_gradient or trained
+                numbers += 1 + gives_input + has_gradient + (has_gradient and entry.kind != "none")
+    return numbers
+
+
+def gives_inputs(plan: Plan) -> list[bool]:
+    """Whether each layer runs once more for the input of the next one: in a segment, all but the last."""
+    last_layers = {entry.segment: entry.layer for entry in plan}
+    return [entry.segment is not None and entry.layer != last_layers[entry.segment] for entry in plan]
 
 
 def _first_with_gradient(training: ProxyTraining, layers: int) -> tuple[int, bool]:

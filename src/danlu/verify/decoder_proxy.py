@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from danlu.language.distillation import check_teachers, resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.layer_spec import LayerSpec
 from danlu.models.presets import from_scratch
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, problems
@@ -43,6 +45,10 @@ class DecoderProxy:
     """Texts that adapters start from are encoded as bytes modulo this; None: by the recipe's tokenizer."""
     has_norms: bool = True
     empty: Pack = EMPTY_PACK  # an item without targets, with the columns and facts of the others
+
+    @property
+    def layer_kinds(self) -> Sequence[LayerSpec]:
+        return self.config.kinds
 
     @property
     def has_tied_head(self) -> bool:

@@ -28,6 +28,7 @@ from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.report.verification import Finding
 from danlu.types import Item
 from danlu.verify.comparison import ComparedTensor, Comparison
+from danlu.verify.proxy import norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
 from danlu.verify.trace import ItemGradient, LocalShards, assemble
 from danlu.verify.workers import Task, Traces
@@ -129,6 +130,8 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
         if has_frozen_models(case.recipe):
             causes.append("weights of a reference or teacher that are not the same on all processes")
         if case.layout.tensor > 1:
+            if norms_all_heads(case.task.proxy):
+                causes.append("norms over all queries and keys that have the mean square of one rank's heads")
             causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
         causes.append("a loss that is averaged before it is summed")
         return "the forward pass differs: " + "; ".join(causes)

@@ -22,6 +22,7 @@ from danlu.language import learner as learner_module
 from danlu.language.learner import DecoderLearner
 from danlu.models import attend
 from danlu.models.decoder import Decoder
+from danlu.models.modules import RMSNorm
 from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm, clip_grad_norms
@@ -38,7 +39,7 @@ from danlu.train import step as step_module
 from danlu.train.step import AnyLearner
 from danlu.types import Batch, Item, Loss, Pack, Totals
 from danlu.verify import trace
-from danlu.verify.proxy import Proxy
+from danlu.verify.proxy import Proxy, norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
 
 _OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
@@ -288,6 +289,20 @@ def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
     return _replaced(builder, "place_frozen", place_frozen)
 
 
+def _local_norm_statistics(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """A norm over all queries or keys has the mean square of those that are on one tensor rank."""
+    original = RMSNorm.forward
+
+    def forward(self: RMSNorm, x: Tensor) -> Tensor:
+        shard, self.shard = self.shard, None
+        try:
+            return original(self, x)
+        finally:
+            self.shard = shard
+
+    return _replaced(RMSNorm, "forward", forward)
+
+
 def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each rank loads the next rank's optimizer state, where all have the same shapes."""
     original = Optimizers.load_state
@@ -363,6 +378,10 @@ def _keeps_gathered_parameters(recipe: Recipe, layout: Layout, proxy: Proxy) -> 
     return _is_sharded(recipe, layout) and recipe.parallel.shard in ("zero1", "zero2")
 
 
+def _cuts_norms(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return layout.tensor > 1 and norms_all_heads(proxy)
+
+
 def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return recipe.adapter is None and proxy.has_tied_head
 
@@ -373,6 +392,7 @@ FAULTS: dict[str, Fault] = {
     "doubled": Fault(_always, _doubled),
     "frozen-models-differ": Fault(_has_frozen_models, _frozen_models_differ),
     "local-clip": Fault(_is_cut, _local_clip),
+    "local-norm-statistics": Fault(_cuts_norms, _local_norm_statistics),
     "mean-of-means": Fault(_has_data_ranks, _mean_of_means),
     "mean-of-micro-batches": Fault(_always, _mean_of_micro_batches),
     "missing-norm-sum": Fault(_has_partial_norm_gradients, _without_sum_of_norms),

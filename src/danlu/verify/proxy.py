@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from danlu.models.layer_spec import LayerSpec
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.parallel.collective_traffic import CollectiveTraffic
@@ -47,6 +48,9 @@ class Proxy(Protocol):
     @property
     def has_norms(self) -> bool: ...  # it has parameters of one dimension that tensor parallelism does not cut
 
+    @property
+    def layer_kinds(self) -> Sequence[LayerSpec]: ...  # the layers that differ from each other; none of no decoder
+
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedModel:
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
         ...
@@ -54,6 +58,11 @@ class Proxy(Protocol):
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         """What this process sends in a step of these micro-batches, by the formulas of `plan.traffic`."""
         ...
+
+
+def norms_all_heads(proxy: Proxy) -> bool:
+    """Whether some layer norms all of its queries, and all of its keys, together."""
+    return any(getattr(kind.mixer, "qk_norm", None) == "full" for kind in proxy.layer_kinds)
 
 
 @dataclass(frozen=True)
