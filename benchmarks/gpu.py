@@ -432,6 +432,7 @@ def attention(write: Write, device: Any, tiny: bool) -> None:
     """Forward and backward over packed documents: plain, windows, softcaps, groups."""
     import torch
 
+    from danlu.layer_types import Keys
     from danlu.models.attend import PackedAttention
 
     total = 128 if tiny else 8192
@@ -448,7 +449,8 @@ def attention(write: Write, device: Any, tiny: bool) -> None:
             def step(boundaries: Any = boundaries, window: Any = window, softcap: Any = softcap) -> None:
                 attend = PackedAttention(boundaries)
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-                attend(0, *leaves, scale=128**-0.5, window=window, softcap=softcap).backward(grad)
+                keys = Keys(tuple(leaves[1:]))
+                attend(0, leaves[0], keys, scale=128**-0.5, window=window, softcap=softcap).backward(grad)
 
             try:
                 with peak(device) as most:

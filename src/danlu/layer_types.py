@@ -11,8 +11,59 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# T packed tokens · V vocabulary · D model width · H query heads · K key/value heads · C head width
+# T packed tokens · S cached tokens · V vocabulary · D model width · H query heads · K key/value heads · C head width
+# W width of a value
 # I, O inputs and outputs of a linear layer
+
+
+class Expand(Protocol):
+    """Makes keys and values of what is stored, token by token."""
+
+    def __call__(
+        self,
+        stored: Sequence[Tensor],  # [S, *lead, width] each
+        positions: Tensor | None = None,  # [S] int64, of each token in its sequence; None: those of the forward pass
+    ) -> tuple[Tensor, Tensor]: ...  # [S, K, C], [S, K, W]
+
+
+class Absorb(Protocol):
+    """Attention over what is stored, not over keys and values made of it.
+
+    What is stored is then one tensor with one head, [S, 1, L]. It serves all query heads as their key, and its first
+    `value_width` features as their value, once queries have been multiplied with the matrix that would have made the
+    keys; what comes out is multiplied with the one that would have made the values (DeepSeek-V2, arXiv:2405.04434,
+    section 2.1.2).
+    """
+
+    @property
+    def value_width(self) -> int: ...
+
+    @property
+    def fewest_expanded(self) -> int: ...  # queries of a sequence from which on it takes less to expand its keys
+
+    # exact: by products that give a token the same bits whatever stands beside it.
+    def queries(self, q: Tensor, *, exact: bool = False) -> Tensor: ...  # [T, H, C] -> [T, H, L]
+
+    def outputs(self, out: Tensor, *, exact: bool = False) -> Tensor: ...  # [T, H, value_width] -> [T, H, W]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the queries of a layer attend to: keys and values of T tokens, as they are stored and what makes them."""
+
+    stored: tuple[Tensor, ...]
+    """What a cache keeps of each token, [T, *lead, width] each: keys [T, K, C] and values [T, K, W], or what both are
+    made of."""
+    expand: Expand | None = None
+    """None: keys and values are stored."""
+    absorb: Absorb | None = None
+
+    def expanded(self) -> tuple[Tensor, Tensor]:
+        """Keys [T, K, C] and values [T, K, W] of the tokens of the forward pass."""
+        if self.expand is not None:
+            return self.expand(self.stored)
+        k, v = self.stored
+        return k, v
 
 
 class Attend(Protocol):
@@ -22,13 +73,13 @@ class Attend(Protocol):
         self,
         layer: int,
         q: Tensor,  # [T, H, C] rotated
-        k: Tensor,  # [T, K, C] rotated
-        v: Tensor,  # [T, K, C]
+        keys: Keys,
         *,
         scale: float,
         window: int | None,  # a query sees itself and window - 1 tokens before it; None = all
         softcap: float | None,  # Gemma-2: softcap * tanh(score / softcap)
-    ) -> Tensor: ...  # [T, H, C]
+        sinks: Tensor | None = None,  # [H]: scores of one more key each, whose value is zero (gpt-oss)
+    ) -> Tensor: ...  # [T, H, W]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from danlu.layer_types import Keys
 from danlu.models.attend import visible
 from danlu.types import Branch
 
@@ -31,9 +32,18 @@ class ReferenceAttention:
         self.trees = trees or roots
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Keys,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return masked_attention(q, k, v, self.mask(window, q.device), scale=scale, softcap=softcap)
+        k, v = keys.expanded()
+        return masked_attention(q, k, v, self.mask(window, q.device), scale=scale, softcap=softcap, sinks=sinks)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
         """[T, T] bool: a query sees what is on its path, up to itself and no further back than the window."""
@@ -53,18 +63,23 @@ class ReferenceAttention:
 def masked_attention(
     q: Tensor,  # [Q, H, C]
     k: Tensor,  # [S, K, C]
-    v: Tensor,  # [S, K, C]
+    v: Tensor,  # [S, K, W]
     mask: Tensor,  # [Q, S] bool, True = sees
     *,
     scale: float,
     softcap: float | None,
-) -> Tensor:  # [Q, H, C]
-    """Attention written out, with scores in float32 or wider."""
+    sinks: Tensor | None = None,  # [H]
+) -> Tensor:  # [Q, H, W]
+    """Attention written out, with scores in float32 or wider; a sink is a column of scores more."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [S, H, C]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("qhc,shc->hqs", q.to(wide), k.to(wide)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(v.dtype)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(wide)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, column), dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., : len(k)].to(v.dtype)
     return torch.einsum("hqs,shc->qhc", probabilities, v)

@@ -9,6 +9,7 @@ import torch
 from builders.reference_attention import BOUNDARIES, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
+from danlu.layer_types import Keys
 from danlu.models.attend import PackedAttention
 from danlu.types import Branch
 
@@ -27,7 +28,7 @@ HEADS, WIDTH = 8, 64
 def run(attend: Any, inputs: list[Tensor], grad: Tensor, settings: dict[str, Any]) -> list[Tensor]:
     """Output and gradients of q, k and v, on the CPU in float64."""
     leaves = [one.detach().requires_grad_() for one in inputs]
-    out = attend(0, *leaves, **settings)
+    out = attend(0, leaves[0], Keys(tuple(leaves[1:])), **settings)
     out.backward(grad.to(out.dtype))
     return [one.detach().cpu().double() for one in (out, *(leaf.grad for leaf in leaves))]
 
@@ -99,9 +100,9 @@ def test_branches_see_their_ancestors_alone(device: torch.device, variant: str, 
 def test_documents_do_not_see_each_other(device: torch.device) -> None:
     q, k, v = (torch.randn(96, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     settings: dict[str, Any] = {"scale": 0.125, "window": None, "softcap": None}
-    first = PackedAttention((0, 40, 96))(0, q, k, v, **settings)
+    first = PackedAttention((0, 40, 96))(0, q, Keys((k, v)), **settings)
     k, v = k.clone(), v.clone()
     k[:40], v[:40] = torch.nan, torch.nan
-    second = PackedAttention((0, 40, 96))(0, q, k, v, **settings)
+    second = PackedAttention((0, 40, 96))(0, q, Keys((k, v)), **settings)
     assert torch.equal(first[40:], second[40:])
     assert not torch.equal(first[:40], second[:40])  # control

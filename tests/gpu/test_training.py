@@ -10,6 +10,7 @@ from builders.generation import generate
 from builders.reference_attention import ReferenceAttention
 from builders.tiny_run import SyntheticPacks, tiny_model, tiny_run
 
+from danlu.layer_types import Keys
 from danlu.models.attend import PackedAttention
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
@@ -106,8 +107,8 @@ def test_packed_attention_equals_one_dense_mask_in_float32(lengths: tuple[int, .
     shapes = ((8, 64), (2, 64), (2, 64))
     q, k, v = (torch.randn(boundaries[-1], *shape, device="cuda") for shape in shapes)
     settings = {"scale": 0.125, "window": None, "softcap": None}
-    packed = PackedAttention(boundaries)(0, q, k, v, **settings)  # type: ignore[arg-type]
-    dense = ReferenceAttention(boundaries)(0, q, k, v, **settings)  # type: ignore[arg-type]
+    packed = PackedAttention(boundaries)(0, q, Keys((k, v)), **settings)  # type: ignore[arg-type]
+    dense = ReferenceAttention(boundaries)(0, q, Keys((k, v)), **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(packed, dense, rtol=1e-4, atol=1e-4)
 
 

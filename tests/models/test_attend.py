@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from builders.reference_attention import (
 )
 from torch import Tensor
 
+from danlu.layer_types import Keys
 from danlu.models import attend, attention_kernels, block_attention
-from danlu.models.attend import PackedAttention, visible
+from danlu.models.attend import BlockwiseAttention, PackedAttention, visible
 from danlu.models.segments import documents_of
 from danlu.types import Branch
 
@@ -30,7 +32,7 @@ def inputs(kv_heads: int, dtype: torch.dtype = torch.float64, width: int = 8) ->
 
 
 def results(strategy: object, tensors: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
-    out = strategy(0, *tensors, scale=0.3, window=window, softcap=softcap)  # type: ignore[operator]
+    out = strategy(0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=window, softcap=softcap)  # type: ignore[operator]
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
@@ -77,8 +79,12 @@ def large_scores() -> tuple[list[Tensor], Tensor]:
 def test_large_scores_lose_nothing_that_bfloat16_can_hold(window: int | None, softcap: float | None) -> None:
     tensors, grad = large_scores()
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    want = ReferenceAttention((0, 160))(0, *exact, scale=1 / 8, window=window, softcap=softcap)
-    got = PackedAttention((0, 160))(0, *tensors, scale=1 / 8, window=window, softcap=softcap)
+    want = ReferenceAttention((0, 160))(
+        0, exact[0], Keys(tuple(exact[1:])), scale=1 / 8, window=window, softcap=softcap
+    )
+    got = PackedAttention((0, 160))(
+        0, tensors[0], Keys(tuple(tensors[1:])), scale=1 / 8, window=window, softcap=softcap
+    )
     wanted = [want, *torch.autograd.grad(want, exact, grad.double())]
     # One rounding of probabilities and one of the result: two of 2^-9 and a little more; scores rounded to bfloat16
     # miss this by two to eight times.
@@ -96,10 +102,13 @@ def test_large_scores_lose_nothing_that_bfloat16_can_hold(window: int | None, so
 
 def test_packed_equals_one_document_at_a_time() -> None:
     tensors = inputs(2)
-    together = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    together = PackedAttention(BOUNDARIES)(
+        0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=None, softcap=None
+    )
     for start, end in itertools.pairwise(BOUNDARIES):
         document = PackedAttention((0, end - start))
-        alone = document(0, *(x[start:end] for x in tensors), scale=0.3, window=None, softcap=None)
+        own = [x[start:end] for x in tensors]
+        alone = document(0, own[0], Keys(tuple(own[1:])), scale=0.3, window=None, softcap=None)
         torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
 
 
@@ -153,7 +162,9 @@ def test_what_is_not_a_number_stays_in_its_branch() -> None:
     tensors = [x.detach() for x in inputs(2)]
     for x in tensors:
         x[30:36] = float("nan")
-    out = PackedAttention(BOUNDARIES, TREES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    out = PackedAttention(BOUNDARIES, TREES)(
+        0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=None, softcap=None
+    )
     assert out[30:36].isnan().all()
     assert out[:30].isfinite().all() and out[36:].isfinite().all()
 
@@ -162,7 +173,7 @@ def test_what_is_not_a_number_stays_in_its_document() -> None:
     tensors = [x.detach() for x in inputs(2)]
     for x in tensors:
         x[6:23] = float("nan")
-    out = PackedAttention(BOUNDARIES)(0, *tensors, scale=0.3, window=None, softcap=None)
+    out = PackedAttention(BOUNDARIES)(0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=None, softcap=None)
     assert out[6:23].isnan().all()
     assert out[:6].isfinite().all() and out[23:].isfinite().all()
 
@@ -178,7 +189,7 @@ def test_masks_that_are_kept_take_little_memory_whatever_lengths_come(window: in
     block_attention._triangle.cache_clear()
     for length in (7, 290, 300, 512, 777, 4100, 4500):
         x = torch.zeros(length, 1, 2)
-        PackedAttention((0, length))(0, x, x, x, scale=1.0, window=window, softcap=3.0)
+        PackedAttention((0, length))(0, x, Keys((x, x)), scale=1.0, window=window, softcap=3.0)
     kept = block_attention._triangle.cache_info()
     sizes = block_attention.BLOCK_ROWS // block_attention.ROW_MULTIPLE
     assert 0 < kept.currsize <= 2 * sizes
@@ -209,3 +220,72 @@ def test_the_kernels_of_a_gpu_equal_a_dense_mask(kv_heads: int, window: int | No
     tensors = [x.cuda().requires_grad_() for x in rounded]
     for got, want in zip(results(PackedAttention(BOUNDARIES), tensors, window, softcap), wanted, strict=True):
         assert (got.double().cpu() - want).norm() / want.norm() < 0.02
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("trees", [(), TREES])
+@pytest.mark.parametrize("short", [0, 768])  # by torch's kernel where that can be, or in blocks
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (7, 1.0)])
+@pytest.mark.parametrize("width", [5, 8, 11])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_sinks_and_values_of_another_width(
+    has_sinks: bool,
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    short: int,
+    trees: tuple[Branch, ...],
+    exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_kernels, "SHORT_DOCUMENT", short)
+    monkeypatch.setattr(block_attention, "BLOCK_ROWS", 6)
+    monkeypatch.setattr(block_attention, "ROW_MULTIPLE", 4)
+    q, k, _ = inputs(2)
+    v = torch.randn(40, 2, width, generator=torch.Generator().manual_seed(9), dtype=torch.float64).requires_grad_()
+    # One that takes nearly all of a row's probability, and one that takes none.
+    sinks = torch.tensor([0.5, -1.0, 30.0, -60.0], dtype=torch.float64, requires_grad=True) if has_sinks else None
+    leaves = [q, k, v, *([] if sinks is None else [sinks])]
+    found = []
+    for strategy in ((BlockwiseAttention if exact else PackedAttention), ReferenceAttention):
+        attended = strategy(BOUNDARIES, trees)
+        out = attended(0, q, Keys((k, v)), scale=0.3, window=window, softcap=softcap, sinks=sinks)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    if sinks is not None:  # negative control: scores, and not what they add up to, take a sink's share
+        without = ReferenceAttention(BOUNDARIES, trees)(0, q, Keys((k, v)), scale=0.3, window=window, softcap=softcap)
+        assert not torch.allclose(without.detach(), found[1][0])
+
+
+@pytest.mark.parametrize("short", [0, 768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_in_narrow_types(dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "SHORT_DOCUMENT", short)
+    found = []
+    for tensors in (inputs(2, dtype, 32), inputs(2, width=32)):
+        sinks = torch.tensor([0.5, -1.0, 2.0, 5.0], dtype=torch.float64).to(torch.float32).requires_grad_()
+        strategy = PackedAttention(BOUNDARIES) if tensors[0].dtype == dtype else ReferenceAttention(BOUNDARIES)
+        out = strategy(0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=None, softcap=None, sinks=sinks)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), [*tensors, sinks])])
+    limit = 1e-5 if dtype == torch.float32 else 0.02
+    for got, want in zip(*found, strict=True):
+        assert (got.double() - want.double()).norm() / want.double().norm() < limit
+    assert found[0][-1].dtype == torch.float32, "the gradient of a parameter has its type"
+
+
+def test_a_sink_is_a_share_of_the_probability() -> None:
+    """Scores of 4, 3, 2 and 1 and a sink of 4: a value gets exp(score - 4) / (1 + e^-1 + e^-2 + e^-3 + 1)."""
+    q, k = torch.ones(4, 1, 1), torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1)
+    total = sum(math.exp(-down) for down in range(4))
+    for strategy in (PackedAttention((0, 4)), BlockwiseAttention((0, 4))):
+        for column, score in enumerate((1, 2, 3, 4)):
+            v = torch.zeros(4, 1, 1)
+            v[column] = 1
+            options = {"scale": 1.0, "window": None, "softcap": None}
+            without = strategy(0, q, Keys((k, v)), **options)[3]
+            with_sink = strategy(0, q, Keys((k, v)), sinks=torch.tensor([4.0]), **options)[3]
+            assert without.item() == pytest.approx(math.exp(score - 4) / total, rel=1e-6)
+            assert with_sink.item() == pytest.approx(math.exp(score - 4) / (total + 1), rel=1e-6)

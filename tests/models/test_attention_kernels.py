@@ -19,6 +19,7 @@ from builders.reference_attention import (
 )
 from torch import Tensor
 
+from danlu.layer_types import Keys
 from danlu.models import attend, attention_kernels
 from danlu.models.attend import PackedAttention
 from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, documents_mask, kernels_of
@@ -37,7 +38,7 @@ def inputs(kv_heads: int) -> list[Tensor]:
 
 
 def results(strategy: Any, tensors: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
-    out = strategy(0, *tensors, scale=0.3, window=window, softcap=softcap)
+    out = strategy(0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=window, softcap=softcap)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
@@ -119,8 +120,11 @@ def test_the_variable_length_kernel_gets_what_it_takes_only() -> None:
     shapes = {(torch.bfloat16, 64): True, (torch.float16, 256): True, (torch.float32, 64): False}
     shapes |= {(torch.bfloat16, 20): False, (torch.bfloat16, 264): False}
     for (dtype, width), takes in shapes.items():
-        assert varlen.takes(torch.zeros(1, 1, width, dtype=dtype), None, None) == takes
-    assert not varlen.takes(torch.zeros(1, 1, 64, dtype=torch.bfloat16), None, 30.0)
+        q = torch.zeros(1, 1, width, dtype=dtype)
+        assert varlen.takes(q, q, None, None) == takes
+    q = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
+    assert not varlen.takes(q, q, None, 30.0)
+    assert varlen.takes(q, q[..., :40], None, None) and not varlen.takes(q[..., :40], q, None, None)
 
 
 def test_the_installed_kernel_has_a_signature_that_is_known() -> None:
@@ -132,8 +136,16 @@ def test_the_installed_kernel_has_a_signature_that_is_known() -> None:
 
 
 def dense_flex(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Kernel | None, block_mask: Any, scale: float, enable_gqa: bool
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: Kernel | None,
+    block_mask: Any,
+    scale: float,
+    enable_gqa: bool,
+    return_lse: bool = False,
+) -> Any:
     """What flex attention computes, over whole scores, with the blocks of its mask and what the mask says in them."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     groups, total = q.shape[1] // k.shape[1], q.shape[2]
@@ -143,7 +155,9 @@ def dense_flex(
     if score_mod is not None:
         scores = score_mod(scores, zero, zero, i, j)
     hidden = ~(block_mask.mask_mod(zero, zero, i, j) & by_blocks(block_mask, total))
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    scores = scores.masked_fill(hidden, float("-inf"))
+    out = scores.softmax(-1) @ v
+    return (out, scores.logsumexp(-1)) if return_lse else out
 
 
 def by_blocks(mask: Any, total: int) -> Tensor:
@@ -172,7 +186,27 @@ def test_softcaps_go_through_flex_attention(
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11)
     assert len(calls) == (softcap is not None)
     assert not torch.allclose(results(packed, tensors, 2, 3.0)[0], want[0])  # negative control
-    assert not Flex(flex, EVERY).takes(torch.zeros(1, 1, 8))
+    narrow, wide = torch.zeros(1, 1, 8), torch.zeros(1, 1, 16)
+    assert not Flex(flex, EVERY).takes(narrow, wide) and not Flex(flex, EVERY).takes(wide, narrow)
+
+
+@pytest.mark.parametrize("trees", [(), TREES])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 1.0)])
+def test_sinks_go_through_flex_attention(
+    window: int | None, softcap: float | None, trees: tuple[Branch, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "FLEX_BLOCK", 4)
+    tensors = inputs(2)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 30.0], dtype=torch.float64, requires_grad=True)
+    varlen = Varlen(Versions().torch_2_13, EVERY)
+    kernels = Kernels(varlen=varlen, flex=Flex(dense_flex, EVERY))  # of which the first knows no sinks
+    found = []
+    for strategy in (PackedAttention(BOUNDARIES, trees, kernels), ReferenceAttention(BOUNDARIES, trees)):
+        keys = Keys((tensors[1], tensors[2][..., :6]))
+        out = strategy(0, tensors[0], keys, scale=0.3, window=window, softcap=softcap, sinks=sinks)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [*tensors, sinks])])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -205,8 +239,8 @@ def test_torchs_own_flex_attention_gives_the_same_values(window: int | None, tre
     tensors = [x.detach().float() for x in inputs(2)]  # it has no backward pass on CPU
     packed = PackedAttention(BOUNDARIES, trees, Kernels(flex=Flex(flex_attention, EVERY)))
     options = {"scale": 0.3, "window": window, "softcap": None if trees else 2.0}
-    want = ReferenceAttention(BOUNDARIES, trees)(0, *tensors, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(packed(0, *tensors, **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+    want = ReferenceAttention(BOUNDARIES, trees)(0, tensors[0], Keys(tuple(tensors[1:])), **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(packed(0, tensors[0], Keys(tuple(tensors[1:])), **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [None, 1, 130, 300, 2000])

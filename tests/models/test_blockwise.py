@@ -9,6 +9,7 @@ import torch
 from builders.reference_attention import BOUNDARIES, CHAINS, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
+from danlu.layer_types import Keys
 from danlu.models import blockwise
 from danlu.models.attend import BlockwiseAttention, PackedAttention, attend_for
 from danlu.models.blockwise import KEY_BLOCK, Attended, BlockwiseQueries, QueryRun, attend_block, merge
@@ -28,7 +29,7 @@ def inputs(tokens: int, kv_heads: int, dtype: torch.dtype = torch.float64, width
 
 
 def results(strategy: Any, tensors: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
-    out = strategy(0, *tensors, scale=0.3, window=window, softcap=softcap)
+    out = strategy(0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=window, softcap=softcap)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
 
@@ -63,7 +64,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
 def test_gradients_are_those_of_finite_differences() -> None:
     q, k, v = inputs(9, 2, width=3)
     attend = BlockwiseAttention((0, 4, 9))
-    assert torch.autograd.gradcheck(lambda *x: attend(0, *x, scale=0.5, window=3, softcap=2.0), (q, k, v))
+    assert torch.autograd.gradcheck(lambda q, *x: attend(0, q, Keys(x), scale=0.5, window=3, softcap=2.0), (q, k, v))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,30 +102,33 @@ def test_bits_are_the_same_in_a_pack_a_tree_a_chunk_and_alone(
 ) -> None:
     tensors = inputs(LENGTH, kv_heads, dtype, width=24)
     options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
-    whole = BlockwiseAttention((0, LENGTH))(0, *tensors, **options)
+    whole = BlockwiseAttention((0, LENGTH))(0, tensors[0], Keys(tuple(tensors[1:])), **options)
     for sizes in ([LENGTH], [1] * LENGTH, [130, 1, 1, 5, 63], [7, 64, 129]):
         assert torch.equal(in_chunks(tensors, sizes, window, softcap), whole)
     before = [torch.randn(37, *x.shape[1:]).to(dtype) for x in tensors]
-    packed = BlockwiseAttention((0, 37, 37 + LENGTH))(
-        0, *(map(torch.cat, zip(before, tensors, strict=True))), **options
-    )
+    q, *keys = map(torch.cat, zip(before, tensors, strict=True))
+    packed = BlockwiseAttention((0, 37, 37 + LENGTH))(0, q, Keys(tuple(keys)), **options)
     assert torch.equal(packed[37:], whole)
     # A stem that ends inside a block, and two branches: the second is the sequence's rest, the first something else.
     stem, other = 100, 11
     trees = (Branch(-1, 0, stem), Branch(0, stem, stem + other), Branch(0, stem + other, LENGTH + other))
     of_tree = [torch.cat((x[:stem], x[:other] + 1, x[stem:])) for x in tensors]
-    tree = BlockwiseAttention((0, LENGTH + other), trees)(0, *of_tree, **options)
+    tree = BlockwiseAttention((0, LENGTH + other), trees)(0, of_tree[0], Keys(tuple(of_tree[1:])), **options)
     assert torch.equal(torch.cat((tree[:stem], tree[stem + other :])), whole)
     if window is None:  # the control: torch's own kernels
-        assert not torch.equal(PackedAttention((0, LENGTH))(0, *tensors, **options), whole)
+        assert not torch.equal(PackedAttention((0, LENGTH))(0, tensors[0], Keys(tuple(tensors[1:])), **options), whole)
 
 
 @torch.no_grad()
 def test_another_size_of_blocks_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(LENGTH, 2, torch.float32)
-    whole = BlockwiseAttention((0, LENGTH))(0, *tensors, scale=0.3, window=None, softcap=None)
+    whole = BlockwiseAttention((0, LENGTH))(
+        0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=None, softcap=None
+    )
     monkeypatch.setattr(blockwise, "KEY_BLOCK", 48)
-    other = BlockwiseAttention((0, LENGTH))(0, *tensors, scale=0.3, window=None, softcap=None)
+    other = BlockwiseAttention((0, LENGTH))(
+        0, tensors[0], Keys(tuple(tensors[1:])), scale=0.3, window=None, softcap=None
+    )
     assert not torch.equal(whole, other)
     torch.testing.assert_close(whole, other, rtol=1e-4, atol=1e-5)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from danlu.layer_types import Keys
 from danlu.models.attend import PackedAttention
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder
@@ -73,13 +74,14 @@ def test_a_tied_head_is_one_parameter(tiny_model: Callable[..., Decoder]) -> Non
 def test_the_attend_strategy_is_asked_with_each_layers_own_settings(tiny_model: Callable[..., Decoder]) -> None:
     seen: list[dict[str, Any]] = []
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    def attend(layer: int, q: Tensor, keys: Keys, **settings: Any) -> Tensor:
+        k, v = keys.stored
         seen.append({"layer": layer, "q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape), **settings})
         return torch.zeros_like(q)
 
     model = tiny_model("gemma2")
     model(torch.arange(9), torch.arange(9), attend)
-    common = {"q": (9, 4, 16), "k": (9, 2, 16), "v": (9, 2, 16), "scale": 12**-0.5, "softcap": 3.0}
+    common = {"q": (9, 4, 16), "k": (9, 2, 16), "v": (9, 2, 16), "scale": 12**-0.5, "softcap": 3.0, "sinks": None}
     assert [one.pop("scale") for one in seen] == [pytest.approx(common.pop("scale"))] * 3
     assert seen == [{"layer": layer, "window": window, **common} for layer, window in enumerate((6, None, 6))]
 

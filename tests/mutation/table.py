@@ -757,7 +757,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/exact_paged.py",
-        "self._pool.write(layer, k, v)",
+        "self._pool.write(layer, *keys.stored)",
         "None",
         "rollout/test_self_check.py",
         only="silent",

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from danlu.layer_types import LayerCache
+from danlu.layer_types import Keys, LayerCache
 from danlu.rollout import decode_buffers
 from danlu.rollout.pool import CachePool
 from danlu.rollout.scheduler import Chunk, Plan
@@ -35,7 +35,7 @@ def decode(pool, positions, *, expect_gathered):
     q, k, v = (torch.randn(len(chunks), heads, WIDTH) for heads in (2 * HEADS, HEADS, HEADS))
     attend = pool.attend(plan)
     kept = dict(pool.decode_buffers._layers)
-    out = attend(0, q, k, v, scale=0.5, window=None, softcap=None)
+    out = attend(0, q, Keys((k, v)), scale=0.5, window=None, softcap=None)
     assert (kept.get(0) is not pool.decode_buffers._layers.get(0)) == expect_gathered
     for row, chunk in enumerate(chunks):
         keys, values = pool.gather(0, torch.tensor(list(chunk.blocks)), chunk.stop)  # [S, K, C]

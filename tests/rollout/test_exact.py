@@ -116,7 +116,7 @@ def gap(completions: Sequence[Completion], trainer: Sequence[Sequence[float]]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "window", "sliding", "softcap", "qk-norm"])
+@pytest.mark.parametrize("kind", ["llama", "window", "sliding", "softcap", "qk-norm", "sinks"])
 def test_the_gap_is_nothing(small_decoder: Any, kind: str, dtype: torch.dtype) -> None:
     model = small_decoder(kind, vocab_size=VOCABULARY)
     by_name = {

@@ -129,6 +129,8 @@ def test_what_takes_part_besides_is_left_to_the_modules(decoder):
     for changes in (
         {"windows": (5, None, 5)},
         {"softcap": 3.0},
+        {"sinks": True},
+        {"output_gate": True},
         {"norms": "sandwich"},
         {"norms": "post"},
         {"rope_scaling": DynamicScaling(4.0)},

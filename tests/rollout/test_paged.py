@@ -10,12 +10,12 @@ import pytest
 import torch
 from builders.reference_attention import ReferenceAttention
 
-from danlu.layer_types import LayerCache
+from danlu.layer_types import Keys, LayerCache
 from danlu.rollout import paged
 from danlu.rollout.pool import CachePool
 from danlu.rollout.scheduler import Chunk, Plan
 
-KINDS = ["llama", "window", "softcap", "qk-norm"]
+KINDS = ["llama", "window", "softcap", "qk-norm", "sinks"]
 BLOCK, BLOCKS = 4, 96
 CPU = torch.device("cpu")
 
@@ -216,8 +216,9 @@ def test_large_scores_lose_nothing_that_bfloat16_can_hold(split, softcap, window
     most = torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(2, dim=1)).abs().max() / 8
     tensors = [x.bfloat16() for x in (q * (30 / most).sqrt(), k * (30 / most).sqrt(), v)]  # scores reach 30
     options = {"scale": 1 / 8, "window": window, "softcap": softcap}
-    want = ReferenceAttention((0, 160))(0, *(x.double() for x in tensors), **options)
+    exact = [x.double() for x in tensors]
+    want = ReferenceAttention((0, 160))(0, exact[0], Keys(tuple(exact[1:])), **options)
     sequences = Sequences([LayerCache(((2, 64), (2, 64)), window)], torch.bfloat16)
     pieces = zip(*(x.split(split) for x in tensors), strict=True)
-    got = torch.cat([sequences.attend({0: len(piece[0])})(0, *piece, **options) for piece in pieces])
+    got = torch.cat([sequences.attend({0: len(piece[0])})(0, piece[0], Keys(piece[1:]), **options) for piece in pieces])
     assert (got[100:].double() - want[100:]).norm() / want[100:].norm() < 3e-3

@@ -1,7 +1,7 @@
 """Attention over packed documents: each document by itself, by the kernels that suit it.
 
 T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
-S tokens of one segment · L keys on its path
+W width of a value · S tokens of one segment · L keys on its path
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attention_kernels import Kernels, copy_to, documents_mask, kernels_of
+from danlu.layer_types import Absorb, Keys
+from danlu.models.attention_kernels import FlashWithSinks, Kernels, copy_to, documents_mask, kernels_of
 from danlu.models.block_attention import BlockAttention, BlockSettings
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.models.segments import Document, Segment, documents_of
@@ -52,49 +53,62 @@ class PackedAttention:
         self,
         layer: int,
         q: Tensor,  # [T, H, C]
-        k: Tensor,  # [T, K, C]
-        v: Tensor,  # [T, K, C]
+        keys: Keys,  # of the same tokens
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> Tensor:  # [T, H, C]
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # [T, H, W]
+        k, v = keys.expanded()  # [T, K, C], [T, K, W]
         kernels = self._kernels or kernels_of(q.device)
-        if not self._has_trees and kernels.varlen is not None and kernels.varlen.takes(q, window, softcap):
+        has_sinks = sinks is not None
+        varlen = None if self._has_trees or has_sinks else kernels.varlen
+        if varlen is not None and varlen.takes(q, v, window, softcap):
             longest = max(end - start for start, end in itertools.pairwise(self.boundaries))
-            return kernels.varlen(q, k, v, self._offsets_on(q.device), longest, scale=scale, window=window)
-        if (self._has_trees or softcap is not None) and kernels.flex is not None and kernels.flex.takes(q):
-            return kernels.flex(q, k, v, self._mask_on(q.device, window), scale=scale, softcap=softcap)
-        parts = self._parts(kernels, scale, window, softcap)
+            return varlen(q, k, v, self._offsets_on(q.device), longest, scale=scale, window=window)
+        needs_flex = self._has_trees or softcap is not None or has_sinks
+        if needs_flex and kernels.flex is not None and kernels.flex.takes(q, v):
+            return kernels.flex(q, k, v, self._mask_on(q.device, window), scale=scale, softcap=softcap, sinks=sinks)
+        parts = self._parts(kernels, scale, window, softcap, has_sinks)
         tokens = [part.tokens for part in parts]
         outputs: list[Tensor] = []
         for part, own_q, own_k, own_v in zip(parts, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
             for call in part.calls:
                 if isinstance(call, Segment):
-                    outputs.append(self._long_segment(call, own_q, own_k, own_v, scale, kernels))
+                    outputs.append(self._long_segment(call, own_q, own_k, own_v, scale, kernels, sinks))
                 else:
                     queries = _rows(own_q, call.first_query, call.segments[-1].stop)
-                    outputs.append(BlockAttention.apply(queries, own_k, own_v, call))
+                    outputs.append(BlockAttention.apply(queries, own_k, own_v, call, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _parts(self, kernels: Kernels, scale: float, window: int | None, softcap: float | None) -> list[_Part]:
+    def _parts(
+        self, kernels: Kernels, scale: float, window: int | None, softcap: float | None, has_sinks: bool
+    ) -> list[_Part]:
         """How the tokens are dealt to kernels: found once for all layers that are alike."""
-        key = kernels, scale, window, softcap
+        key = kernels, scale, window, softcap, has_sinks
         if key not in self._dealt:
-            in_blocks = _takes_blocks(kernels, window, softcap)
+            in_blocks = _takes_blocks(kernels, window, softcap, has_sinks)
             self._dealt[key] = [
                 _part(run, in_blocks, scale, window, softcap) for run in _runs(self.documents, in_blocks)
             ]
         return self._dealt[key]
 
     def _long_segment(
-        self, segment: Segment, q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels
+        self,
+        segment: Segment,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        kernels: Kernels,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of a segment [S, H, C] by `scaled_dot_product_attention`; q, k, v are of its whole document."""
+        """Attention of a segment [S, H, W] by `scaled_dot_product_attention`; q, k, v are of its whole document."""
         q = _rows(q, segment.start, segment.stop)
         k, v = (_concatenated([_rows(x, *part) for part in segment.path]) for x in (k, v))
         if segment.before == 0:
-            return _scaled_dot_product(q, k, v, scale, kernels)
+            return _scaled_dot_product(q, k, v, scale, kernels, sinks=sinks)
         outputs = []
         for start in range(0, len(q), BRANCH_ROWS):  # of which each but the last sees less than all keys
             rows = q[start : start + BRANCH_ROWS]
@@ -144,20 +158,47 @@ class BlockwiseAttention:
         self,
         layer: int,
         q: Tensor,  # [T, H, C]
-        k: Tensor,  # [T, K, C]
-        v: Tensor,  # [T, K, C]
+        keys: Keys,  # of the same tokens
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> Tensor:  # [T, H, C]
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # [T, H, W]
         if self._queries is None or self._queries.device != q.device:
             segments = [segment for document in self._packed.documents for segment in document]
             runs = [QueryRun(segment.stop - segment.start, segment.before, segment.path) for segment in segments]
             self._queries = BlockwiseQueries(runs, q.device)
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        out: Tensor = _Blockwise.apply(q, k, v, self._queries, self._packed, options)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        if (absorb := keys.absorb) is not None:
+            with torch.no_grad():
+                k, v = absorbed_keys(keys.stored, absorb)
+                mixed = self._queries.attend(absorb.queries(q, exact=True), k, v, sinks=sinks, **options)
+                out = absorb.outputs(mixed, exact=True)
+            if torch.is_grad_enabled():
+                out = _WithGradientOf.apply(out, self._packed(layer, q, keys, sinks=sinks, **options))
+            return out
+        k, v = keys.expanded()
+        out = _Blockwise.apply(q, k, v, sinks, self._queries, self._packed, options)
         return out
+
+
+def absorbed_keys(stored: Sequence[Tensor], absorb: Absorb) -> tuple[Tensor, Tensor]:
+    """Keys [.., L] and values [.., value_width] of attention over what is stored; views of it."""
+    (rows,) = stored
+    return rows, rows[..., : absorb.value_width]
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The first tensor's values, with the gradient of the second, which is the same function up to rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, other: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, grad
 
 
 class _Blockwise(torch.autograd.Function):
@@ -167,20 +208,23 @@ class _Blockwise(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         queries: BlockwiseQueries,
         packed: PackedAttention,
         options: dict[str, Any],
     ) -> Tensor:
         ctx.packed, ctx.options = packed, options
-        ctx.save_for_backward(q, k, v)
-        return queries.attend(q, k, v, **options)
+        ctx.save_for_backward(q, k, v, *(() if sinks is None else (sinks,)))
+        return queries.attend(q, k, v, sinks=sinks, **options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            out = ctx.packed(0, *inputs, **ctx.options)
-        return *torch.autograd.grad(out, inputs, grad), None, None, None
+            q, k, v, *sinks = inputs
+            out = ctx.packed(0, q, Keys((k, v)), sinks=sinks[0] if sinks else None, **ctx.options)
+        gradients = torch.autograd.grad(out, inputs, grad)
+        return *gradients, *(() if sinks else (None,)), None, None, None
 
 
 def attend_for(batch: Batch, *, exact: bool = False) -> PackedAttention | BlockwiseAttention:
@@ -194,15 +238,24 @@ def attend_for(batch: Batch, *, exact: bool = False) -> PackedAttention | Blockw
 
 
 def _scaled_dot_product(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels, branch_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    kernels: Kernels,
+    branch_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [S, H, C] over k, v [L, K, C] by torch's kernel, the last query at the last key.
+    """Causal attention of q [S, H, C] over k [L, K, C], v [L, K, W] by torch's kernel, the last query at the last key.
 
-    branch_mask: of `PackedAttention._mask_of_branches`, needed where L > S.
+    branch_mask: of `PackedAttention._mask_of_branches`, needed where L > S. sinks: not with one.
     """
-    length, before = len(q), len(k) - len(q)
+    length, before, width = len(q), len(k) - len(q), v.shape[2]
     # What q, k and v are filled up with comes after every real query, which does not see it.
     q, k, v = (_padded(x, kernels.document_multiple) for x in (q, k, v))
+    # Where widths differ torch takes a kernel that keeps all scores (CPU) or has none for some types (CUDA). Features
+    # that are zeros change neither scores nor what is asked for of the values.
+    q, k, v = (_widened(x, max(q.shape[2], width)) for x in (q, k, v))
     mask = None
     if branch_mask is not None:
         first = branch_mask.shape[1] - 2 * branch_mask.shape[0] - before
@@ -214,15 +267,23 @@ def _scaled_dot_product(
     if groups > 1 and q.dtype not in kernels.grouped_heads:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         groups = 1
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
-    )
-    return out.squeeze(0).transpose(0, 1)[:length]
+    if sinks is not None:
+        out = FlashWithSinks.apply(q, k, v, sinks, scale)
+    else:
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+        )
+    out = out.squeeze(0).transpose(0, 1)[:length]
+    return out if out.shape[2] == width else out[..., :width]
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
     more = -len(x) % multiple
     return F.pad(x, (0, 0, 0, 0, 0, more)) if more else x
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
@@ -234,8 +295,11 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _takes_blocks(kernels: Kernels, window: int | None, softcap: float | None) -> Callable[[Segment], bool]:
-    """Whether a segment is done by `BlockAttention`: torch's kernels know no windows and no softcaps.
+def _takes_blocks(
+    kernels: Kernels, window: int | None, softcap: float | None, has_sinks: bool
+) -> Callable[[Segment], bool]:
+    """Whether a segment is done by `BlockAttention`: torch's kernels know no windows and no softcaps, and sinks only
+    where one says what its scores add up to, and not behind a mask of branches.
 
     Of the others those whose scores are as many as a short document's: a short branch behind a long stem too.
     """
@@ -244,7 +308,8 @@ def _takes_blocks(kernels: Kernels, window: int | None, softcap: float | None) -
     def takes(segment: Segment) -> bool:
         keys = segment.path_length
         is_short = (segment.stop - segment.start) * keys <= most_scores
-        return is_short or softcap is not None or (window is not None and window < keys)
+        no_sinks = has_sinks and (segment.before > 0 or not kernels.has_sinks)
+        return is_short or no_sinks or softcap is not None or (window is not None and window < keys)
 
     return takes
 

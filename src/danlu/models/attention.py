@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Attend, KeyValuePrefix, LayerCache
+from danlu.layer_types import Attend, Keys, KeyValuePrefix, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Heads
@@ -24,21 +24,17 @@ from danlu.models.sublayer import RecomputePoints, Role
 class Attention(nn.Module):
     """Multi-head (K = H), grouped-query or multi-query (K = 1) attention.
 
-    The slot `prefix` may put other keys and values in the place of those of some tokens. Cut over processes, each has
-    some of the heads.
+    Each head may have a sink, the score of one more key whose value is zero (gpt-oss, arXiv:2508.10925), and what heads
+    say may be gated (Qwen3-Next). The slot `prefix` may put other keys and values in the place of those of some tokens.
+    Cut over processes, each has some of the heads.
     """
 
     prefix: KeyValuePrefix | None
+    sinks: Tensor | None
 
-    tensor_roles: ClassVar[Mapping[str, Role]] = {
-        "q_proj": "column",
-        "k_proj": "grouped",
-        "v_proj": "grouped",
-        "o_proj": "row",
-    }
-    tensor_slots: ClassVar[Mapping[str, str]] = {"prefix": "k_proj"}
+    tensor_slots: ClassVar[Mapping[str, str]] = {"prefix": "k_proj", "sinks": "q_proj"}
     recompute_points: ClassVar[RecomputePoints] = {
-        "elementwise": ("q_norm.forward", "k_norm.forward"),
+        "elementwise": ("q_norm.forward", "k_norm.forward", "gated"),
         "selective": ("attend_heads",),
     }
 
@@ -48,6 +44,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(width, spec.query_width, bias=spec.qkv_bias)
         self.k_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
         self.v_proj = Linear(width, spec.kv_width, bias=spec.qkv_bias)
+        self.gate_proj = Linear(width, spec.query_width, bias=False) if spec.output_gate else None
         queries, keys = spec.normed_widths
         self.q_norm = RMSNorm(queries, config) if spec.qk_norm is not None else None
         self.k_norm = RMSNorm(keys, config) if spec.qk_norm is not None else None
@@ -61,6 +58,13 @@ class Attention(nn.Module):
         self.scale = spec.attention_scale
         self.window = spec.window
         self.softcap = spec.softcap
+        self.register_parameter("sinks", nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None)
+
+    @property
+    def tensor_roles(self) -> Mapping[str, Role]:
+        """How its matrices may be cut over processes."""
+        gate: dict[str, Role] = {} if self.gate_proj is None else {"gate_proj": "column"}
+        return {"q_proj": "column", "k_proj": "grouped", "v_proj": "grouped", **gate, "o_proj": "row"}
 
     @property
     def tensor_norms(self) -> Mapping[str, str]:
@@ -76,12 +80,21 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
         """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
         rotation = None if self.rope is None else rotations[self.rope]
-        q, k, v = forward_shared(x, self.q_proj, self.k_proj, self.v_proj)  # [T, H*C], [T, K*C], [T, K*C]
-        out: Tensor = self.o_proj(self.attend_heads(q, k, v, rotation, attend))
+        gates = () if self.gate_proj is None else (self.gate_proj,)
+        # [T, H*C], [T, K*C], [T, K*C], and [T, H*C] of a gate
+        q, k, v, *gate = forward_shared(x, self.q_proj, self.k_proj, self.v_proj, *gates)
+        out: Tensor = self.o_proj(self.attend_heads(q, k, v, rotation, attend, *gate))
         return out
 
-    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """Everything between the projections: norms, rotation, attention. q [T, H*C]; k, v [T, K*C] -> [T, H*C]."""
+    def gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """What the heads say, times a sigmoid of the gate (arXiv:2505.06708); [T, H*C] each."""
+        return mixed * torch.sigmoid(gate)
+
+    def attend_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, attend: Attend, gate: Tensor | None = None
+    ) -> Tensor:
+        """Everything between the projections: norms, rotation, attention, the gate. q, gate [T, H*C]; k, v [T, K*C] ->
+        [T, H*C]."""
         if self.norms_all_heads:
             q, k = self._normed(q, k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
@@ -93,7 +106,8 @@ class Attention(nn.Module):
                 q = q * rotation.query_scale[:, None, None]
         if self.prefix is not None:
             k, v = self.prefix(k, v)
-        return self._mix(attend, q, k, v).flatten(1)
+        mixed = self._mix(attend, q, k, v).flatten(1)
+        return mixed if gate is None else self.gated(mixed, gate)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
@@ -102,7 +116,8 @@ class Attention(nn.Module):
         return f"window={self.window}, softcap={self.softcap}, rope={self.rope}"
 
     def _mix(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [T, H, C]
-        return attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)
+        keys = Keys((k, v))
+        return attend(self.layer, q, keys, scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks)
 
 
 @cache

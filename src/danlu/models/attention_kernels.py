@@ -3,7 +3,7 @@
 `attend.PackedAttention` asks a `Kernels` what it may use, never a tensor where it is, so that a test can give one whose
 kernels run anywhere.
 
-T packed tokens · H query heads · K key/value heads · C head width
+T packed tokens · S tokens of one document · H query heads · K key/value heads · C head width · W width of a value
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.segments import Document
@@ -58,14 +59,17 @@ class Varlen:
     def grouped_heads(self) -> bool:
         return "enable_gqa" in _parameters(self.kernel)
 
-    def takes(self, q: Tensor, window: int | None, softcap: float | None) -> bool:
-        fits = q.dtype in self.dtypes and q.shape[-1] in FLASH_WIDTHS
+    def takes(self, q: Tensor, v: Tensor, window: int | None, softcap: float | None) -> bool:
+        fits = q.dtype in self.dtypes and q.shape[-1] in FLASH_WIDTHS and v.shape[-1] <= q.shape[-1]
         return fits and softcap is None and (window is None or self.windows)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, *, scale: float, window: int | None
     ) -> Tensor:
-        """q [T, H, C], k and v [T, K, C]; offsets [documents + 1] int32, from 0 to T; longest document -> [T, H, C]."""
+        """q [T, H, C], k [T, K, C], v [T, K, W]; offsets [documents + 1] int32, from 0 to T; longest document ->
+        [T, H, W]. The kernel knows one width: narrower values are filled up with zeros."""
+        width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
         options: dict[str, Any] = {"scale": scale}
         if self.windows:  # tokens to the left and right that a query sees besides itself; -1: all
             options["window_size"] = (-1 if window is None else window - 1, 0)
@@ -77,28 +81,77 @@ class Varlen:
         elif groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out: Tensor = self.kernel(q, k, v, offsets, offsets, longest, longest, **options)
-        return out
+        return out if out.shape[-1] == width else out[..., :width]
 
 
 @dataclass(frozen=True)
 class Flex:
-    """Attention with a softcap or along the branches of trees, by `torch.nn.attention.flex_attention`."""
+    """Attention with a softcap, with sinks or along the branches of trees, by `torch.nn.attention.flex_attention`."""
 
     attention: Callable[..., Any]
     dtypes: tuple[torch.dtype, ...] = NARROW
 
-    def takes(self, q: Tensor) -> bool:
-        return q.dtype in self.dtypes and q.shape[-1] >= FLEX_WIDTH
+    def takes(self, q: Tensor, v: Tensor) -> bool:
+        return q.dtype in self.dtypes and min(q.shape[-1], v.shape[-1]) >= FLEX_WIDTH
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, softcap: float | None) -> Tensor:
-        """q [T, H, C], k and v [T, K, C]; mask: of `documents_mask` -> [T, H, C]."""
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, H, C], k [T, K, C], v [T, K, W]; mask: of `documents_mask`; sinks [H] -> [T, H, W]."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, T, C]
-        out: Tensor = self.attention(
+        out = self.attention(
             q, k, v,
             score_mod=None if softcap is None else _softcap(softcap),
             block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            **({} if sinks is None else {"return_lse": True}),
         )  # fmt: skip
-        return out.squeeze(0).transpose(0, 1)
+        if sinks is not None:
+            out, lse = out  # [1, H, T, W], [1, H, T]
+            out = out * torch.sigmoid(lse - sinks.to(lse.dtype).unsqueeze(1)).unsqueeze(-1).to(out.dtype)
+        attended: Tensor = out.squeeze(0).transpose(0, 1)
+        return attended
+
+
+class FlashWithSinks(torch.autograd.Function):
+    """Causal attention of a document with sinks, by torch's flash kernel on a CPU.
+
+    A sink is one more score of a row whose value is zero, so it makes what comes out smaller: out * sigmoid(lse -
+    sink), with lse the log of the sum of exp(score). In the backward pass the kernel makes probabilities again from the
+    lse it is given; from that of scores and sink together it makes the right ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> Tensor:
+        """q [1, H, S, C]; k, v [1, K, S, C]; sinks [H] -> [1, H, S, C]."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        of_sinks = sinks.to(lse.dtype).unsqueeze(1)  # [H, 1]
+        out = out * torch.sigmoid(lse - of_sinks).unsqueeze(-1).to(out.dtype)
+        # Laid out as the kernel's own, [1, S, H, ..], which its backward pass takes for granted.
+        merged = torch.empty_like(lse).copy_(torch.logaddexp(lse, of_sinks))
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, sinks, out, merged)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        of_inputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True, scale=ctx.scale
+        )
+        grad_sinks = None
+        if ctx.needs_input_grad[3]:
+            means = (grad.to(lse.dtype) * out).sum(-1)  # [1, H, S]: of p dp
+            shares = torch.exp(sinks.to(lse.dtype).unsqueeze(1) - lse)  # the sink's own probability
+            grad_sinks = -(shares * means).sum((0, 2)).to(sinks.dtype)
+        return *of_inputs, grad_sinks, None
 
 
 @dataclass(frozen=True)
@@ -113,6 +166,8 @@ class Kernels:
     """Documents up to this length are done in blocks of products."""
     document_multiple: int = 1
     """Longer ones are filled up to a multiple of this."""
+    has_sinks: bool = False
+    """Whether `FlashWithSinks` works there."""
 
 
 def kernels_of(device: torch.device) -> Kernels:
@@ -120,7 +175,7 @@ def kernels_of(device: torch.device) -> Kernels:
     if device.type == "cuda":
         return _cuda_kernels(device)
     short, multiple = (SHORT_DOCUMENT, DOCUMENT_MULTIPLE) if device.type == "cpu" else (-1, 1)
-    return Kernels(short_document=short, document_multiple=multiple)
+    return Kernels(short_document=short, document_multiple=multiple, has_sinks=device.type == "cpu")
 
 
 @cache

@@ -1,7 +1,7 @@
 """Attention in blocks of query rows, by matrix products: of what is short, and of windows and softcaps of any length.
 
 T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
-B rows of a query block, filled up · L keys such a block sees
+W width of a value · B rows of a query block, filled up · L keys such a block sees
 """
 
 from __future__ import annotations
@@ -119,15 +119,19 @@ class BlockAttention(torch.autograd.Function):
     Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since
     they come after it. Scores, softcap and softmax are in float32: where scores are large, bfloat16 goes in steps of an
     eighth. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the same
-    that one written-out attention would keep, less the blocks above the diagonal or outside the window.
+    that one written-out attention would keep, less the blocks above the diagonal or outside the window. With sinks,
+    probabilities are smaller by the sink's, which is kept too: a number a row.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: BlockSettings) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: BlockSettings, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [queries, H, C], k [T, K, C], v [T, K, W], sinks [H] -> [queries, H, W]."""
         kv_heads = k.shape[1]
         groups = q.shape[1] // kv_heads
         grouped = q.unflatten(1, (kv_heads, groups))  # [T, K, G, C]
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
         kept: list[Tensor] = []
         for block in settings.blocks:
             queries = _by_head(block.queries(grouped))  # [K, G*B, C]
@@ -139,15 +143,21 @@ class BlockAttention(torch.autograd.Function):
                 kept.append(scores.square().neg_().add_(1).to(q.dtype))
                 scores.mul_(settings.softcap)
             block.hide(scores.view(kv_heads, groups, block.rows, -1))
-            probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
+            if sinks is None:
+                probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
+            else:
+                lse = scores.logsumexp(-1, keepdim=True)  # [K, G*B, 1]
+                of_sinks = sink_logits(sinks, kv_heads, block.rows, lse.dtype)
+                probabilities = torch.softmax(scores, dim=-1).mul_(torch.sigmoid(lse - of_sinks)).to(q.dtype)
+                kept.append(torch.sigmoid(of_sinks - lse))  # the sink's own
             kept.append(probabilities)
             out[block.real] = _by_token(torch.bmm(probabilities, values), block)
-        ctx.settings = settings
+        ctx.settings, ctx.sinks_dtype = settings, None if sinks is None else sinks.dtype
         ctx.save_for_backward(q, k, v, *kept)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, *saved = ctx.saved_tensors
         settings: BlockSettings = ctx.settings
         kv_heads = k.shape[1]
@@ -155,17 +165,23 @@ class BlockAttention(torch.autograd.Function):
         grouped, grad_grouped = (x.unflatten(1, (kv_heads, groups)) for x in (q, grad))  # [T, K, G, C]
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are summed in float32
         grad_q = torch.empty_like(q)
-        grad_k, grad_v = (x.new_zeros(kv_heads, *x.shape[::2], dtype=wide) for x in (k, v))  # [K, T, C]
+        grad_k, grad_v = (x.new_zeros(kv_heads, *x.shape[::2], dtype=wide) for x in (k, v))  # [K, T, C or W]
+        grad_sinks = None if ctx.sinks_dtype is None else q.new_zeros(kv_heads, groups, dtype=wide)
         kept = iter(saved)
         for block in settings.blocks:
             slope = next(kept) if settings.softcap is not None else None
+            of_sinks = next(kept) if grad_sinks is not None else None  # [K, G*B, 1]
             probabilities = next(kept)  # [K, G*B, L]
-            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
+            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C or W]
             grad_out = _by_head(block.queries(grad_grouped))  # [K, G*B, C]
             # Blocks share keys, so grad_k and grad_v are sums over blocks.
             block.add_to(grad_v, torch.bmm(probabilities.transpose(1, 2), grad_out))
             grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
-            # p * (dp - sum(p * dp)), fused.
+            if grad_sinks is not None and of_sinks is not None:
+                # A sink's value is zero, and so is dp of its probability.
+                means = (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
+                grad_sinks -= (of_sinks * means).view(kv_heads, groups, -1).sum(-1)
+            # p * (dp - sum(p * dp)), fused. With sinks too, where all p of a row are less than one.
             grad_scores = torch.ops.aten._softmax_backward_data(
                 grad_probabilities, probabilities, -1, probabilities.dtype
             )
@@ -176,7 +192,14 @@ class BlockAttention(torch.autograd.Function):
             block.add_to(grad_k, torch.bmm(grad_scores.transpose(1, 2), queries))
         # scores = scale q.k: the scale is taken out of both sums and multiplied once.
         grad_k.mul_(settings.scale)
-        return grad_q.mul_(settings.scale), grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype), None
+        of_keys = grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype)
+        of_sinks = None if grad_sinks is None else grad_sinks.flatten().to(ctx.sinks_dtype)
+        return grad_q.mul_(settings.scale), *of_keys, None, of_sinks
+
+
+def sink_logits(sinks: Tensor, kv_heads: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """sinks [H] as [K, G*B, 1]: of each row of scores, rows = B tokens of each head."""
+    return sinks.to(dtype).view(kv_heads, -1, 1).expand(-1, -1, rows).reshape(kv_heads, -1, 1)
 
 
 def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:

@@ -72,6 +72,15 @@ def merge(first: Attended, second: Attended) -> Attended:
     return Attended(first.out * shares[0] + second.out * shares[1], base.add_(mass.log_()))
 
 
+def with_sinks(attended: Attended, sinks: Tensor) -> Attended:
+    """Attention with one more key, whose score is the row's of sinks [.., R] and whose value is zero: out times
+    sigmoid(lse - sink). Each row sees a key.
+    """
+    # No torch.sigmoid, and logaddexp written out: see `merge` for operations that do not ask where a number stands.
+    more = (sinks - attended.lse).exp_().add_(1)
+    return Attended(attended.out / more.unsqueeze(-1), attended.lse + more.log_())
+
+
 @dataclass(frozen=True)
 class QueryRun:
     """Queries that follow one another in a sequence, and where the sequence's keys are."""
@@ -107,9 +116,17 @@ class BlockwiseQueries:
         self._tiles: dict[tuple[int, int | None], _Tiles] = {}
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [T, H, C], k [S, K, C], v [S, K, W] -> [T, H, W] in q's dtype."""
+        """q [T, H, C], k [S, K, C], v [S, K, W], sinks [H] -> [T, H, W] in q's dtype."""
         wide = torch.promote_types(q.dtype, torch.float32)
         heads, kv_heads = q.shape[1], k.shape[1]
         groups = heads // kv_heads
@@ -129,6 +146,10 @@ class BlockwiseQueries:
             )
             for old, new in zip(part, merge(part, block), strict=True):
                 old.copy_(new)
+        if sinks is not None:
+            # As rows [P, K, B, G]: a tile's are its tokens, with the queries of a key/value head for each.
+            of_rows = sinks.to(wide).view(1, kv_heads, 1, groups).expand(-1, -1, tiles.tokens, -1).flatten(2)
+            total = with_sinks(total, of_rows)
         out = total.out.view(tiles.count, kv_heads, tiles.tokens, groups, -1).transpose(1, 2)  # [P, B, K, G, W]
         return out.reshape(tiles.count * tiles.tokens, heads, -1)[tiles.slots].to(q.dtype)
 

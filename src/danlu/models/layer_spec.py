@@ -75,6 +75,10 @@ class Heads:
     o_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
     """RMSNorm of q and k before rotation, over each head (Qwen3) or over all of them together (OLMo 2)."""
+    sinks: bool = False
+    """Whether each query head has one more key, with a learned score and a value of zero (gpt-oss)."""
+    output_gate: bool = False
+    """Whether what heads say is multiplied by a sigmoid of as many features of the layer's input (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -113,9 +117,11 @@ class Heads:
         shapes = linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
         shapes |= linear_shapes("k_proj", self.kv_width, width, self.qkv_bias)
         shapes |= linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
+        shapes |= linear_shapes("gate_proj", self.query_width, width, False) if self.output_gate else {}
         if self.qk_norm is not None:
             queries, keys = self.normed_widths
             shapes |= {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
+        shapes |= {"sinks": (self.heads,)} if self.sinks else {}
         return shapes | linear_shapes("o_proj", width, self.query_width, self.o_bias)
 
     def pair_flops(self) -> int:
@@ -125,10 +131,12 @@ class Heads:
     def kept(self, tensor: int) -> Kept:
         """What the backward pass needs of each token, on one of so many tensor ranks, beside scores."""
         queries, keys = self.query_width / tensor, self.kv_width / min(tensor, self.kv_heads)
+        # The gate and its product with what heads say, which is recomputed.
+        gate = queries if self.output_gate else 0
         return {
-            "none": 2 * queries + 2 * keys,
-            "elementwise": 2 * queries + 2 * keys,
-            "selective": queries + 2 * keys,
+            "none": 2 * queries + 2 * keys + 3 * gate,
+            "elementwise": 2 * queries + 2 * keys + gate,
+            "selective": queries + 2 * keys + gate,
         }
 
     def uncuttable(self, degree: int) -> str | None:

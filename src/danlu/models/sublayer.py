@@ -14,9 +14,10 @@ from torch import Tensor
 from danlu.layer_types import Attend, LayerCache
 from danlu.models.rope import Rotation
 
-Role = Literal["column", "grouped", "row", "vocabulary"]
+Role = Literal["column", "grouped", "row", "vocabulary", "whole"]
 """How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
-hold the same head), by its inputs, or by rows of the vocabulary."""
+hold the same head), by its inputs, by rows of the vocabulary, or not at all: its gradient is then a sum over processes.
+"""
 
 RecomputePoints = Mapping[Literal["elementwise", "selective"], Sequence[str]]
 """Kind of recomputation -> the functions between products, from the module on ("q_norm.forward"), whose outputs are
@@ -35,19 +36,22 @@ class Sublayer(Protocol):
     """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
 
     tensor_slots: ClassVar[Mapping[str, str]]
-    """Slot of an adapter -> the linear layer along whose outputs it is cut."""
+    """Slot of an adapter, or parameter [H] -> the linear layer along whose outputs, or heads, it is cut."""
     recompute_points: ClassVar[RecomputePoints]
 
     @property
     def tensor_roles(self) -> Mapping[str, Role]:
         """Its linear layers, and grouped ones, by name ("experts.gate_proj"), in the order of the forward pass. What is
         none of them and in no slot is held whole by every process, and its gradient is a sum over processes."""
+        ...
 
     @property
     def tensor_norms(self) -> Mapping[str, str]: ...  # norm over all outputs of a linear layer, which is cut with them
 
     @property
-    def tensor_unit(self) -> int: ...  # features of a cut dimension that stay together: those of a head
+    def tensor_unit(self) -> int | Mapping[str, int]:
+        """Features of a cut dimension that stay together, those of a head; by linear layer where they differ."""
+        ...
 
 
 class AttentionSublayer(Sublayer, Protocol):

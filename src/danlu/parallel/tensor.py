@@ -16,7 +16,7 @@ A key/value head that several ranks share is cut, and its gradient is a term of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,11 +154,15 @@ class Cutter:
 
     def _sublayer(self, sublayer: Any, name: str) -> None:
         """Cuts attention or a feed-forward network as it declares: see `models.sublayer.Sublayer`."""
-        unit = sublayer.tensor_unit
+        units = sublayer.tensor_unit
         for part, role in sublayer.tensor_roles.items():
             linear = sublayer.get_submodule(part)
             assert isinstance(linear, Linear)
             outputs, inputs = linear.shape
+            if role == "whole":
+                self._whole(linear, self.group)
+                continue
+            unit = units[part] if isinstance(units, Mapping) else units
             if role == "row":
                 features, replicas = self._features(inputs, unit, role, f"{name}.{part}")
                 self._linear(linear, self._shard("inputs", slice(0, outputs), features), replicas)
@@ -167,12 +171,25 @@ class Cutter:
             shard = self._shard("outputs", features, slice(0, inputs))
             self._linear(linear, shard, replicas)
             for slot in (slot for slot, source in sublayer.tensor_slots.items() if source == part):
-                self._adapters(getattr(sublayer, slot), shard, replicas)
+                filling = getattr(sublayer, slot)
+                if isinstance(filling, nn.Parameter):
+                    self._of_heads(sublayer, slot, slice(features.start // unit, features.stop // unit), replicas)
+                else:
+                    self._adapters(filling, shard, replicas)
             for norm in (norm for norm, source in sublayer.tensor_norms.items() if source == part):
                 self._norm(sublayer.get_submodule(norm), shard, replicas)
         for child_name, child in sublayer.named_children():
             if child_name not in {*sublayer.tensor_roles, *sublayer.tensor_slots, *sublayer.tensor_norms}:
                 self._whole(child, self.group)
+        for own_name, own in self._named(sublayer, recurse=False):
+            if own_name not in sublayer.tensor_slots:
+                self._keep_whole(own, self.group)
+
+    def _of_heads(self, sublayer: nn.Module, name: str, heads: slice, replicas: Group) -> None:
+        """A parameter [H] of a sublayer itself, with a number for each head."""
+        for own_name, parameter in self._named(sublayer, recurse=False):
+            if own_name == name:
+                self._cut_parameter(parameter, [heads], replicas)
 
     def _linear(self, linear: Linear, shard: LinearShard, replicas: Group) -> None:
         self._parameters(linear, LINEAR_AXES, shard, replicas)

@@ -4,7 +4,8 @@ Blocks have to be gathered before torch's attention kernel can read them, and ga
 as much as the attention itself. Where the same sequences get one token each, pass after pass, only the new token has to
 be added to what was gathered before. The pool keeps everything all the same: these buffers may be dropped at any time.
 
-Q sequences · K key/value heads · C head width · S tokens that are seen · B tokens of a block
+Q sequences · H query heads · K key/value heads · C head width · W width of a value
+S tokens that are seen · B tokens of a block
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.attention_kernels import copy_to
+from danlu.models.block_attention import attention_scores
 from danlu.rollout.scheduler import Chunk
 
 BUFFER_BYTES = 128 << 20
@@ -34,11 +36,15 @@ _NOT_READ = torch.zeros(())
 
 
 class _Layer:
-    """The buffers of one layer, [2, Q, K, capacity, C], views of them, and the pass that wrote to them last."""
+    """The buffers of one layer, [kinds, Q, K, capacity, C], views of them, and the pass that wrote to them last.
 
-    def __init__(self, buffers: Tensor, written: int) -> None:
+    Kinds are keys and values, or one tensor whose first `value_width` features are the values.
+    """
+
+    def __init__(self, buffers: Tensor, written: int, value_width: int | None) -> None:
         self.buffers, self.written = buffers, written
-        self.keys, self.values = buffers.unbind(0)  # [Q, K, capacity, C]
+        self.keys = buffers[0]  # [Q, K, capacity, C]
+        self.values = buffers[1] if value_width is None else self.keys[..., :value_width]
         self.keys_of_heads = self.keys.flatten(0, 1).transpose(1, 2)  # [Q*K, C, capacity]
         self.values_of_heads = self.values.flatten(0, 1)  # [Q*K, capacity, C]
 
@@ -106,9 +112,9 @@ class DecodeBuffers:
             storage = self._storage[layer] = like.new_empty(size)
         return storage[:size].view(shape)
 
-    def keep(self, number: int, buffers: Tensor, written: int) -> _Layer:
+    def keep(self, number: int, buffers: Tensor, written: int, value_width: int | None) -> _Layer:
         """Takes new buffers of a layer."""
-        self._layers[number] = own = _Layer(buffers, written)
+        self._layers[number] = own = _Layer(buffers, written, value_width)
         return own
 
     def index(self, numbers: np.ndarray) -> Tensor:
@@ -134,7 +140,7 @@ class DecodeRows:
         self._positions = np.array([chunk.start for chunk in self._chunks])
         self._same = int(self._positions.min()) + 1 == self.tokens
         self._masks: dict[torch.dtype, Tensor] = {}
-        self._slots: dict[int, Tensor] = {}
+        self._slots: dict[tuple[int, int], Tensor] = {}
         self._tables: dict[int, Tensor] = {}
         self.of_rows: Tensor | None = None
         """[rows] int64: the sequence that each row of the buffers computes; None where these are the same."""
@@ -155,27 +161,47 @@ class DecodeRows:
         return self._masks[dtype]
 
     def attend(
-        self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], pool: tuple[Tensor, ...], scale: float
+        self,
+        layer: int,
+        q: Tensor,
+        new: tuple[Tensor, ...],
+        pool: tuple[Tensor, ...],
+        scale: float,
+        *,
+        value_width: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of a layer's queries [Q, H, C], each over its own sequence: [Q, H, C].
+        """Attention of a layer's queries [Q, H, C], each over its own sequence: [Q, H, W].
 
-        new: keys and values of the tokens, [Q, K, C] each; pool: the blocks [N, K, B, C] of those before.
+        new: keys and values of the tokens, [Q, K, C] each, or what is both, of which the first `value_width` features
+        are values; pool: the blocks [N, K, B, C] of those before; sinks: [H].
         """
-        both = torch.stack(new)
+        stacked = torch.stack(new)
         if self.of_rows is None or self.live is None:
-            return self.attend_rows(layer, q, both, pool, scale)
-        q, both = q.index_select(0, self.of_rows), both.index_select(1, self.of_rows)
-        return self.attend_rows(layer, q, both, pool, scale).index_select(0, self.live)
+            return self.attend_rows(layer, q, stacked, pool, scale, value_width=value_width, sinks=sinks)
+        q, stacked = q.index_select(0, self.of_rows), stacked.index_select(1, self.of_rows)
+        out = self.attend_rows(layer, q, stacked, pool, scale, value_width=value_width, sinks=sinks)
+        return out.index_select(0, self.live)
 
-    def attend_rows(self, layer: int, q: Tensor, new: Tensor, pool: tuple[Tensor, ...], scale: float) -> Tensor:
-        """`attend` for all rows of the buffers, with keys and values in one tensor, [2, rows, K, C].
+    def attend_rows(
+        self,
+        layer: int,
+        q: Tensor,
+        new: Tensor,
+        pool: tuple[Tensor, ...],
+        scale: float,
+        *,
+        value_width: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`attend` for all rows of the buffers, with keys and values in one tensor, [kinds, rows, K, C].
 
         The pool need not have the new ones yet.
         """
-        own = self._update(layer, new, pool)
+        own = self._update(layer, new, pool, value_width)
         mask = self._mask_in(q.dtype)
         count, heads, _, width = own.keys.shape
-        if q.dtype != torch.float32 or q.device.type != "cpu":
+        if sinks is None and (q.dtype != torch.float32 or q.device.type != "cpu"):
             q = q.reshape(count, heads, -1, width)  # [Q, K, G, C]
             keys, values = (x.narrow(2, 0, self.tokens) for x in (own.keys, own.values))
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)
@@ -183,16 +209,25 @@ class DecodeRows:
         # tokens 65 against 129 us, 32 of them 348 against 544 (float32, 4 heads of width 32, two threads).
         keys, values = own.keys_of_heads.narrow(2, 0, self.tokens), own.values_of_heads.narrow(1, 0, self.tokens)
         rows = q.reshape(count * heads, -1, width)  # [Q*K, G, C]
-        scores = torch.baddbmm(_NOT_READ, rows, keys, beta=0, alpha=scale) if scale != 1 else torch.bmm(rows, keys)
+        if sinks is not None:
+            scores = attention_scores(rows, keys.transpose(1, 2), scale)  # [Q*K, G, S], float32 or wider
+        else:
+            scores = torch.baddbmm(_NOT_READ, rows, keys, beta=0, alpha=scale) if scale != 1 else torch.bmm(rows, keys)
         if mask is not None:
             scores.view(count, heads, -1, self.tokens).add_(mask)
-        return torch.bmm(scores.softmax(-1), values).view(count, -1, width)
+        probabilities = scores.softmax(-1)
+        if sinks is not None:
+            of_sinks = (
+                sinks.to(scores.dtype).view(1, heads, -1, 1).expand(count, -1, -1, -1).reshape(-1, rows.shape[1], 1)
+            )
+            probabilities.mul_(torch.sigmoid(scores.logsumexp(-1, keepdim=True) - of_sinks))
+        return torch.bmm(probabilities.to(values.dtype), values).view(count, -1, values.shape[-1])
 
-    def _update(self, layer: int, new: Tensor, pool: tuple[Tensor, ...]) -> _Layer:
-        """The buffers of a layer, with the new tokens [2, Q, K, C]."""
+    def _update(self, layer: int, new: Tensor, pool: tuple[Tensor, ...], value_width: int | None) -> _Layer:
+        """The buffers of a layer, with the new tokens [kinds, Q, K, C]."""
         own = self._buffers.layer(layer, self._number)
         if own is None:
-            own = self._buffers.keep(layer, self._gathered(layer, pool), self._number)
+            own = self._buffers.keep(layer, self._gathered(layer, pool), self._number, value_width)
         if self._same:
             own.buffers.select(3, self.tokens - 1).copy_(new)
         else:
@@ -201,7 +236,7 @@ class DecodeRows:
         return own
 
     def _gathered(self, layer: int, pool: tuple[Tensor, ...]) -> Tensor:
-        """New buffers [2, Q, K, capacity, C] with what the blocks [N, K, B, C] have of the sequences."""
+        """New buffers [kinds, Q, K, capacity, C] with what the blocks [N, K, B, C] have of the sequences."""
         _, heads, block, width = pool[0].shape
         count = len(self._chunks)
         buffers = self._buffers.empty(layer, (len(pool), count, heads, self._capacity, width), pool[0])
@@ -216,10 +251,10 @@ class DecodeRows:
 
     def _slots_of(self, kinds: int, heads: int) -> Tensor:
         """[kinds*Q*K] int64: of buffers [kinds*Q*K*capacity, C] the row of each new token and head."""
-        if heads not in self._slots:
+        if (kinds, heads) not in self._slots:
             first = np.arange(kinds * len(self._chunks) * heads) * self._capacity
-            self._slots[heads] = self._buffers.index(first + np.tile(np.repeat(self._positions, heads), kinds))
-        return self._slots[heads]
+            self._slots[kinds, heads] = self._buffers.index(first + np.tile(np.repeat(self._positions, heads), kinds))
+        return self._slots[kinds, heads]
 
     def _table_of(self, heads: int, block: int) -> Tensor:
         """[Q*K*n] int64: of blocks [N*K, B*C] those of each sequence and head, n of each, the last one repeated."""

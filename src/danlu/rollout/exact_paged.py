@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from danlu.layer_types import Keys
+from danlu.models.attend import absorbed_keys
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.rollout.scheduler import Plan
 
 if TYPE_CHECKING:
     from danlu.rollout.pool import CachePool
 
-# T tokens of the plan's chunks, flat · H query heads · K key/value heads · C head width
+# T tokens of the plan's chunks, flat · S gathered tokens · H query heads · C head width · W width of a value
 
 
 class ExactPagedAttention:
@@ -26,6 +29,7 @@ class ExactPagedAttention:
 
     def __init__(self, plan: Plan, pool: CachePool) -> None:
         self._pool = pool
+        self._plan = plan
         blocks = [[*chunk.blocks][: -(-chunk.stop // pool.block)] for chunk in plan.chunks]
         starts = [pool.block * count for count in itertools.accumulate(map(len, blocks), initial=0)]
         self._blocks = pool.index([number for each in blocks for number in each])
@@ -40,13 +44,26 @@ class ExactPagedAttention:
         self,
         layer: int,
         q: Tensor,  # [T, H, C]
-        k: Tensor,  # [T, K, C]
-        v: Tensor,  # [T, K, C]
+        keys: Keys,  # of the same tokens
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> Tensor:  # [T, H, C]
-        self._pool.write(layer, k, v)
-        keys, values = self._pool.gather(layer, self._blocks, self._tokens)
-        return self._queries.attend(q, keys, values, scale=scale, window=window, softcap=softcap)
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # [T, H, W]
+        self._pool.write(layer, *keys.stored)
+        stored = self._pool.gather(layer, self._blocks, self._tokens)
+        if keys.absorb is not None:
+            q = keys.absorb.queries(q, exact=True)
+            k, v = absorbed_keys(stored, keys.absorb)
+        else:
+            k, v = stored if keys.expand is None else keys.expand(stored, self._positions)
+        out = self._queries.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out if keys.absorb is None else keys.absorb.outputs(out, exact=True)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """[S] int64 of what is gathered, in its sequence."""
+        block = self._pool.block
+        lengths = [-(-chunk.stop // block) * block for chunk in self._plan.chunks]
+        return self._pool.index([position for length in lengths for position in range(length)])

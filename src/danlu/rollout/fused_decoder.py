@@ -90,7 +90,7 @@ class FusedDecoder:
     @classmethod
     def of(cls, model: Decoder, packed: PackedWeights, dtype: torch.dtype) -> FusedDecoder | None:
         """The decoder with its present weights; None for one that has adapters, quantized weights, windows, soft caps,
-        hooks, or parts that are cut over processes, and where copies of the weights have no room."""
+        sinks, gates, hooks, or parts that are cut over processes, and where copies of the weights have no room."""
         if not _is_plain(model):
             return None
         layers = []
@@ -200,6 +200,8 @@ def _is_plain_layer(layer: Layer) -> bool:
         layer.after_attention,
         layer.after_mlp,
         attention.prefix,
+        attention.sinks,
+        attention.gate_proj,
         attention.window,
         attention.softcap,
     )

@@ -1,7 +1,8 @@
 """Attention over a pool of cache blocks: the chunks of a plan, laid end to end, as an `Attend` of the decoder.
 
 T tokens of a pass, flat · S tokens of one sequence · H query heads · K key/value heads · G = H / K · C head width
-B tokens of a block · Q queries · U blocks · R queries that read a block · P pairs of a block and a query that reads it
+W width of a value · B tokens of a block
+Q queries · U blocks · R queries that read a block · P pairs of a block and a query that reads it
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attend import PackedAttention
+from danlu.layer_types import Expand, Keys
+from danlu.models.attend import PackedAttention, absorbed_keys
 from danlu.models.attention_kernels import copy_to
 from danlu.models.block_attention import BlockAttention, BlockSettings, attention_scores
 from danlu.models.segments import Segment
@@ -55,6 +57,7 @@ class PagedAttention:
 
     def __init__(self, plan: Plan, pool: CachePool) -> None:
         self.pool = pool
+        self._plan = plan
         self._runs: list[tuple[slice, Callable[..., Tensor]]] = []
         start = 0
         for kind, several in itertools.groupby(plan.chunks, _kind):
@@ -74,22 +77,31 @@ class PagedAttention:
         self,
         layer: int,
         q: Tensor,  # [T, H, C]
-        k: Tensor,  # [T, K, C]
-        v: Tensor,  # [T, K, C]
+        keys: Keys,  # of the same tokens
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> Tensor:  # [T, H, C]
-        self.pool.write(layer, k, v)
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # [T, H, W]
+        self.pool.write(layer, *keys.stored)
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if len(self._runs) == 1:
-            return self._runs[0][1](layer, q, k, v, scale=scale, window=window, softcap=softcap)
-        return torch.cat(
-            [
-                attend(layer, q[rows], k[rows], v[rows], scale=scale, window=window, softcap=softcap)
-                for rows, attend in self._runs
-            ]
-        )
+            return self._runs[0][1](layer, q, keys, **options)
+        return torch.cat([attend(layer, q[rows], self._keys_of(keys, rows), **options) for rows, attend in self._runs])
+
+    def _keys_of(self, keys: Keys, rows: slice) -> Keys:
+        """The keys of some tokens of the pass."""
+        stored = tuple(x[rows] for x in keys.stored)
+        if (expand := keys.expand) is None:
+            return Keys(stored)
+        positions = self._positions[rows]
+        return Keys(stored, lambda x, at=None: expand(x, positions if at is None else at), keys.absorb)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """[T] int64."""
+        return self.pool.index([at for chunk in self._plan.chunks for at in range(chunk.start, chunk.stop)])
 
 
 def _kind(chunk: Chunk) -> str:
@@ -106,17 +118,33 @@ class _OfSequence:
         self._blocks: dict[int, Tensor] = {}  # by the first of them
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Keys,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         chunk, block = self.chunk, self.pool.block
         first = 0 if window is None else max(0, chunk.start - window + 1) // block
         if first not in self._blocks:
             self._blocks[first] = self.pool.index(chunk.blocks[first : -(-chunk.stop // block)])
         tokens = chunk.stop - first * block
-        k, v = self.pool.gather(layer, self._blocks[first], tokens)  # [S, K, C]
+        stored = self.pool.gather(layer, self._blocks[first], tokens)
+        absorb = keys.absorb if keys.absorb is not None and len(q) < keys.absorb.fewest_expanded else None
+        if absorb is not None:
+            q = absorb.queries(q)
+            k, v = absorbed_keys(stored, absorb)
+        elif keys.expand is not None:
+            k, v = keys.expand(stored, torch.arange(first * block, chunk.stop, device=q.device))
+        else:
+            k, v = stored  # [S, K, C]
         segment = Segment(chunk.start - first * block, tokens, ((0, tokens),))
-        out: Tensor = BlockAttention.apply(q, k, v, BlockSettings((segment,), scale, window, softcap))
-        return out
+        out: Tensor = BlockAttention.apply(q, k, v, BlockSettings((segment,), scale, window, softcap), sinks)
+        return out if absorb is None else absorb.outputs(out)
 
 
 class _ByQuery:
@@ -129,28 +157,104 @@ class _ByQuery:
 
     def __init__(self, chunks: Sequence[Chunk], pool: CachePool) -> None:
         self.pool = pool
+        self._chunks = chunks
         self._queries = [(chunk.blocks, position) for chunk in chunks for position in range(chunk.start, chunk.stop)]
         single = all(chunk.stop - chunk.start == 1 for chunk in chunks)
         self._rows = pool.decode_buffers.rows_of(chunks, pool.token_bytes) if single else None
         self._longest = max(chunk.stop for chunk in chunks)
+        self._over_pool = _OverBlocks(self._queries, pool.block, pool.device)
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        keys: Keys,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        stored, absorb = self.pool.tensors(layer), keys.absorb
+        if keys.expand is not None and absorb is None:
+            blocks = self._expanded.keys_and_values(keys.expand, stored)
+            return self._expanded.over_blocks(q, blocks, None, scale, window, softcap, sinks)
+        width = None if absorb is None else absorb.value_width
+        q = q if absorb is None else absorb.queries(q)
+        if self._rows is not None and softcap is None and (window is None or window >= self._longest):
+            out = self._rows.attend(layer, q, keys.stored, stored, scale, value_width=width, sinks=sinks)
+        else:
+            out = self._over_pool(q, stored, width, scale, window, softcap, sinks)
+        return out if absorb is None else absorb.outputs(out)
+
+    @cached_property
+    def _expanded(self) -> _ExpandedBlocks:
+        return _ExpandedBlocks.of(self._queries, self.pool)
+
+
+class _ExpandedBlocks:
+    """Keys and values made of what is stored in the blocks that queries read, each block once."""
+
+    def __init__(self, blocks: Tensor, positions: Tensor, over_blocks: _OverBlocks) -> None:
+        self._blocks = blocks  # [U] int64, in the pool
+        self._positions = positions  # [U * B] int64, of the tokens in their sequences
+        self.over_blocks = over_blocks  # of these blocks by their place among them
+
+    @classmethod
+    def of(cls, queries: Sequence[Query], pool: CachePool) -> _ExpandedBlocks:
+        places: dict[int, int] = {}  # of a block among these
+        positions: list[int] = []
+        renumbered = []
+        for blocks, position in queries:
+            read = blocks[: position // pool.block + 1]
+            for index, number in enumerate(read):
+                if number not in places:  # sequences that share a block begin alike: it is at one place in all of them
+                    places[number] = len(places)
+                    positions.extend(range(index * pool.block, (index + 1) * pool.block))
+            renumbered.append((tuple(places[number] for number in read), position))
+        over_blocks = _OverBlocks(renumbered, pool.block, pool.device)
+        return cls(pool.index(list(places)), pool.index(positions), over_blocks)
+
+    def keys_and_values(self, expand: Expand, pool: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keys [U, K, B, C] and values [U, K, B, W] of what the pool stores, [N, *lead, B, width] each."""
+        stored = [x.index_select(0, self._blocks).movedim(-2, 1).flatten(0, 1) for x in pool]  # [U*B, *lead, width]
+        shape = len(self._blocks), -1
+        return tuple(x.unflatten(0, shape).transpose(1, 2).contiguous() for x in expand(stored, self._positions))
+
+
+class _OverBlocks:
+    """Attention of queries over blocks of keys and values; see `_ByQuery`."""
+
+    def __init__(self, queries: Sequence[Query], block: int, device: torch.device) -> None:
+        self._queries, self._block, self._device = queries, block, device
         self._tables: dict[tuple[int | None, int], _Table | None] = {}  # by window and key/value heads
         self._readings: dict[int | None, _Reading] = {}  # by window
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None
+        self,
+        q: Tensor,
+        blocks: tuple[Tensor, ...],
+        value_width: int | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        keys, values = self.pool.tensors(layer)  # [N, K, B, C]
-        if self._rows is not None and softcap is None and (window is None or window >= self._longest):
-            return self._rows.attend(layer, q, (k, v), (keys, values), scale)
-        if softcap is None and (table := self._table(window, keys)) is not None:
+        """q [Q, H, C]; blocks: keys [N, K, B, C] and values [N, K, B, W], or keys alone, whose first `value_width`
+        features are values; sinks [H] -> [Q, H, W]."""
+        keys, values = blocks if value_width is None else (blocks[0], blocks[0][..., :value_width])
+        if softcap is None and sinks is None and (table := self._table(window, blocks)) is not None:
             q = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])  # [Q, K, G, C]
-            k, v = table.gather(keys), table.gather(values)  # [Q, K, S, C]
+            k = table.gather(keys)  # [Q, K, S, C]
+            v = table.gather(values) if value_width is None else k[..., :value_width]
             return F.scaled_dot_product_attention(q, k, v, attn_mask=table.mask, scale=scale).flatten(1, 2)
-        return self._over_blocks(q, keys, values, scale, window, softcap)
+        return self._by_reading(q, keys, values, scale, window, softcap, sinks)
 
-    def _table(self, window: int | None, keys: Tensor) -> _Table | None:
+    def _table(self, window: int | None, blocks: tuple[Tensor, ...]) -> _Table | None:
         """The blocks of all queries side by side; None where they are too much to copy."""
-        heads, block, width = keys.shape[1:]
+        keys = blocks[0]
+        heads, block = keys.shape[1:3]
+        width = sum(x.shape[-1] for x in blocks)
         if (window, heads) not in self._tables:
             firsts = [_first_seen(position, window) for _, position in self._queries]
             counts = [
@@ -158,7 +262,7 @@ class _ByQuery:
                 for first, (_, position) in zip(firsts, self._queries, strict=True)
             ]
             gathered = len(counts) * max(counts)
-            small = 2 * gathered * heads * block * width * keys.itemsize <= GATHERED_BYTES
+            small = gathered * heads * block * width * keys.itemsize <= GATHERED_BYTES
             self._tables[window, heads] = (
                 _Table.of(self._queries, firsts, max(counts), block, heads, keys)
                 if small and gathered <= MOST_PADDING * sum(counts)
@@ -166,8 +270,15 @@ class _ByQuery:
             )
         return self._tables[window, heads]
 
-    def _over_blocks(
-        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, softcap: float | None
+    def _by_reading(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         reading = self._reading(window)
         kv_heads, width = keys.shape[1], keys.shape[3]
@@ -183,22 +294,26 @@ class _ByQuery:
             most.append(part.by_pair(products.amax(-1)))
         # Of each query and head, over its blocks: the largest score, and the sum of what is exponentiated, [Q, H].
         largest = F.embedding_bag(reading.bags, _concatenated(most), reading.offsets, mode="max")
+        if sinks is not None:
+            largest = torch.maximum(largest, sinks.to(largest.dtype))
         sums, outputs = [], []
         for part, products, own in zip(reading.parts, scores, reading.of_pairs(largest), strict=True):
             products.sub_(part.by_block(own, kv_heads).unsqueeze(-1)).exp_()
             sums.append(part.by_pair(products.sum(-1)))
         total = F.embedding_bag(reading.bags, _concatenated(sums), reading.offsets, mode="sum")
+        if sinks is not None:
+            total = total + (sinks - largest).exp_()
         for part, products, own in zip(reading.parts, scores, reading.of_pairs(total), strict=True):
             products.div_(part.by_block(own, kv_heads).unsqueeze(-1))
             rows = products.to(values.dtype).view(part.blocks * kv_heads, -1, products.shape[-1])
-            mixed = torch.bmm(rows, part.of(values).flatten(0, 1))  # [U*K, R*G, C]
+            mixed = torch.bmm(rows, part.of(values).flatten(0, 1))  # [U*K, R*G, W]
             outputs.append(part.by_pair(mixed.view(part.blocks, kv_heads, part.readers, -1)))
         out = F.embedding_bag(reading.bags, _concatenated(outputs), reading.offsets, mode="sum")
-        return out.view(q.shape)
+        return out.view(*q.shape[:2], values.shape[-1])
 
     def _reading(self, window: int | None) -> _Reading:
         if window not in self._readings:
-            self._readings[window] = _Reading.of(self._queries, window, self.pool.block, self.pool.device)
+            self._readings[window] = _Reading.of(self._queries, window, self._block, self._device)
         return self._readings[window]
 
 

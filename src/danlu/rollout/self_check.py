@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.errors import ResourceError
-from danlu.layer_types import Attend
+from danlu.layer_types import Attend, Keys
 from danlu.models.attend import BlockwiseAttention
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.modules import Linear
@@ -239,12 +239,13 @@ class _Fingerprints:
             for handle in handles:
                 handle.remove()
 
-    def attend(self, attend: Attend, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, attend: Attend, layer: int, q: Tensor, keys: Keys, **options: Any) -> Tensor:
         """Attention with what goes in and what comes out."""
         where = f"layers.{layer}.attention"
-        for name, rows in (("queries", q), ("keys", k), ("values", v)):
+        names = ("keys", "values") if len(keys.stored) == 2 else ("cached rows",)
+        for name, rows in (("queries", q), *zip(names, keys.stored, strict=True)):
             self._record(f"{where}: its {name} (projection, adapter, norm or rotation)", rows)
-        out = attend(layer, q, k, v, **options)
+        out = attend(layer, q, keys, **options)
         self._record(f"{where}: attention over cached keys", out)
         return out
 
