@@ -39,6 +39,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.loading import meta_decoder
+from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel.layout import Layout, layout_of
@@ -82,6 +83,7 @@ def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | No
         config = from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
     else:
         return None
+    config = with_long_context(config, recipe.long_context, recipe.data.max_length)
     return replace(config, task=STAGES[recipe.stage].task(recipe))  # one that classifies has no head over a vocabulary
 
 

@@ -300,7 +300,7 @@ def _build(
         optimizer=optimizer,
         schedule=recipe.schedule,
         clip=recipe.gradient_clipping,
-        feed=Feed(source, per_step=per_step, total=total_packs),
+        feed=Feed(source, per_step=per_step, total=total_packs, stretches=material.stretches),
         cadence=_cadence(recipe, total_steps),
         watch=Watch(recipe.watch),
         store=store,

@@ -28,7 +28,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
 from danlu.train.criterion import Criterion
 from danlu.train.memory_parts import MemoryParts
-from danlu.train.position import ItemSource
+from danlu.train.position import ItemSource, Stretch
 from danlu.train.remarks import Remark
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
@@ -82,6 +82,7 @@ class Material:
     empty: Item | None = None  # without targets, like the others, for a process that has none; None: the usual one
     stored: StoredRows | None = None  # None for what columns cannot be added to: a stream, images
     prompts: Prompts | None = None  # that the policy answers itself
+    stretches: Sequence[Stretch] = ()  # of steps whose items differ, where they do
 
     def items(self) -> tuple[ItemSource, HeldOut | None]:
         """What steps take and evaluations judge, where that is read and not made by a model."""

@@ -56,6 +56,9 @@ class Pack:
     """Samples laid end to end, without padding. One or more packs make a micro-batch."""
 
     samples: tuple[Sample, ...]
+    stage_length: int | None = None
+    """Tokens that a pack may have in its stage of lengths (`long_context.stages`), by which its documents are rotated;
+    None: the model's own rotation."""
 
     @property
     def tokens(self) -> int:
@@ -175,6 +178,7 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [N, ...] each: of every target
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     """[M] float32 each, of every branch; on the host, so that what they decide does not make it wait for a GPU."""
+    stage_length: int | None = None  # of its packs
 
 
 class MicroBatch(Protocol):

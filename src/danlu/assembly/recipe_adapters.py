@@ -16,6 +16,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.families import config_values
 from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
+from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.recipe import sections
 from danlu.safetensors_format import read_header
@@ -47,28 +48,31 @@ def check_without_weights(model: sections.Model, adapter: sections.AdapterSectio
         choose(config_sites(find_config(model.path)), adapter)
 
 
-def max_sample_length(model: sections.Model, adapter: Any) -> int:
+def max_sample_length(
+    model: sections.Model, adapter: Any, long_context: sections.LongContext | None = None, max_length: int = 1
+) -> int:
     """The most tokens a sample may have: the model's context length less the virtual tokens of its adapters.
 
-    adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
+    adapter: section of the recipe, or None. long_context: scales the model, for documents of `max_length` tokens.
+    Raises ModelError for a config that danlu cannot read or scale.
     """
-    return _config_of(model).context_length - _virtual_tokens(model, adapter)
+    config = with_long_context(_config_of(model), long_context, max_length)
+    return config.context_length - _virtual_tokens(model, adapter)
 
 
 def longest_shared_path(data: sections.Data, model: sections.Model, adapter: Any) -> int | None:
     """The most tokens that a path of a sample's tree may have for its stem to be shared; None: any number, 0: none is.
 
-    A path that is longer repeats its stem (`data.trees.repeat_stem`). Under dynamic NTK a document longer than
-    max_position_embeddings is rotated by its length, so that two answers of different lengths have no stem in common.
+    A path that is longer repeats its stem (`data.trees.repeat_stem`). Under dynamic NTK and LongRoPE a document longer
+    than the model was trained for is rotated by its length, so that two answers of different lengths have no stem in
+    common.
 
     adapter: section of the recipe, or None. Raises ModelError for a config that danlu cannot read.
     """
     if not data.share_stem:
         return 0
-    config = _config_of(model)
-    if not config.rotates_by_length:
-        return None
-    return max(0, config.max_position_embeddings - _virtual_tokens(model, adapter))
+    fixed = _config_of(model).fixed_rotation_length
+    return None if fixed is None else max(0, fixed - _virtual_tokens(model, adapter))
 
 
 def _config_of(model: sections.Model) -> ModelConfig:

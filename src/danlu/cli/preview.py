@@ -103,7 +103,9 @@ def _preview_rows(
     shown = render_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # tokenising the rest may take minutes
-    summary, refused = _summary(spec, max_sample_length(model, recipe.adapter), packs, shown)
+    summary, refused = _summary(
+        spec, max_sample_length(model, recipe.adapter, recipe.long_context, recipe.data.max_length), packs, shown
+    )
     if refused is not None:
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
     write_summary(out, summary, recipe)

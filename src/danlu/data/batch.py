@@ -87,7 +87,14 @@ def collate(
             name: torch.from_numpy(np.concatenate([sample.facts[name] for sample in samples]).astype(np.float32))
             for name in samples[0].facts
         },
+        stage_length=_stage_length(packs),
     )
+
+
+def _stage_length(packs: Sequence[Pack]) -> int | None:
+    lengths = {pack.stage_length for pack in packs}
+    assert len(lengths) == 1, "a step's packs are of one stage of lengths, and are rotated together"
+    return lengths.pop()
 
 
 class _Document(NamedTuple):

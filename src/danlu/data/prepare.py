@@ -119,9 +119,17 @@ class PreparedData:
     tokenizer: TokenizerInfo | None  # None when nothing was tokenised: streaming without evaluation
     max_token: int  # the largest token id anywhere
     date: str | None = None  # that the chat template writes, where it writes one
+    held_out_rows: tuple[np.ndarray, ...] = ()
+    """Of each source of `data.train` the numbers of the rows that `data.eval` holds out of it; empty where none."""
 
 
-def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends: bool = True) -> PreparedData:
+def prepare(
+    spec: DatasetSpec,
+    *,
+    progress: Progress | None = None,
+    require_ends: bool = True,
+    held_out_rows: Sequence[np.ndarray] | None = None,
+) -> PreparedData:
     """Tokenise what is not in the cache yet, check it, and choose each epoch's samples.
 
     Neither a tokenizer library nor the rows are loaded into this process: rows are tokenised in processes of their own,
@@ -129,6 +137,8 @@ def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends
 
     Args:
         require_ends: refuse answers of which none trains the token that ends it; no fault where nothing is trained.
+        held_out_rows: of each source of `data.train` the rows that are held out, drawn already: for the same rows at
+            another length. By default a share or number in `data.eval` draws them.
 
     Raises:
         DataError: a file, row, tokenizer or template is wrong; or nothing would be trained.
@@ -149,7 +159,9 @@ def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends
     # Of the evaluation one label may be enough.
     if (problem := train_statistics.judgement_problem(", ".join(source.path for source in data.train))) is not None:
         raise DataError(problem)
-    train, held_out = _choose(train_stores, data, spec.seed) if train_stores else (None, None)
+    train, held_out, held_out_rows = None, None, tuple(held_out_rows or ())
+    if train_stores:
+        train, held_out, held_out_rows = _choose(train_stores, data, spec.seed, held_out_rows)
     eval_selection = Selection.all_of(eval_stores, source_names(spec.eval_sources)) if eval_stores else held_out
     stores = [*train_stores, *eval_stores]
     return PreparedData(
@@ -160,6 +172,7 @@ def prepare(spec: DatasetSpec, *, progress: Progress | None = None, require_ends
         tokenizer=TokenizerInfo(**stores[0].statistics["tokenizer"]) if stores else None,
         max_token=max((store.max_token for store in stores), default=-1),
         date=job.date,
+        held_out_rows=held_out_rows,
     )
 
 
@@ -313,8 +326,13 @@ def _statistics(stores: Iterable[TokenStore]) -> Statistics:
     return total
 
 
-def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection, Selection | None]:
-    """The samples of an epoch and the held-out ones. All samples of a row are on the same side."""
+def _choose(
+    stores: list[TokenStore], data: Data, seed: int, held_out_rows: tuple[np.ndarray, ...]
+) -> tuple[Selection, Selection | None, tuple[np.ndarray, ...]]:
+    """The samples of an epoch and the held-out ones, and the rows of these. All samples of a row are on the same side.
+
+    held_out_rows: of each store, where they are drawn already.
+    """
     usable = [np.unique(store.row_numbers) for store in stores]  # [rows] of each store that gave a sample
     counts = [len(rows) for rows in usable]
     for source, count in zip(data.train, counts, strict=True):
@@ -327,11 +345,15 @@ def _choose(stores: list[TokenStore], data: Data, seed: int) -> tuple[Selection,
 
     held_out = None
     if data.eval is not None and not isinstance(data.eval, list):
-        masks = mixture.hold_out(counts, data.eval, seed)
+        if held_out_rows:
+            masks = [np.isin(rows, own_rows) for rows, own_rows in zip(usable, held_out_rows, strict=True)]
+        else:
+            masks = mixture.hold_out(counts, data.eval, seed)
+            held_out_rows = tuple(rows[mask] for rows, mask in zip(usable, masks, strict=True))
         held_out = select([rows[mask] for rows, mask in zip(usable, masks, strict=True)])
         usable = [rows[~mask] for rows, mask in zip(usable, masks, strict=True)]
     positions = mixture.epoch_rows([len(rows) for rows in usable], [source.weight for source in data.train], seed)
-    return select([rows[at] for rows, at in zip(usable, positions, strict=True)]), held_out
+    return select([rows[at] for rows, at in zip(usable, positions, strict=True)]), held_out, held_out_rows
 
 
 def _samples_of(store: TokenStore, row_numbers: np.ndarray) -> np.ndarray:

@@ -33,6 +33,7 @@ from danlu.models.families import architecture_of
 from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.models.loading import build
+from danlu.models.long_context import ropes_by_length, with_long_context
 from danlu.models.presets import from_scratch
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
@@ -75,14 +76,14 @@ class DecoderBuilder:
             self._check_base(start.path)
         if recipe.model.path is not None:
             folder, where = resolve_folder(recipe.model.path), recipe.model.path
-            config = self._with_task(read_config(folder))
+            config = self._scaled(self._with_task(read_config(folder)))
             self._check_layout(config)
             if recipe.adapter is not None:
                 check_frozen(folder, recipe.quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, quantized=False)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
-            config = self._with_task(from_scratch(recipe.model, 1))
+            config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
             where = recipe.model.preset or "model.config"
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
@@ -131,6 +132,7 @@ class DecoderBuilder:
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
         alone = ranks.alone and recipe.parallel.workers != "threads"
+        placed.subject.model.staged_ropes = ropes_by_length(self._unscaled(material.tokenizer), recipe.long_context)
         placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
         reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
@@ -179,6 +181,13 @@ class DecoderBuilder:
             )
 
     def _config(self, tokenizer: TokenizerInfo | None) -> ModelConfig:
+        return self._scaled(self._unscaled(tokenizer))
+
+    def _scaled(self, config: ModelConfig) -> ModelConfig:
+        """The config as it is at the longest length of the run."""
+        return with_long_context(config, self.recipe.long_context, self.recipe.data.max_length)
+
+    def _unscaled(self, tokenizer: TokenizerInfo | None) -> ModelConfig:
         model, facts = self.recipe.model, tokenizer or tokenizer_info(tokenizer_of(self.recipe))
         if model.path is None:
             config = from_scratch(model, facts.vocab_size, facts.bos_id, facts.eos_id)

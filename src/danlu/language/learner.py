@@ -97,7 +97,10 @@ class DecoderLearner:
     def micro_batches(self, items: Sequence[Pack]) -> Sequence[Sequence[int]]:
         """The numbers of the packs in each micro-batch of this process: in order, or by tokens."""
         if self.sequence_tokens is None:
-            return deal_in_order(items, self.parallel, self.micro)
+            staged, lengths = items[0].stage_length, self.model.staged_ropes
+            # As many tokens as `micro` packs of the longest stage have, for whose memory it was chosen.
+            micro = self.micro if staged is None else self.micro * max(lengths) // staged
+            return deal_in_order(items, self.parallel, micro)
         data = self.parallel.ranks.data
         return deal_by_tokens([item.tokens for item in items], data.index, data.size, self.micro * self.sequence_tokens)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TextIO
@@ -11,9 +11,11 @@ import numpy as np
 
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.data.packed_dataset import PackedDataset
+from danlu.data.permutation import key
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.samples import Samples
 from danlu.data.sources import reported_sources
+from danlu.data.staged_packs import STAGE_ITEMS, StagedPacks
 from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
@@ -22,7 +24,9 @@ from danlu.errors import DataError
 from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
+from danlu.recipe.sections import LengthStage
 from danlu.stage_protocols import Material, StoredRows
+from danlu.train.position import Stretch
 from danlu.train.progress import RowProgress
 from danlu.types import Pack
 
@@ -38,6 +42,9 @@ class PackReader:
 
     def read(self, stream: TextIO) -> Material:
         """Of several processes the first tokenises; the others find it in the cache."""
+        section = self.recipe.long_context
+        if section is not None and section.stages:
+            return staged_material(self.recipe, section.stages, stream)
         spec = dataset_spec(self.recipe)
         prepared = prepared_data(spec, stream)
         if prepared.train is not None:
@@ -47,7 +54,7 @@ class PackReader:
         def late_lines() -> list[str]:
             return row_lines("data, as far as it was read", rows.statistics)
 
-        held_out, lines = _held_out(self.recipe, prepared.eval), prepared_lines(self.recipe, prepared)
+        held_out, lines = held_out_packs(self.recipe, prepared.eval), prepared_lines(self.recipe, prepared)
         sources = reported_sources(self.recipe.data)
         return Material(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
 
@@ -55,11 +62,11 @@ class PackReader:
         """The material of rows that were tokenised before training, of these samples of theirs."""
         recipe = self.recipe
         packs = PackedDataset(train, recipe.data.packing, recipe.data.max_length, recipe.seed)
-        _check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
+        check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
         return Material(
             packs,
             packs.packs_per_epoch,
-            _held_out(recipe, held_out),
+            held_out_packs(recipe, held_out),
             prepared_lines(recipe, prepared),
             tokenizer=prepared.tokenizer,
             sources=reported_sources(recipe.data),
@@ -84,13 +91,15 @@ def prepared_lines(recipe: Recipe, prepared: PreparedData) -> list[str]:
 def _beyond_positions(recipe: Recipe, prepared: PreparedData) -> list[str]:
     sides = [side for side in (prepared.train, prepared.eval) if side is not None]
     lengths = None if prepared.train is None else np.concatenate([side.lengths for side in sides])
-    return beyond_positions(max_sample_length(recipe.model, recipe.adapter), recipe.data.max_length, lengths)
+    longest = recipe.data.max_length
+    positions = max_sample_length(recipe.model, recipe.adapter, recipe.long_context, longest)
+    return beyond_positions(positions, longest, lengths)
 
 
-def prepared_data(spec: DatasetSpec, stream: TextIO) -> PreparedData:
-    """The rows as tokens, with the progress shown on `stream`."""
+def prepared_data(spec: DatasetSpec, stream: TextIO, held_out_rows: Sequence[np.ndarray] | None = None) -> PreparedData:
+    """The rows as tokens, with the progress shown on `stream`; held_out_rows: as in `prepare`."""
     with closing(RowProgress(stream)) as progress:
-        return prepare(spec, progress=progress)
+        return prepare(spec, progress=progress, held_out_rows=held_out_rows)
 
 
 def dataset_spec(recipe: Recipe) -> DatasetSpec:
@@ -129,16 +138,69 @@ def written_date(recipe: Recipe) -> str | None:
     return template_date(tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
 
 
-def _held_out(recipe: Recipe, samples: Samples | None) -> list[Pack] | None:
+def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextIO) -> Material:
+    """The material of rows packed at the length of each stage, and held-out ones at the longest.
+
+    Rows are held out once, by the samples of the longest stage, so that none is trained in another.
+    """
+    prepared: dict[int, PreparedData] = {}
+    held_out_rows = None
+    for length in sorted({stage.length for stage in stages}, reverse=True):
+        of_length = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
+        prepared[length] = prepared_data(dataset_spec(of_length), stream, held_out_rows)
+        held_out_rows = prepared[length].held_out_rows
+    lines: list[str] = []
+    for length in sorted(prepared):
+        of_length = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": length})})
+        lines += [f"at {length:,} tokens: {line}" for line in prepared_lines(of_length, prepared[length])]
+    packs = []
+    for number, stage in enumerate(stages):
+        train = prepared[stage.length].train
+        assert train is not None, "the recipe's rules refuse streaming"
+        # Numbered: a stage of the same length as the one before has an order of its own.
+        order = key(recipe.seed, "long_context", number)
+        packs.append(PackedDataset(train, recipe.data.packing, stage.length, order))
+        check_targets(map(packs[-1].at, range(packs[-1].packs_per_epoch)), "data.train", "train on")
+    longest = prepared[max(prepared)]
+    lines.append(_stages_line(recipe, stages))
+    return Material(
+        StagedPacks(packs, [stage.length for stage in stages]),
+        None,
+        held_out_packs(recipe, longest.eval),
+        lines,
+        tokenizer=longest.tokenizer,
+        sources=reported_sources(recipe.data),
+        stretches=_stretches(recipe, stages),
+    )
+
+
+def _stretches(recipe: Recipe, stages: Sequence[LengthStage]) -> list[Stretch]:
+    stretches, first_step = list[Stretch](), 1
+    for number, stage in enumerate(stages):
+        metrics = {"stage": number + 1, "max_length": stage.length}
+        stretches.append(Stretch(first_step, number * STAGE_ITEMS, recipe.batch.packs(stage.length), metrics))
+        first_step += stage.steps
+    return stretches
+
+
+def _stages_line(recipe: Recipe, stages: Sequence[LengthStage]) -> str:
+    parts = [
+        f"{stage.steps:,} steps of {recipe.batch.packs(stage.length)} x {stage.length:,} tokens" for stage in stages
+    ]
+    return f"long_context: {', then '.join(parts)}"
+
+
+def held_out_packs(recipe: Recipe, samples: Samples | None) -> list[Pack] | None:
+    """Held-out samples, packed in their own order; None where there are none. Raises DataError without targets."""
     if samples is None:
         return None
     packs = PackedDataset(samples, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
     held_out = [packs.at(number) for number in range(packs.packs_per_epoch)]
-    _check_targets(held_out, "data.eval", "evaluate on")
+    check_targets(held_out, "data.eval", "evaluate on")
     return held_out
 
 
-def _check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
+def check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
     """Refuse packs that all lack a target: the first token of a pack never is one, whatever its weight.
 
     Raises DataError.

@@ -100,6 +100,7 @@ def decoder_outputs(
     exact: bool = False,
 ) -> DecoderOutputs:
     """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`."""
-    hidden = forward(filled.tokens, filled.positions, attend, dtype)  # [T', D]
+    staged = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
+    hidden = forward(filled.tokens, filled.positions, attend, dtype, **staged)  # [T', D]
     counts = len(batch.tokens), len(batch.targets)
     return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head, exact=exact)

@@ -82,6 +82,11 @@ class ModelConfig:
         return any(rope.follows_length for rope in self.ropes)
 
     @property
+    def fixed_rotation_length(self) -> int | None:
+        """The most tokens of documents that are rotated alike, whatever their lengths; None: any number."""
+        return min((rope.short_length for rope in self.ropes if rope.follows_length), default=None)
+
+    @property
     def context_length(self) -> int:
         """Tokens the model can see at once: its positions, with what a rotary scaling adds to them.
 

@@ -25,6 +25,7 @@ from danlu.models.layer_spec import Experts
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.rope import Rotation, rotary_tables
+from danlu.models.rope_config import Rope
 from danlu.models.sublayer import (
     AttentionSublayer,
     BoundaryOp,
@@ -102,6 +103,8 @@ class Decoder(nn.Module):
     """
 
     segments: Sequence[Callable[..., Tensor]]
+    staged_ropes: Mapping[int, tuple[Rope, ...]]
+    """By length of a stage of training, the rotary embeddings in the place of those of `config.ropes`."""
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
 
@@ -112,6 +115,7 @@ class Decoder(nn.Module):
         # Keyed by layer number, not a list: names stay what they are when a pipeline stage keeps only some layers.
         self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(len(config.layers))})
         self.segments = ()
+        self.staged_ropes = {}
         self.norm = RMSNorm(config.hidden_size, config)
         own = config.has_own_head
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
@@ -150,9 +154,16 @@ class Decoder(nn.Module):
             self.lm_head.tie(self.embed_tokens)
         return self.lm_head
 
-    def rotations(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> tuple[Rotation, ...]:
+    def rotations(
+        self,
+        positions: Tensor,
+        dtype: torch.dtype,
+        lengths: Tensor | None = None,
+        stage_length: int | None = None,
+    ) -> tuple[Rotation, ...]:
         """Of each rotary embedding of `config.ropes`, in `dtype`; arguments as in `forward`."""
-        return tuple(rotary_tables(rope, positions, lengths).to(dtype) for rope in self.config.ropes)
+        ropes = self.config.ropes if stage_length is None else self.staged_ropes[stage_length]
+        return tuple(rotary_tables(rope, positions, lengths).to(dtype) for rope in ropes)
 
     def forward(
         self,
@@ -161,15 +172,17 @@ class Decoder(nn.Module):
         attend: Attend,
         dtype: torch.dtype = torch.float32,
         lengths: Tensor | None = None,
+        stage_length: int | None = None,
     ) -> Tensor:
         """Hidden states after the final norm.
 
         Args:   tokens [T] int64, documents end to end; positions [T] int64, restarting at 0 in each;
                 attend: who sees whom; dtype: type of activations, whatever the parameters are stored in;
-                lengths [T] int64: of each token's document, where only a part of that is given here.
+                lengths [T] int64: what each token's document is rotated by, where that is not its own length, or
+                only a part of it is given here; stage_length: key of `staged_ropes`, None for the model's own.
         Returns [T, D] in `dtype`.
         """
-        rotations = self.rotations(positions, dtype, lengths)
+        rotations = self.rotations(positions, dtype, lengths, stage_length)
         x = self.embed_tokens(tokens, dtype)  # [T, D]
         for part in self.segments or self.layers.values():
             x = part(x, rotations, attend)

@@ -14,6 +14,7 @@ from danlu.recipe.overrides import Override
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_names import expand_stage
+from danlu.recipe.staged_lengths import expand_lengths
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem, overlap
@@ -94,6 +95,7 @@ def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem])
     overriding.put(tree, overrides, problems)
     expand_stage(tree)
     tree.value = expand(tree, Recipe).value
+    expand_lengths(tree)
 
 
 def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) -> Recipe | None:

@@ -87,7 +87,8 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
     Raises TrainingError for numbers that are not finite.
     """
     started = time.perf_counter()
-    step, items = run.state.step + 1, run.feed.take()
+    step = run.state.step + 1
+    items = run.feed.take(step)
     totals = run.learner.totals(items)
     if not totals.has_targets:
         _pass_over(run, items, totals)
@@ -277,7 +278,8 @@ def broken_weights(run: Run) -> TrainingError | None:
 
 def _log(run: Run, gradients: StepGradients, seconds: float) -> None:
     totals = gradients.totals
-    extra: dict[str, float] = {**gradients.metrics, "elapsed_s": time.perf_counter() - run.started}
+    of_stretch = run.feed.stretch_of(run.state.step).metrics
+    extra: dict[str, float] = {**gradients.metrics, **of_stretch, "elapsed_s": time.perf_counter() - run.started}
     if run.feed.generated is not None:
         extra |= run.feed.generated.metrics()
     if run.scaler is not None:

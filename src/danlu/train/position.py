@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -43,6 +43,15 @@ class GeneratedItems(ItemSource, Protocol):
         """Ends what makes items; no more are asked for."""
 
 
+class Stretch(NamedTuple):
+    """Steps of a run that take as many items each, from a number of their own on."""
+
+    first_step: int  # counted from 1
+    first_item: int  # the number where the items of these steps begin
+    per_step: int
+    metrics: Mapping[str, float]  # what the lines of metrics of these steps say of them
+
+
 class Feed:
     """Hands each step its packs, in order, without those that a rewind left out.
 
@@ -50,12 +59,16 @@ class Feed:
         source     the items
         per_step   packs in a step
         total      packs of the whole run; the last step takes what is left. None: endless, steps decide.
+        stretches  of steps that differ in their items, in order; by default all steps are alike
     """
 
-    def __init__(self, source: ItemSource, *, per_step: int, total: int | None) -> None:
+    def __init__(
+        self, source: ItemSource, *, per_step: int, total: int | None, stretches: Sequence[Stretch] = ()
+    ) -> None:
         self.source = source
         self.per_step = per_step
         self.total = total
+        self.stretches = stretches or (Stretch(1, 0, per_step, {}),)
         self.next = 0
         self.excluded: set[int] = set()
         self.last_taken: list[int] = []
@@ -65,11 +78,17 @@ class Feed:
         """Whether no pack is left for another step."""
         return self.total is not None and not any(n not in self.excluded for n in range(self.next, self.total))
 
-    def take(self) -> list[Item]:
-        """The packs of the next step; at least one, unless `exhausted`."""
+    def stretch_of(self, step: int) -> Stretch:
+        """The steps that `step` is one of."""
+        return next(stretch for stretch in reversed(self.stretches) if stretch.first_step <= step)
+
+    def take(self, step: int = 1) -> list[Item]:
+        """The packs of `step`, which is the next; at least one, unless `exhausted`."""
+        stretch = self.stretch_of(step)
+        self.next = max(self.next, stretch.first_item)
         self.last_taken = []
         packs: list[Item] = []
-        while len(packs) < self.per_step and (self.total is None or self.next < self.total):
+        while len(packs) < stretch.per_step and (self.total is None or self.next < self.total):
             pack = self.source.at(self.next)  # also of one left out: a stream must be read through
             if self.next not in self.excluded:
                 packs.append(pack)

@@ -17,6 +17,7 @@ from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.layer_spec import LayerSpec
+from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, problems
@@ -93,11 +94,12 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     """
     check_adapters(recipe.model, recipe.adapter)
     check_teachers(recipe)
+    max_length = recipe.data.max_length
     if not full:
         short = min(recipe.data.max_length, MAX_LENGTH)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
     data = proxy_data(recipe, count)
-    config = _config(recipe, data.vocab_size)
+    config = with_long_context(_config(recipe, data.vocab_size), recipe.long_context, max_length)
     if wrong := list(problems(recipe.parallel, config)):
         raise RecipeError(wrong)
     small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)

@@ -14,6 +14,7 @@ from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
 from danlu.models.layer_spec import Heads, LayerSpec
+from danlu.models.rope_config import LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import ActivationPlan, activation_bytes
 from danlu.plan.precision import DTYPES
@@ -84,10 +85,20 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
         heads=kv_heads * queries,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=None if large.rope is None else replace(large.rope, dim=int(head_dim * share)),
+        rope=None if large.rope is None else _small_rope(large.rope, int(head_dim * share)),
         scale=None if large.scale is None else _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim)),
         window=None if large.window is None else WINDOW,
     )
+
+
+def _small_rope(large: Rope, dim: int) -> Rope:
+    """The rotary embedding of fewer features; of LongRoPE's factors as many as these have pairs, from all of them."""
+    scaling = large.scaling
+    if isinstance(scaling, LongRopeScaling):
+        places = [pair * (large.dim // 2) // (dim // 2) for pair in range(dim // 2)]
+        short, long = (tuple(each[place] for place in places) for each in (scaling.short_factor, scaling.long_factor))
+        scaling = replace(scaling, short_factor=short, long_factor=long)
+    return replace(large, dim=dim, scaling=scaling)
 
 
 def _as_one_over_a_root(scale: float) -> float:

@@ -53,6 +53,7 @@ from danlu.recipe.sections.environments import (
     Tools,
     Verifiers,
 )
+from danlu.recipe.sections.long_context import LengthStage, LongContext, LongRopeSearch
 from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
@@ -208,10 +209,13 @@ __all__ = [
     "Kl",
     "Kto",
     "LengthReward",
+    "LengthStage",
     "Lion",
     "Loftq",
     "Log",
     "LogRatioTerm",
+    "LongContext",
+    "LongRopeSearch",
     "Lora",
     "LoraFa",
     "LoraPlus",
@@ -329,6 +333,8 @@ class Recipe(Section):
     adapter: Adapter | None = None
     """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
     mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""
+    long_context: LongContext | None = None
+    """Train at more tokens than the model was trained at: a scaling of its rotary embedding, lengths in stages."""
     quantization: Quantization | None = None
     """Quantize the frozen base: nf4, fp4, int8, int4."""
     optimizer: Optimizer = AdamW()
