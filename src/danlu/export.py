@@ -11,6 +11,7 @@ from danlu.errors import CheckpointError
 from danlu.output_folder import refuse_existing
 from danlu.parallel.comm import ALONE
 from danlu.recipe import Recipe
+from danlu.shard_box import ShardBox
 from danlu.stage_protocols import PlacedModel
 from danlu.stages import STAGES
 from danlu.train.checkpoints.folders import is_checkpoint_folder, is_complete
@@ -49,10 +50,10 @@ def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
     local = {} if run is None else run.learner.parallel.local_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:
 
-        def whole(name: str) -> Tensor | None:
-            return gathering.whole(name, local[name].local, local[name].box)
+        def value(name: str, box: ShardBox | None = None) -> Tensor | None:
+            return gathering.part(name, local[name].local, local[name].box, box)
 
-        placed.write(target, whole if local else None, writes=gathering.first)
+        placed.write(target, value if local else None, writes=gathering.first)
     return target
 
 

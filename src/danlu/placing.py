@@ -1,14 +1,14 @@
 """From a recipe to what is trained, placed on the processes of a run: the order of `place` is the documentation.
 
 In a single process this is a model in float32, or a frozen one with adapters. With several, each has its part: the
-model is made on the meta device, cut and sharded, and only then are weights drawn or read, one whole tensor at a time.
+model is made on the meta device, cut and sharded, and only then are weights drawn or read, each process its boxes.
 A frozen base is read layer by layer, each of which is cut and sharded (`LayerPlacer`) before the next one is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
-from danlu.models.loading import build, load, meta_decoder, stored_values
+from danlu.models.loading import build, load, load_boxes, meta_decoder
 from danlu.models.modules import RMSNorm
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
@@ -228,8 +228,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         adapters.refresh_copies()
     local = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
     if on_meta and not resumed:
-        shapes = {name: parameter.box.global_shape for name, parameter in local.items()}
-        fill(local, first_values(recipe, model.config, shapes))
+        fill(local, recipe, model.config)
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
     offloaded = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
@@ -360,20 +359,13 @@ def kept_whole(model: Decoder) -> set[str]:
     return {name for name, parameter in named if parameter in norms or layers_of[parameter] > 1}
 
 
-def first_values(
-    recipe: Recipe, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a whole model by name: read from the folder that it starts from, or drawn from the seed."""
-    if recipe.model.path is not None:
-        yield from stored_values(resolve_folder(recipe.model.path), config)
-        return
-    for name, shape in shapes.items():
-        yield name, initial_value(config, name, shape, recipe.seed)
-
-
 @torch.no_grad()
-def fill(local: Mapping[str, LocalParameter], values: Iterator[tuple[str, Tensor]]) -> None:
-    """Copies this process's box of each whole tensor into its local parameter."""
-    for name, value in values:
-        parameter = local[name]
-        parameter.local.copy_(parameter.box.view_of(value))
+def fill(local: Mapping[str, LocalParameter], recipe: Recipe, config: ModelConfig) -> None:
+    """Gives this process's box of each parameter its first values: read from the folder that the model starts from, or
+    drawn from the seed."""
+    if recipe.model.path is not None:
+        targets = {name: (parameter.local, parameter.box) for name, parameter in local.items()}
+        load_boxes(resolve_folder(recipe.model.path), config, targets)
+        return
+    for name, parameter in local.items():
+        parameter.local.copy_(initial_value(config, name, parameter.box, recipe.seed))

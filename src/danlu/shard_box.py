@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,15 @@ class ShardBox:
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{offset}:{end}' for offset, end in zip(self.offsets, self.ends, strict=True))}]"
+
+
+class BoxValue(Protocol):
+    """Gives a box of a tensor by the tensor's name; None of the box: all of it.
+
+    A collective call where several processes have boxes of the tensor: the first process gets the value, others None.
+    """
+
+    def __call__(self, name: str, box: ShardBox | None = None) -> Tensor | None: ...
 
 
 def find_overlap(boxes: Iterable[ShardBox]) -> ShardBox | None:

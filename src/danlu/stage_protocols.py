@@ -26,6 +26,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.gemm import Peak
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
+from danlu.shard_box import BoxValue
 from danlu.train.criterion import Criterion
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import ItemSource, Stretch
@@ -153,7 +154,7 @@ class PlacedModel(Protocol):
 
     def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
 
-    def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         """Writes the result; `value` and `writes` as in `models.saving.save`."""
 
 

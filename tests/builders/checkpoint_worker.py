@@ -21,7 +21,7 @@ from danlu.models.saving import save as save_model
 from danlu.optim.eight_bit import EightBitMoments
 from danlu.parallel.comm import Group, new_group
 from danlu.recipe import sections
-from danlu.shard_box import ShardBox
+from danlu.shard_box import BoxValue, ShardBox
 from danlu.train.checkpoints import store as checkpoint_store
 from danlu.train.checkpoints.gathering import Gathering
 from danlu.train.checkpoints.loading import load_checkpoint
@@ -327,6 +327,13 @@ def gathers() -> dict[str, list[str]]:
                         wrong[layout].append(f"{name}: {'' if found is None else 'not '}None on rank {rank}")
                     elif found is not None and not torch.equal(found, whole[group][name]):
                         wrong[layout].append(name)
+                    shape = tuple(one.shape) if boxes is None else boxes[group][name].global_shape
+                    half = ShardBox(
+                        shape, tuple(side // 2 for side in shape), tuple(side - side // 2 for side in shape)
+                    )
+                    found = gathering.part(name, one, boxes[group][name] if boxes else None, half)
+                    if found is not None and not torch.equal(found, half.view_of(whole[group][name])):
+                        wrong[layout].append(f"{name}{half}")
     return wrong
 
 
@@ -372,9 +379,7 @@ def exports(folder: str) -> None:
         assert all(bool(one.isnan().all()) for one in adapters.tensors("mine").values()), "its own are not back"
 
 
-def boxed(
-    gathering: Gathering, named: Mapping[str, Tensor], layout: str, rank: int, size: int
-) -> Callable[[str], Tensor | None]:
+def boxed(gathering: Gathering, named: Mapping[str, Tensor], layout: str, rank: int, size: int) -> BoxValue:
     """The gathered value of a parameter of which this rank has a box; what the module itself has is spoilt."""
     whole = {"model": {name: one.detach().clone() for name, one in named.items()}}
     boxes = boxes_of(layout, whole, rank, size)
@@ -382,7 +387,7 @@ def boxed(
     held = local(whole, boxes)["model"]
     for parameter in named.values():
         parameter.data.fill_(float("nan"))
-    return lambda name: gathering.whole(name, held[name], boxes["model"][name])
+    return lambda name, box=None: gathering.part(name, held[name], boxes["model"][name], box)
 
 
 KINDS = ("lora", "dora", "pissa", "vera", "mora", "ia3", "bottleneck", "prefix", "prompt")

@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from builders.parallel_steps import config_of
 from danlu.models.attend import PackedAttention
+from danlu.models.initialize import initial_value
 from danlu.models.loading import meta_decoder
 from danlu.parallel import data
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import ranks_of
-from danlu.placing import Placed, first_values, kept_whole, place, subject_of
+from danlu.placing import Placed, kept_whole, place, subject_of
 from danlu.recipe import Recipe, load
 
 GPU, HOST = torch.device("meta"), torch.device("cpu")
@@ -29,12 +30,12 @@ def placed_on_gpu(file: str) -> dict[str, tuple[str, bool, bool]]:
     recipe = load(Path(file)).recipe
     placed = _place(recipe, GPU)
     held = placed.parallel.local_parameters
-    values = dict(first_values(recipe, placed.subject.model.config, _shapes(placed)))
+    config = placed.subject.model.config
     return {
         name: (
             one.local.device.type,
             one.local is not one.parameter,
-            one.local.device == HOST and torch.equal(one.local, one.box.view_of(values[name])),
+            one.local.device == HOST and torch.equal(one.local, initial_value(config, name, one.box, recipe.seed)),
         )
         for name, one in held.items()
     }
@@ -43,10 +44,6 @@ def placed_on_gpu(file: str) -> dict[str, tuple[str, bool, bool]]:
 def _place(recipe: Recipe, device: torch.device) -> Placed:
     ranks = ranks_of(layout_of(recipe.parallel, torch.distributed.get_world_size()), "cpu")
     return place(subject_of(recipe, config_of(recipe), device, ranks=ranks), recipe, ranks, device)
-
-
-def _shapes(placed: Placed) -> dict[str, tuple[int, ...]]:
-    return {name: one.box.global_shape for name, one in placed.parallel.local_parameters.items()}
 
 
 def shares_memory(file: str) -> list[str]:

@@ -174,7 +174,7 @@ class ServedModel:
             return
         value = value.T if name in self.faults.transposed else value
         whole = next(tensor for tensor in hf_tensors(self.model.config) if tensor.name == name)
-        parts = [self.parameter(part) for part in whole.parts]
+        parts = [self.parameter(part) for part in whole.parameters]
         for parameter, rows in zip(parts, value.split([len(part) for part in parts]), strict=True):
             parameter.data.copy_(rows)
 
@@ -195,7 +195,7 @@ class ServedModel:
     def tensor(self, name: str) -> Tensor:
         """A tensor of a model folder."""
         whole = next(tensor for tensor in hf_tensors(self.model.config) if tensor.name == name)
-        return torch.cat([self.parameter(part).detach() for part in whole.parts])
+        return torch.cat([self.parameter(part).detach() for part in whole.parameters])
 
     def checksums(self) -> dict[str, str]:
         """By vLLM's names, of which some are stacked."""

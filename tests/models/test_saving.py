@@ -17,6 +17,7 @@ from danlu.models import saving
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.models.saving import save
+from danlu.shard_box import ShardBox
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 
@@ -66,14 +67,17 @@ def test_shards_and_index_are_what_transformers_reads(model: Decoder, tmp_path: 
 
 
 def test_who_does_not_write_asks_for_the_same_and_touches_no_file(model: Decoder, tmp_path: Path) -> None:
-    asked: list[list[str]] = [[], []]
+    asked: list[list[tuple[str, ShardBox | None]]] = [[], []]
 
-    def value(name: str) -> torch.Tensor:
-        asked[0].append(name)
+    def value(name: str, box: ShardBox | None = None) -> torch.Tensor:
+        asked[0].append((name, box))
         return model.get_parameter(name) * 2
 
+    def helps(name: str, box: ShardBox | None = None) -> None:
+        asked[1].append((name, box))
+
     save(model, tmp_path / "one", value=value, shard_bytes=50_000)
-    save(model, tmp_path / "two", value=asked[1].append, shard_bytes=50_000, writes=False)
+    save(model, tmp_path / "two", value=helps, shard_bytes=50_000, writes=False)
     assert asked[0] == asked[1] == list(dict.fromkeys(asked[0]))
     assert len(asked[0]) == len(list(model.parameters()))
     assert not (tmp_path / "two").exists()

@@ -100,6 +100,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- models
     Mutation(
+        "models/hf_parts.py", "values[self.axis] *= self.stride", "values[self.axis] *= 1", "models/test_hf_parts.py"
+    ),
+    Mutation("models/hf_layout.py", "at[0] = each", "at[0] = 0", "models/test_hf_parts.py"),
+    Mutation(
+        "models/tensor_reader.py",
+        "for start, end in ranges(count, elements):",
+        "for start, end in ranges(count, count):",
+        "models/test_hf_parts.py",
+    ),
+    Mutation(
+        "models/initialize.py",
+        'named_generator(seed, f"{name}[{expert}]")',
+        "named_generator(seed, name)",
+        "models/test_hf_parts.py",
+    ),
+    Mutation(
         "models/initialize.py",
         "return 1 / config.embedding_multiplier",
         "return 1.0",

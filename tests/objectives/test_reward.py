@@ -43,7 +43,7 @@ class Vectors:
         model = build(config)
         with torch.no_grad():
             for tensor in hf_tensors(config):
-                model.get_parameter(tensor.parts[0]).copy_(self.tensors[f"weights.{tensor.name}"])
+                model.get_parameter(tensor.parameters[0]).copy_(self.tensors[f"weights.{tensor.name}"])
             for name, parameter in objective.named_parameters():
                 parameter.copy_(self.tensors[f"weights.{name}"])
         cpu = torch.device("cpu")
@@ -54,7 +54,7 @@ class Vectors:
     def worst_error(self, learner: DecoderLearner) -> float:
         """Of all gradients that `accumulate` left."""
         config = learner.model.config
-        got = {tensor.name: learner.model.get_parameter(tensor.parts[0]).grad for tensor in hf_tensors(config)}
+        got = {tensor.name: learner.model.get_parameter(tensor.parameters[0]).grad for tensor in hf_tensors(config)}
         got |= {name: parameter.grad for name, parameter in learner.objective.named_parameters()}
         dense = {name: gradient.to_dense() for name, gradient in got.items() if gradient is not None}
         want = {key.removeprefix("gradients."): value for key, value in self.tensors.items() if "gradients." in key}

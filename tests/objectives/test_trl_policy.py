@@ -57,7 +57,7 @@ class Vectors:
 
     def gradients(self, case: str) -> dict[str, Tensor]:
         return {
-            tensor.parts[0]: self.tensors[f"{case}/{tensor.name}"]
+            tensor.parameters[0]: self.tensors[f"{case}/{tensor.name}"]
             for tensor in hf_tensors(self.model("policy").config)
             if len(tensor.parts) == 1
         }

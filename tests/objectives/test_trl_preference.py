@@ -41,7 +41,7 @@ class Vectors:
 
     def gradients(self, case: str, model: Decoder) -> dict[str, Tensor]:
         return {
-            tensor.parts[0]: self.tensors[f"{case}/{tensor.name}"]
+            tensor.parameters[0]: self.tensors[f"{case}/{tensor.name}"]
             for tensor in hf_tensors(model.config)
             if len(tensor.parts) == 1
         }

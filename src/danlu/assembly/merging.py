@@ -27,7 +27,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import named_generator
 from danlu.models.loading import stored_dtype, widest_dtype
-from danlu.models.saving import save
+from danlu.models.saving import boxes_of, save
 from danlu.numerics.relative_error import RelativeErrors
 from danlu.output_folder import refuse_existing
 
@@ -113,7 +113,7 @@ def merge(
         tokenizer_from=tokenizer,
         generation_from=base.folder,
         config=replace(config, tie_word_embeddings=False) if unties else config,
-        value=lambda name: _measured(name, value(name), written, rounding),
+        value=boxes_of(lambda name: _measured(name, value(name), written, rounding)),
         score_head=head,
         pad_token=None
         if head is None or tokenizer is None
@@ -186,7 +186,7 @@ class _Combining:
         self._pending: dict[str, Tensor] = {}  # parts of the last Hugging Face tensor that are still to be asked for
         model = opened.adapters.model
         assert isinstance(model, Decoder)
-        self._parts = {part: tensor.parts for tensor in hf_tensors(model.config) for part in tensor.parts}
+        self._parts = {part: tensor.parameters for tensor in hf_tensors(model.config) for part in tensor.parameters}
 
     def value(self, name: str) -> Tensor:
         """The combined value of a parameter, float32."""

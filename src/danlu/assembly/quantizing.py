@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.families import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config
-from danlu.models.hf_layout import HFTensor, hf_tensors
+from danlu.models.hf_layout import hf_tensors
+from danlu.models.hf_parts import HFTensor
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json
@@ -98,8 +100,7 @@ def quantize(
                 names = [f"{tensor.name}{suffix}" for tensor in shard for suffix in ("", *SUFFIXES)]
                 stream = closing.enter_context(TensorStream(fresh / file, names))
                 streams |= {tensor.name: stream for tensor in shard}
-            tensor_of = {part: tensor for tensor in tensors for part in tensor.parts}
-            writer = _Writer(tensor_of, streams, linears, section, kept, progress)
+            writer = _Writer(tensors, streams, linears, section, kept, progress)
             load_into(model, folder, take=writer.take, unpack=refuse_four_bit)
         files = list(dict.fromkeys(streams.values()))
         total_bytes = sum(stream.bytes for stream in files)
@@ -110,9 +111,9 @@ def quantize(
 
 @dataclass
 class _Writer:
-    """Takes weights as they are loaded, and writes each tensor of the folder when all of its parts have come."""
+    """Takes weights as they are loaded, and writes each tensor of the folder when all that it is made of has come."""
 
-    tensor_of: dict[str, HFTensor]  # by parameter
+    tensors: list[HFTensor]
     streams: dict[str, TensorStream]  # by tensor
     linears: set[str]
     section: sections.Nf4 | sections.Fp4
@@ -121,23 +122,34 @@ class _Writer:
     quantized: int = 0  # parameters
     quantized_bytes: int = 0
     written: int = 0  # tensors
-    parts_read: list[Tensor] = field(default_factory=list)
+    waiting: dict[str, Tensor] = field(default_factory=dict)  # parameters
 
     def take(self, parameter: str, value: Tensor) -> None:
         """For `load_into`: writes the value and returns None, so that nothing stays in the model."""
-        tensor = self.tensor_of[parameter]
-        self.parts_read.append(value)
-        if len(self.parts_read) < len(tensor.parts):
-            return
-        whole = self.parts_read[0] if len(self.parts_read) == 1 else torch.cat(self.parts_read)
-        self.parts_read = []
-        if parameter in self.linears:
-            self._write_quantized(tensor.name, whole)
-        else:
-            self._write(tensor.name, whole.to(self.dtype))
-        self.written += 1
-        if self.progress is not None:
-            self.progress(self.written, len(self.streams))
+        self.waiting[parameter] = value
+        for tensor in self.tensors_of[parameter]:
+            if not all(name in self.waiting for name in tensor.parameters):
+                return
+        for tensor in self.tensors_of[parameter]:
+            whole = tensor.assembled(self.waiting.__getitem__)
+            if parameter in self.linears:
+                self._write_quantized(tensor.name, whole)
+            else:
+                self._write(tensor.name, whole.to(self.dtype))
+            self.written += 1
+            if self.progress is not None:
+                self.progress(self.written, len(self.streams))
+        for name in {name for tensor in self.tensors_of[parameter] for name in tensor.parameters}:
+            del self.waiting[name]
+
+    @cached_property
+    def tensors_of(self) -> dict[str, list[HFTensor]]:
+        """The tensors that have parts of a parameter; those of one are those of all that share a tensor with it."""
+        tensors_of: dict[str, list[HFTensor]] = {}
+        for tensor in self.tensors:
+            for name in tensor.parameters:
+                tensors_of.setdefault(name, []).append(tensor)
+        return tensors_of
 
     def _write_quantized(self, name: str, whole: Tensor) -> None:
         weight = quantize_weight(whole, self.section, name)
@@ -157,7 +169,7 @@ class _Writer:
 def _size_bytes(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
     """Bytes on disk, rounded up: of a quantized weight 4.5 bits a number and the constants of one."""
     count = math.prod(tensor.shape)
-    return count * 9 // 16 + 4096 if tensor.parts[0] in linears else count * dtype.itemsize
+    return count * 9 // 16 + 4096 if tensor.parameters[0] in linears else count * dtype.itemsize
 
 
 def refuse_four_bit(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from danlu.assembly.adapter_training import write_result
 from danlu.assembly.parameter_roles import TRAINED
@@ -20,6 +19,7 @@ from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.models.saving import save
 from danlu.placing import Subject
 from danlu.recipe import Recipe, sections
+from danlu.shard_box import BoxValue
 from danlu.types import Task
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def write(
     subject: Subject,
     recipe: Recipe,
     target: Path,
-    value: Callable[[str], Tensor | None] | None,
+    value: BoxValue | None,
     *,
     writes: bool,
     score_head: nn.Linear | None = None,

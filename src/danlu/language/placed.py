@@ -50,6 +50,7 @@ from danlu.recipe import Recipe
 from danlu.rollout.asynchronous import AsynchronousEngine
 from danlu.rollout.rollout_sampler import Rewards
 from danlu.rollout.self_check import check_exact
+from danlu.shard_box import BoxValue
 from danlu.stage_protocols import (
     FromColumns,
     HeldOut,
@@ -291,7 +292,7 @@ class PlacedDecoder:
             frozen=not self.model.head_weight.requires_grad,
         )
 
-    def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         """A model in the type of activations that it was trained with (fp16: float32), or an adapter; before it the
         model of values, where that is kept."""
         if self.recipe.value is not None and self.recipe.value.save:
@@ -300,11 +301,11 @@ class PlacedDecoder:
         head = self._score_head if classifies else None
         write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=head)
 
-    def _write_critic(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+    def _write_critic(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         head = self._score_head
         assert head is not None, "the recipe's rules ask for ppo"
         if self.own_critic is not None:
-            own = None if value is None else (lambda name: value(own_name(name)))
+            own = None if value is None else (lambda name, box=None: value(own_name(name), box))
             write(self.own_critic.subject, self.recipe, target, own, writes=writes, score_head=head)
             return
         has_own = self.adapters is not None and VALUE in self.adapters.added

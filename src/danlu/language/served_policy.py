@@ -30,6 +30,7 @@ from danlu.rollout.servers.server_interface import RolloutServer, ServerOptions
 from danlu.rollout.servers.sglang import SGLangServer
 from danlu.rollout.servers.vllm import VLLMServer
 from danlu.rollout.stopping import Decode
+from danlu.shard_box import ShardBox
 from danlu.train.checkpoints.gathering import Gathering
 
 ADAPTER = "policy"
@@ -91,13 +92,13 @@ class ServedPolicy:
         local = parallel.local_parameters
         with Gathering(parallel.ranks.world) as gathering:
 
-            def whole(name: str) -> Tensor | None:
-                return gathering.whole(name, local[name].local, local[name].box)
+            def value(name: str, box: ShardBox | None = None) -> Tensor | None:
+                return gathering.part(name, local[name].local, local[name].box, box)
 
             if gathering.first:
                 self._adapter_folder = Path(tempfile.mkdtemp(prefix="danlu-adapter-")) / "adapter"
             target = self._adapter_folder or Path(ADAPTER)  # nothing is written on other processes
-            write(self.placed.subject, self.recipe, target, whole if local else None, writes=gathering.first)
+            write(self.placed.subject, self.recipe, target, value if local else None, writes=gathering.first)
         return None
 
     def check(self, engine: RolloutEngine) -> None:

@@ -124,3 +124,8 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     if config.has_own_head:
         shapes["lm_head.weight"] = vocabulary
     return shapes
+
+
+def is_stacked(parameter: str) -> bool:
+    """Whether a parameter, by its name, has the experts of a layer in its first dimension."""
+    return ".experts." in parameter

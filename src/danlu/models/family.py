@@ -58,6 +58,24 @@ PHI3_MODULES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How a parameter of a layer lies on disk, where that is not as rows of a tensor.
+
+    Parameters of the same `name` share the tensor. With `*` in it each expert of stacked parameters [E, ...] has one of
+    its own, and `*` is its number.
+    """
+
+    name: str
+    transposed: bool = False
+    """Whether matrices are [inputs, outputs] on disk."""
+    alternates: bool = False
+    """Whether the outputs of those that share the tensor take turns one by one: gate, up, gate, up."""
+    turns: Callable[[LayerSpec], int] = lambda layer: 1
+    """How often those that share the tensor take turns, each time with an equal number of their outputs: as often as
+    there are heads, where each head of q_proj is followed by the same head of its gate."""
+
+
+@dataclass(frozen=True)
 class Family:
     architecture: str
     """The classes of transformers that load it, without the task: Llama of LlamaForCausalLM."""
@@ -68,7 +86,7 @@ class Family:
     """What only some families have, as keys of config.json."""
     defaults: Mapping[str, Any]
     """What transformers (5.23) takes for absent keys. A key/value head count is always asked for where it guesses."""
-    modules: Mapping[str, str] = field(default_factory=lambda: LLAMA_MODULES)
+    modules: Mapping[str, str | Stored] = field(default_factory=lambda: LLAMA_MODULES)
     rope: RopeRules = field(default_factory=RopeRules)
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 from danlu.layer_types import Site
-from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.models.config import ModelConfig, is_stacked, parameter_shapes
 from danlu.models.families import FAMILIES
+from danlu.models.family import Stored
+from danlu.models.hf_parts import HFTensor, Part
+from danlu.shard_box import ShardBox
 
 _TOP_LEVEL = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head", "norm": "model.norm"}
 
@@ -19,26 +22,67 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"
 """The head [labels, D] of a model that classifies; transformers has the bias where each token is classified."""
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor of a Hugging Face folder: the parameters in `parts`, concatenated along the first axis."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[str, ...]
-
-
 def hf_tensors(config: ModelConfig) -> list[HFTensor]:
-    """The tensors of this model's folder, in the order of the forward pass. A tied head is not stored."""
+    """The tensors of this model's folder, in the order of the forward pass; those of experts one expert after the
+    other. A tied head is not stored.
+    """
     modules = FAMILIES[config.family].modules
     shapes = parameter_shapes(config)
-    parts: dict[str, list[str]] = {}
+    sharing: dict[str, list[str]] = {}
     for name in shapes:
-        parts.setdefault(hf_name(name, modules), []).append(name)
-    return [
-        HFTensor(name, (sum(shapes[part][0] for part in fused), *shapes[fused[0]][1:]), tuple(fused))
-        for name, fused in parts.items()
-    ]
+        sharing.setdefault(hf_name(name, modules), []).append(name)
+    placed: list[tuple[tuple[int, int], HFTensor]] = []
+    experts_at: dict[str, int] = {}  # by what stands before the expert's number
+    for number, (name, parameters) in enumerate(sharing.items()):
+        stored, turns = Stored(name), 1
+        first, *path = parameters[0].split(".")
+        if first == "layers" and not isinstance(entry := _entry(path[1:], modules)[0], str):
+            stored, turns = entry, entry.turns(config.layers[int(path[0])])
+        own = {parameter: shapes[parameter] for parameter in parameters}
+        before, is_by_expert, _ = name.partition("*")
+        if not is_by_expert:
+            placed.append(((number, 0), _tensor(name, own, stored, turns)))
+            continue
+        at = experts_at.setdefault(before, number)
+        for expert in range(own[parameters[0]][0]):
+            tensor = _tensor(name.replace("*", str(expert)), own, stored, turns, expert)
+            placed.append(((at, expert), tensor))
+    return [tensor for _, tensor in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _tensor(
+    name: str, shapes: Mapping[str, tuple[int, ...]], stored: Stored, turns: int, expert: int | None = None
+) -> HFTensor:
+    """The tensor that parameters of these shapes share; expert: the only one of stacked parameters that is in it."""
+    parameter, whole = next(iter(shapes.items()))
+    stacked = is_stacked(parameter)
+    outputs = int(stacked)  # the axis of parameters along which they share the tensor
+    transposed = stored.transposed and len(whole) == outputs + 2
+    axis = outputs + transposed - (expert is not None)  # the same on disk
+    on_disk = [*whole[:-2], whole[-1], whole[-2]] if transposed else list(whole)
+    if expert is not None:
+        del on_disk[0]
+    on_disk[axis] = sum(shape[outputs] for shape in shapes.values())
+    is_one_part = len(shapes) == 1 and not transposed
+    experts = [expert] if not stacked or expert is not None or is_one_part else range(whole[0])
+    parts: list[Part] = []
+    for each in experts:
+        row = 0
+        for turn, (index, (parameter, shape)) in product(range(turns), enumerate(shapes.items())):
+            assert shape[outputs] % turns == 0, f"{parameter}: {shape[outputs]} outputs in {turns} turns"
+            rows = shape[outputs] // turns
+            first, sizes, at = [0] * len(shape), list(shape), [0] * len(on_disk)
+            first[outputs], sizes[outputs] = turn * rows, rows
+            if each is not None:
+                first[0], sizes[0] = each, 1
+            if each is not None and expert is None:
+                at[0] = each
+            at[axis] = 0 if stored.alternates else row
+            row += rows
+            box = ShardBox(shape, tuple(first), tuple(sizes))
+            in_turn = (len(shapes), index, axis) if stored.alternates else (1, 0, 0)
+            parts.append(Part(parameter, box, tuple(at), transposed, *in_turn))
+    return HFTensor(name, tuple(on_disk), tuple(parts))
 
 
 def config_sites(config: ModelConfig) -> list[Site]:
@@ -59,11 +103,20 @@ def config_sites(config: ModelConfig) -> list[Site]:
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
-def hf_name(parameter: str, modules: Mapping[str, str]) -> str:
-    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, by a family's `modules`."""
+def hf_name(parameter: str, modules: Mapping[str, str | Stored]) -> str:
+    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, by a family's `modules`.
+
+    Of stacked experts with a tensor each, the number stays open: `model.layers.3.mlp.experts.*.gate_proj.weight`.
+    """
     head, *rest = parameter.split(".")
     if head != "layers":
         return ".".join((_TOP_LEVEL[head], *rest))
     index, *path = rest
+    entry, cut = _entry(path, modules)
+    return ".".join(("model.layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))
+
+
+def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:
+    """(what a family has of the longest beginning of a parameter's path within its layer, how long that is)."""
     cut = next(cut for cut in range(len(path), 0, -1) if ".".join(path[:cut]) in modules)
-    return ".".join(("model.layers", index, modules[".".join(path[:cut])], *path[cut:]))
+    return modules[".".join(path[:cut])], cut

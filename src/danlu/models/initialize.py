@@ -1,4 +1,5 @@
-"""First weights of a model trained from scratch, by (seed, parameter name): the same in any layout and any order.
+"""First weights of a model trained from scratch, by (seed, parameter name) and of experts by (seed, parameter name,
+number of the expert): the same in any layout and any order.
 
 Scheme, after "Spike No More" (arXiv:2312.16903), which asks for small sub-layers and a large shortcut so that gradients
 stay bounded in depth. D = model width, N = layers:
@@ -20,14 +21,14 @@ so an untied embedding carries the scale itself. A tied one cannot, and keeps th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, is_stacked
 from danlu.models.decoder import Decoder
+from danlu.shard_box import ShardBox
 
 _WRITE_TO_STREAM = ("o_proj", "down_proj")
 
@@ -36,15 +37,26 @@ def initialize(model: Decoder, seed: int) -> None:
     """Draws every parameter in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(model.config, name, parameter.shape, seed))
+            parameter.copy_(initial_value(model.config, name, ShardBox.full(parameter.shape), seed))
 
 
-def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """A whole parameter, drawn on the CPU in float32, so that no device, type or layout changes the values."""
+def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> Tensor:
+    """A box of a parameter, drawn on the CPU in float32, so that no device, type or layout changes the values.
+
+    A parameter is drawn whole, for its box depends on the elements before it; of stacked experts each by itself, so
+    that no process draws experts of others.
+    """
     std = _initial_std(config, name)
     if std is None:
-        return torch.full(tuple(shape), 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0)
-    return torch.empty(tuple(shape)).normal_(std=std, generator=named_generator(seed, name))
+        return torch.full(box.sizes, 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0)
+    if not is_stacked(name):
+        return box.view_of(torch.empty(box.global_shape).normal_(std=std, generator=named_generator(seed, name)))
+    values = torch.empty(box.sizes)
+    matrix = torch.empty(box.global_shape[1:])
+    for index, expert in enumerate(range(box.offsets[0], box.ends[0])):
+        matrix.normal_(std=std, generator=named_generator(seed, f"{name}[{expert}]"))
+        values[index] = matrix[box.slices[1:]]
+    return values
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:

@@ -2,16 +2,15 @@
 
 Peak memory is the model plus one buffer: a parameter of the stored type is read in place, any other is converted a
 buffer at a time. Where each weight is handed to a function that stores it otherwise (`load_into`), it is the model as
-that function stores it plus one weight.
+that function stores it plus one weight. Where a process wants only boxes of parameters, it reads and holds no more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from io import FileIO
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,18 +18,22 @@ from torch import Tensor, nn
 
 from danlu.errors import ModelError
 from danlu.layer_types import QuantizedWeight
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, hf_tensors
+from danlu.models.hf_parts import HFTensor
 from danlu.models.hf_validation import FOUR_BIT, check_headers
 from danlu.models.modules import Linear
-from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, is_finite, ranges, read_exactly
+from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
+from danlu.models.tensor_reader import Target, TensorReader
 from danlu.safetensors_format import TensorLocation
+from danlu.shard_box import ShardBox
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""
 
+Located = tuple[HFTensor, TensorLocation]
 Take = Callable[[str, Tensor], Tensor | None]
 """(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
@@ -55,12 +58,23 @@ def load(
     config = config or read_config(folder)
     located = _locate(folder, config, quantized=False)
     model = build(config, dtype=dtype, device=device)
-    parameters = dict(model.named_parameters())
-    reader = _Reader()
-    for handle, tensor, location in _walk(located):
-        for part in tensor.parts:
-            reader.fill(parameters[part], handle, location, tensor.name)
+    _fill(located, {name: (value, ShardBox.full(value.shape)) for name, value in model.named_parameters()})
     return model
+
+
+def load_boxes(folder: str | Path, config: ModelConfig, targets: Mapping[str, Target]) -> None:
+    """Fills boxes of a model's parameters, converted to the targets' dtypes; of the files only they are read.
+
+    targets: by parameter; the others are passed over. Raises ModelError as `load` does, for values only of what it
+    reads.
+    """
+    _fill(_locate(Path(folder), config, quantized=False), targets)
+
+
+def _fill(located: Iterable[Located], targets: Mapping[str, Target]) -> None:
+    with TensorReader() as reader:
+        for tensor, location in located:
+            reader.fill(tensor, location, targets)
 
 
 def stored_values(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -68,12 +82,11 @@ def stored_values(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str
 
     Raises ModelError as `load` does.
     """
-    folder = Path(folder)
-    reader = _Reader()
-    shapes = {name: parameter.shape for name, parameter in meta_decoder(config).named_parameters()}
-    for handle, tensor, location in _walk(_locate(folder, config, quantized=False)):
-        for part in tensor.parts:
-            yield part, reader.read(shapes[part], handle, location, tensor.name)
+    located = _locate(Path(folder), config, quantized=False)
+    with TensorReader() as reader:
+        values = _Values(located, {name: ShardBox.full(shape) for name, shape in parameter_shapes(config).items()})
+        for tensor, location in located:
+            yield from values.read(reader, tensor, location)
 
 
 def read_tensor(folder: str | Path, name: str) -> Tensor:
@@ -87,9 +100,8 @@ def read_tensor(folder: str | Path, name: str) -> Tensor:
         raise ModelError(f"{folder}: holds no tensor {name}")
     if location.dtype not in DTYPES:
         raise ModelError(f"{folder}: {name} is stored as {location.dtype}; here the original weight is needed")
-    with FileIO(location.file) as handle:
-        handle.seek(location.offset)
-        return _Reader().read(location.shape, handle, location, name)
+    with TensorReader() as reader:
+        return reader.read(location, ShardBox.full(location.shape), name)
 
 
 def load_into(
@@ -100,39 +112,79 @@ def load_into(
     take: Take,
     unpack: Unpack,
     layer_loaded: Callable[[str], None] = lambda layer: None,
+    boxes: Mapping[str, ShardBox] | None = None,
 ) -> None:
     """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
     A weight that bitsandbytes quantized goes through `unpack` into the layer's slot and never through `take`.
     `layer_loaded` is called with the name of each layer ("3") that has all of its weights; the order is that of the
-    files. Raises ModelError as `load` does.
+    files. boxes: of parameters of which only that box is read and becomes the parameter, such as a rank's experts.
+    Raises ModelError as `load` does.
     """
     folder = Path(folder)
-    reader = _Reader()
     stored = read_tensors(folder)
     located = _locate(folder, model.config, quantized=True)
     missing = Counter(_layer(tensor) for tensor, _ in located)
-    for handle, tensor, location in _walk(located):
-        if location.dtype == FOUR_BIT:
-            linears = [_linear(model, part) for part in tensor.parts]
-            constants = _with_constants(tensor.name, stored)
-            quantized = unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
-            for linear, weight in zip(linears, quantized, strict=True):
-                _check_shape(tensor.name, location, weight.shape, linear.shape)
-                linear.store(weight)
-        else:
-            for part in tensor.parts:
-                value = reader.read(model.get_parameter(part).shape, handle, location, tensor.name)
-                stays = take(part, value.to(device))
-                if stays is not None:
-                    owner, _, attribute = part.rpartition(".")
-                    setattr(model.get_submodule(owner), attribute, nn.Parameter(stays, requires_grad=False))
-        layer = _layer(tensor)
-        missing[layer] -= 1
-        if layer is not None and not missing[layer]:
-            layer_loaded(layer)
+    whole = {name: ShardBox.full(shape) for name, shape in parameter_shapes(model.config).items()}
+    values = _Values(located, whole | dict(boxes or {}))
+    with TensorReader() as reader:
+        for tensor, location in located:
+            if location.dtype == FOUR_BIT:
+                _unpack(model, tensor, location, stored, unpack)
+            else:
+                for parameter, value in values.read(reader, tensor, location):
+                    stays = take(parameter, value.to(device))
+                    if stays is not None:
+                        owner, _, attribute = parameter.rpartition(".")
+                        setattr(model.get_submodule(owner), attribute, nn.Parameter(stays, requires_grad=False))
+            layer = _layer(tensor)
+            missing[layer] -= 1
+            if layer is not None and not missing[layer]:
+                layer_loaded(layer)
     if (head := model.lm_head) is not None and model.config.tie_word_embeddings:
         head.tie(model.embed_tokens)  # the head was made before there was a weight to share
+
+
+def _unpack(
+    model: Decoder, tensor: HFTensor, location: TensorLocation, stored: Mapping[str, TensorLocation], unpack: Unpack
+) -> None:
+    """Puts a weight that bitsandbytes quantized into the slots of its linear layers."""
+    linears = [_linear(model, parameter) for parameter in tensor.parameters]
+    constants = _with_constants(tensor.name, stored)
+    quantized = unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
+    for linear, weight in zip(linears, quantized, strict=True):
+        _check_shape(tensor.name, location, weight.shape, linear.shape)
+        linear.store(weight)
+
+
+class _Values:
+    """Parameters, or boxes of them, as they come together of the tensors that have parts of them.
+
+    wanted: which box of each parameter.
+    """
+
+    def __init__(self, located: Iterable[Located], wanted: Mapping[str, ShardBox]) -> None:
+        self._wanted = wanted
+        self._dtypes: dict[str, torch.dtype] = {}  # the widest that some part of a parameter is stored in
+        self._tensors_left: Counter[str] = Counter()
+        for tensor, location in located:
+            for parameter in tensor.parameters if location.dtype in DTYPES else ():
+                dtype = DTYPES[location.dtype]
+                self._dtypes[parameter] = torch.promote_types(self._dtypes.get(parameter, dtype), dtype)
+                self._tensors_left[parameter] += 1
+        self._begun: dict[str, Target] = {}
+
+    def read(self, reader: TensorReader, tensor: HFTensor, location: TensorLocation) -> Iterator[tuple[str, Tensor]]:
+        """Reads a tensor; returns the parameters that are complete with it, by name, as they are stored."""
+        for parameter in tensor.parameters:
+            if parameter not in self._begun:
+                box = self._wanted[parameter]
+                self._begun[parameter] = (torch.empty(box.sizes, dtype=self._dtypes[parameter]), box)
+        reader.fill(tensor, location, self._begun)
+        for parameter in tensor.parameters:
+            self._tensors_left[parameter] -= 1
+            if not self._tensors_left[parameter]:
+                yield parameter, self._begun.pop(parameter)[0]
 
 
 Describe = Callable[[str, Mapping[str, Tensor], str], Sequence[int]]
@@ -187,9 +239,6 @@ def _floating(folder: str | Path) -> list[TensorLocation]:
     return [location for name, location in stored if location.dtype in DTYPES and name.endswith((".weight", ".bias"))]
 
 
-Located = tuple[HFTensor, TensorLocation]
-
-
 def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
     stored = check_headers(folder, config, quantized=quantized)
@@ -199,18 +248,9 @@ def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Locat
     return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))
 
 
-def _walk(located: list[Located]) -> Iterator[tuple[FileIO, HFTensor, TensorLocation]]:
-    """Each tensor with its file, open and at the tensor's first byte."""
-    for file, group in groupby(located, key=lambda pair: pair[1].file):
-        with FileIO(file) as handle:
-            for tensor, location in group:
-                handle.seek(location.offset)
-                yield handle, tensor, location
-
-
 def _layer(tensor: HFTensor) -> str | None:
     """The name of its layer ("3"); None of embedding, final norm and head."""
-    first, *rest = tensor.parts[0].split(".")
+    first, *rest = tensor.parameters[0].split(".")
     return rest[0] if first == "layers" else None
 
 
@@ -244,38 +284,6 @@ def _with_constants(name: str, stored: Mapping[str, TensorLocation], max_bytes: 
                 handle.seek(location.offset)
                 read_exactly(handle, tensors[key].view(-1))
     return tensors
-
-
-class _Reader:
-    """Reads consecutive ranges of files into parameters; owns the one buffer that conversion needs."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-
-    def read(self, shape: Sequence[int], handle: FileIO, location: TensorLocation, name: str) -> Tensor:
-        """The next values of `handle` as a tensor of `shape`, as they are stored."""
-        value = torch.empty(tuple(shape), dtype=DTYPES[location.dtype])
-        self.fill(value, handle, location, name)
-        return value
-
-    @torch.no_grad()
-    def fill(self, parameter: Tensor, handle: FileIO, location: TensorLocation, name: str) -> None:
-        """Reads the next `parameter.numel()` values of `handle`, converted from the stored dtype to the parameter's."""
-        target, dtype = parameter.view(-1), DTYPES[location.dtype]
-        in_place = target.dtype == dtype and target.device.type == "cpu"
-        for start, end in ranges(target.numel(), BUFFER_BYTES // dtype.itemsize):
-            stretch = target[start:end]
-            values = stretch if in_place else self._buffer[: (end - start) * dtype.itemsize].view(dtype)
-            if missing := read_exactly(handle, values):
-                raise ModelError(
-                    f"{location.file}: tensor {name}: the file ended {missing} bytes early while it was read"
-                )
-            if not is_finite(values):
-                raise ModelError(f"{location.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
-            if not in_place:
-                stretch.copy_(values)
-                if dtype != target.dtype and not is_finite(stretch):
-                    raise ModelError(f"{location.file}: tensor {name} has values too large for {target.dtype}")
 
 
 def _check_same(embedding: TensorLocation, head: TensorLocation) -> None:

@@ -1,6 +1,7 @@
 """A decoder into a Hugging Face folder: written beside its place and renamed when whole, tensor by tensor.
 
-Peak extra memory is one buffer: bytes are converted and written a buffer at a time, fused tensors part after part.
+Peak extra memory is one buffer: bytes are converted and written a buffer at a time, tensors of several parts part after
+part. Only what is transposed on disk, or takes turns with others, is put together first, an expert at a time.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +24,13 @@ from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.families import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json
-from danlu.models.hf_layout import HFTensor, hf_tensors
+from danlu.models.hf_layout import hf_tensors
+from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
 from danlu.models.score_head import head_tensors, label_values
 from danlu.output_folder import replace_folder
 from danlu.safetensors_format import dtype_name, encode_header, fill_shards, raw_bytes, shard_name
+from danlu.shard_box import BoxValue, ShardBox
 from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 _T = TypeVar("_T")
@@ -42,7 +46,7 @@ def save(
     chat_template: str | None = None,
     shard_bytes: int = 5_000_000_000,
     config: ModelConfig | None = None,
-    value: Callable[[str], Tensor | None] | None = None,
+    value: BoxValue | None = None,
     writes: bool = True,
     score_head: nn.Linear | None = None,
     pad_token: tuple[str, int] | None = None,
@@ -51,9 +55,9 @@ def save(
 
     generation_from: whose generation config is taken over, where the tokenizer's folder has none.
     chat_template: Jinja source that takes the place of the tokenizer's own.
-    config, value: what is written, where it is not the model as it stands: parameter by parameter, as each is needed.
-    writes: False on those of several processes that only help with `value`: they ask for the same parameters in the
-    same order, leave aside what they get, and touch no file.
+    config, value: what is written, where it is not the model as it stands: box by box of parameters, as each is needed.
+    writes: False on those of several processes that only help with `value`: they ask for the same boxes in the same
+    order, leave aside what they get, and touch no file.
 
     score_head: of a model that classifies, which has no generation config.
     pad_token: (text, id) that the tokenizer is to pad with, in its config too.
@@ -64,14 +68,13 @@ def save(
     """
     shape = config or model.config
     tensors = hf_tensors(shape)
-    value_of = value or model.get_parameter
+    value_of = value or (lambda name, box=None: _box_of(model.get_parameter(name), box))
     if not writes:
-        for tensor in tensors:
-            for part in tensor.parts:
-                value_of(part)
+        for part in (part for tensor in tensors for part in tensor.parts):
+            value_of(part.parameter, part.box)
         return
     own = {} if score_head is None else head_tensors(score_head)
-    tensors += [HFTensor(name, tuple(tensor.shape), (name,)) for name, tensor in own.items()]
+    tensors += [HFTensor.whole(name, tensor.shape) for name, tensor in own.items()]
     if pad_token is not None:
         shape = replace(shape, pad_token_id=pad_token[1])
     folder = Path(os.path.abspath(folder))
@@ -96,7 +99,25 @@ def save(
             write_pad_token(fresh, pad_token[0])
         if chat_template is not None:
             write_template(fresh, chat_template)
-        _write_weights(fresh, lambda name: own[name] if name in own else value_of(name), shards, dtype)
+        _write_weights(fresh, lambda name, box=None: own[name] if name in own else value_of(name, box), shards, dtype)
+
+
+def boxes_of(whole: Callable[[str], Tensor]) -> BoxValue:
+    """Boxes of values that can only be made whole: each is made once, and kept until all of it has been asked for."""
+    begun: dict[str, tuple[Tensor, int]] = {}  # the value, and how many of its elements have been given
+
+    def value(name: str, box: ShardBox | None = None) -> Tensor:
+        tensor, given = begun.pop(name) if name in begun else (whole(name), 0)
+        given += tensor.numel() if box is None else box.numel
+        if given < tensor.numel():
+            begun[name] = (tensor, given)
+        return _box_of(tensor, box)
+
+    return value
+
+
+def _box_of(tensor: Tensor, box: ShardBox | None) -> Tensor:
+    return tensor if box is None or box.is_full else box.view_of(tensor)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -150,20 +171,16 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_weights(
-    folder: Path, value: Callable[[str], Tensor | None], shards: Mapping[str, list[HFTensor]], dtype: torch.dtype
-) -> None:
+def _write_weights(folder: Path, value: BoxValue, shards: Mapping[str, list[HFTensor]], dtype: torch.dtype) -> None:
     for name, shard in shards.items():
         header = encode_header((tensor.name, dtype_name(dtype), tensor.shape) for tensor in shard)
         with (folder / name).open("wb") as handle:
             handle.write(header)
-            for part in (part for tensor in shard for part in tensor.parts):
-                parameter = value(part)
-                assert parameter is not None, f"{part}: no value on the process that writes"
-                for values in _converted(parameter, dtype):
-                    if not is_finite(values):
-                        raise ModelError(f"{part}: not finite as {dtype}; the model is not written")
-                    handle.write(raw_bytes(values))
+            start = len(header)
+            for tensor in shard:
+                for group in tensor.groups:
+                    _write_group(handle, start, tensor, group, value, dtype)
+                start += _size_bytes(tensor, dtype)
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
         write_index(
@@ -171,12 +188,36 @@ def _write_weights(
         )
 
 
+def _write_group(
+    handle: BufferedWriter, start: int, tensor: HFTensor, group: Sequence[Part], value: BoxValue, dtype: torch.dtype
+) -> None:
+    """Writes one part of a tensor, or those that take turns, to their places in a file; the tensor is at `start`."""
+    place = group[0].on_disk(group[0].box, tensor.shape)
+    parts = [(part, value(part.parameter, part.box)) for part in group]
+    if group[0].is_plain:
+        whole = parts[0][1]
+    else:
+        whole = torch.empty(place.sizes, dtype=dtype)
+        for part, own in parts:
+            assert own is not None, f"{part.parameter}: no value on the process that writes"
+            part.view_of(whole).copy_(own)
+    assert whole is not None, f"{group[0].parameter}: no value on the process that writes"
+    flat, read = whole.detach().reshape(-1), 0
+    for offset, count in place.contiguous_ranges():
+        if handle.tell() != (at := start + offset * dtype.itemsize):
+            handle.seek(at)
+        for values in _converted(flat[read : read + count], dtype):
+            if not is_finite(values):
+                raise ModelError(f"{group[0].parameter}: not finite as {dtype}; the model is not written")
+            handle.write(raw_bytes(values))
+        read += count
+
+
 def _size_bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
     return math.prod(tensor.shape) * dtype.itemsize
 
 
-def _converted(parameter: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The parameter in `dtype` on the CPU, a buffer at a time."""
-    flat = parameter.detach().reshape(-1)
+def _converted(flat: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Values [N] in `dtype` on the CPU, a buffer at a time."""
     for start, end in ranges(flat.numel(), BUFFER_BYTES // dtype.itemsize):
         yield flat[start:end].to(device="cpu", dtype=dtype)

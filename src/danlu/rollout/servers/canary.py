@@ -19,8 +19,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from danlu.errors import TrainingError
-from danlu.models.config import ModelConfig
-from danlu.models.hf_layout import HFTensor, hf_tensors
+from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.output_folder import shortened
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.logprob_gap import RolloutGap, rollout_gap
@@ -204,7 +203,7 @@ def compare_with_server(
     """
 
     def differing(version: int | None) -> list[str]:
-        sampled = {part: value(part) for tensor in _sampled(config, version) for part in tensor.parts}
+        sampled = {name: value(name) for name in _sampled_parameters(config, version)}
 
         def ask() -> list[str]:
             assert server is not None, "the first process speaks to the server"
@@ -222,20 +221,20 @@ def compare_with_model(model: nn.Module, config: ModelConfig, value: Callable[[s
     def differing(version: int | None) -> list[str]:
         import torch
 
-        parts = [part for tensor in _sampled(config, version) for part in tensor.parts]
-        pairs = [(part, model.get_parameter(part), value(part)) for part in parts]
-        return [part for part, own, whole in pairs if own.shape != whole.shape or not torch.equal(own, whole.to(own))]
+        sampled = _sampled_parameters(config, version)
+        pairs = [(name, model.get_parameter(name), value(name)) for name in sampled]
+        return [name for name, own, whole in pairs if own.shape != whole.shape or not torch.equal(own, whole.to(own))]
 
     return differing
 
 
-def _sampled(config: ModelConfig, version: int | None) -> list[HFTensor]:
-    """The tensors of a model folder that are compared at a version: those of one layer, and those outside of layers."""
-    tensors = hf_tensors(config)
+def _sampled_parameters(config: ModelConfig, version: int | None) -> list[str]:
+    """The parameters that are compared at a version: those of one layer, and those outside of layers."""
+    names = list(parameter_shapes(config))
     if version is None:
-        return tensors
-    layer = f"model.layers.{version % len(config.layers)}."
-    return [tensor for tensor in tensors if tensor.name.startswith(layer) or ".layers." not in tensor.name]
+        return names
+    layer = f"layers.{version % len(config.layers)}."
+    return [name for name in names if name.startswith(layer) or not name.startswith("layers.")]
 
 
 def _mean_difference(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:

@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 
 from danlu.atomic_write import sync_file
 from danlu.errors import ModelError, ResourceError
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.hf_folder import INDEX
 from danlu.models.hf_layout import hf_tensors
+from danlu.models.hf_parts import HFTensor
 from danlu.rollout.servers.server_interface import RolloutServer, Route, WeightGroup
 from danlu.safetensors_format import read_header
 
@@ -198,30 +199,37 @@ class AdapterHandOver:
 def folder_weights(
     config: ModelConfig, weights: Weights, dtype: torch.dtype | None = None, *, complete: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder from a decoder's parameters, each as soon as all of its parts have come.
+    """The tensors of a model folder from a decoder's parameters, each as soon as all that it is made of has come.
 
     dtype: what they are cast to, if anything. complete: whether all parameters have to come.
     Raises ModelError for a parameter that the model does not have, and for one that is missing or has another shape.
     """
-    import torch
 
-    whole = {part: tensor for tensor in hf_tensors(config) for part in tensor.parts}
+    shapes = parameter_shapes(config)
+    tensors_of: dict[str, list[HFTensor]] = {}
+    for tensor in hf_tensors(config):
+        for name in tensor.parameters:
+            tensors_of.setdefault(name, []).append(tensor)
     waiting: dict[str, Tensor] = {}
-    missing = set(whole)
+    missing = set(tensors_of)
     for name, parameter in weights:
         if name not in missing:
-            raise ModelError(f"hand-over: {name} is {'there twice' if name in whole else 'no parameter of this model'}")
+            known = name in tensors_of
+            raise ModelError(f"hand-over: {name} is {'there twice' if known else 'no parameter of this model'}")
+        if tuple(parameter.shape) != shapes[name]:
+            first = tensors_of[name][0]
+            stored = first.name if first.shape == shapes[name] else f"{name} ({first.name})"
+            raise ModelError(
+                f"hand-over: {stored} is {list(parameter.shape)}, and the server's model has {list(shapes[name])}"
+            )
         missing.remove(name)
         waiting[name] = parameter.detach() if dtype is None else parameter.detach().to(dtype)
-        tensor = whole[name]
-        if not any(part in missing for part in tensor.parts):
-            parts = [waiting.pop(part) for part in tensor.parts]
-            value = parts[0] if len(parts) == 1 else torch.cat(parts)
-            if tuple(value.shape) != tensor.shape:
-                raise ModelError(
-                    f"hand-over: {tensor.name} is {list(value.shape)}, and the server's model has {list(tensor.shape)}"
-                )
-            yield tensor.name, value
+        whole = [tensor for tensor in tensors_of[name] if not missing.intersection(tensor.parameters)]
+        for tensor in whole:
+            yield tensor.name, tensor.assembled(waiting.__getitem__)
+        for part in {part for tensor in whole for part in tensor.parameters}:
+            if not any(missing.intersection(tensor.parameters) for tensor in tensors_of[part]):
+                del waiting[part]
     if missing and complete:
         raise ModelError(f"hand-over: {len(missing)} parameters are missing, {sorted(missing)[0]} among them")
 

@@ -14,8 +14,10 @@ import torch
 
 from danlu.adapters.adapter_config import open_adapter
 from danlu.errors import ModelError
+from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
-from danlu.models.hf_layout import HFTensor, hf_tensors
+from danlu.models.hf_layout import hf_tensors
+from danlu.models.hf_parts import HFTensor
 from danlu.models.loading import stored_values
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine_adapters import ReplaceableAdapters
@@ -117,7 +119,7 @@ class RolloutControl:
                 "the same path (exchange_folder), or the trainer sends them: rollout.server.push: true"
             )
         parameters = dict(self.model.named_parameters())
-        packed = [part for tensor in hf_tensors(self.model.config) for part in tensor.parts if part not in parameters]
+        packed = [name for name in parameter_shapes(self.model.config) if name not in parameters]
         if packed or self.adapters.below:
             why = "its base is quantized" if packed else "adapters are on top of its weights"
             raise ModelError(f"whole weights cannot be replaced in this server: {why}. Serve the model that is trained")
@@ -158,9 +160,9 @@ class RolloutControl:
 
     def _value(self, tensor: HFTensor) -> Tensor | None:
         parameters = dict(self.model.named_parameters())
-        if not all(part in parameters for part in tensor.parts):
+        if not all(name in parameters for name in tensor.parameters):
             return None
-        return torch.cat([parameters[part].detach() for part in tensor.parts])
+        return tensor.assembled(lambda name: parameters[name].detach())
 
 
 def _chain(first: tuple[str, Tensor], rest: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

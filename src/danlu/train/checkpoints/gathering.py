@@ -1,6 +1,8 @@
-"""Gathering whole tensors on the first process from the boxes of all, one at a time: for a result in one folder.
+"""Gathering tensors, or boxes of them, on the first process from the boxes of all, one at a time: for a result in one
+folder.
 
-The model is never gathered as a whole: beside its own boxes the first process holds one tensor and one part of it.
+The model is never gathered as a whole: beside its own boxes the first process holds what it asked for, and one part of
+that.
 Everything travels through host memory, so the group needs gloo and a GPU needs no room.
 """
 
@@ -42,27 +44,36 @@ class Gathering:
         box: the box that `local` is; None for one that is whole and the same on all processes.
         Raises CheckpointError on all when the first process failed; AssertionError if the boxes are not the whole.
         """
+        return self.part(name, local, box, None)
+
+    def part(self, name: str, local: Tensor, box: ShardBox | None, wanted: ShardBox | None) -> Tensor | None:
+        """A box of a tensor, as `whole` gives all of it; nothing else of the tensor travels. wanted: None for all."""
         if self.group.alone or box is None or (box.is_full and box.replicas == self.group.size):
-            return local.detach() if self.first else None
+            if not self.first:
+                return None
+            return local.detach() if wanted is None or wanted.is_full else wanted.view_of(local.detach())
         assert local.ndim <= _MAX_DIMS, f"{name} has {local.ndim} dimensions"
-        sends = box.is_writer and local.numel() > 0
-        headers = self._exchange_headers(_SENDS if sends else _NOTHING, box)
+        wanted = wanted or ShardBox.full(box.global_shape)
+        own = box.intersection(wanted) if box.is_writer else None
+        headers = self._exchange_headers(_NOTHING if own is None else _SENDS, own or box)
+        own_part = None if own is None else own.relative_to(box).view_of(local.detach())
         if not self.first:
-            if sends:
-                self.group.exchange([(local.detach().cpu().contiguous(), 0)], [])
+            if own_part is not None:
+                self.group.exchange([(own_part.cpu().contiguous(), 0)], [])
             return None
-        gathered = torch.empty(box.global_shape, dtype=local.dtype)
+        gathered = torch.empty(wanted.sizes, dtype=local.dtype)
         sent_boxes = {
             member: _box(header, box.global_shape) for member, header in enumerate(headers) if header[0] == _SENDS
         }
         # One after the other, in the order of ranks: only one part is in memory beside the whole.
         for member, part_box in sent_boxes.items():
-            part = local.detach() if member == 0 else torch.empty(part_box.sizes, dtype=local.dtype)
+            part = own_part if member == 0 else torch.empty(part_box.sizes, dtype=local.dtype)
+            assert part is not None, "its header says that the first process has a part"
             if member:
                 self.group.exchange([], [(part, member)])
-            part_box.view_of(gathered).copy_(part)
-        gap = find_gap(box.global_shape, list(sent_boxes.values()))
-        assert gap is None, f"{name}: {gap} of {list(box.global_shape)} is sent by no process"
+            part_box.relative_to(wanted).view_of(gathered).copy_(part)
+        gap = find_gap(wanted.sizes, [part_box.relative_to(wanted) for part_box in sent_boxes.values()])
+        assert gap is None, f"{name}: {gap} of {wanted} of {list(box.global_shape)} is sent by no process"
         return gathered
 
     def __enter__(self) -> Self:
