@@ -34,6 +34,7 @@ from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
 from danlu.models.modules import RMSNorm
+from danlu.models.router import Router
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
@@ -350,10 +351,11 @@ def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:
 def kept_whole(model: Decoder) -> set[str]:
     """Names of the parameters that are not sharded among data ranks.
 
-    They are the weights of norms, which are few and used in float32, and parameters that adapters of several layers
-    share, for FSDP2 shards a parameter with one layer.
+    They are the parameters of norms and routers, which are few and used in float32, and parameters that adapters of
+    several layers share, for FSDP2 shards a parameter with one layer.
     """
-    norms = {weight for module in model.modules() if isinstance(module, RMSNorm) for weight in module.parameters()}
+    float32 = (module for module in model.modules() if isinstance(module, RMSNorm | Router))
+    norms = {weight for module in float32 for weight in module.parameters()}
     layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if parameter in norms or layers_of[parameter] > 1}

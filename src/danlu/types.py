@@ -44,6 +44,8 @@ class Sample:
     """[S, ...] each, values of every token: the log-probability that a reference gives it, an advantage."""
     facts: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[branches] float32 each, values of every branch, NaN where one has none: a label, a margin, a reward, a group."""
+    is_filler: bool = False
+    """Whether it is of no row: what a process without rows goes through the model with, so that all do."""
 
     @property
     def documents(self) -> int:
@@ -166,7 +168,9 @@ class Batch:
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64, restart at 0 in each document; in a branch they go on from its parent's end
+    real: Tensor  # [T] bool: of the rows; False for virtual tokens, fillers, and what fills the batch up to its size
     boundaries: tuple[int, ...]  # [documents + 1] offsets into T, from 0 to T
+    packs: tuple[int, ...]  # [packs + 1] offsets into T, from 0 to T
     logits_indices: Tensor  # [N] int64, rising where there are no trees
     targets: Tensor  # [N] int64
     weights: Tensor  # [N] float32, all > 0 (see `data.batch.pad_to_bucket` for those that are not)

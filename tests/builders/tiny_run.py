@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from danlu.language.learner import DecoderLearner
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
+from danlu.models.layer_spec import Experts
+from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.numerics.loss_scaling import LossScaler
@@ -90,13 +93,22 @@ def tiny_run(
     early_stop: sections.EarlyStop | None = None,
     device: str = "cpu",
     compiled: bool = False,
+    experts: Experts | None = None,
+    balancing: Balancing | None = None,
     **model: Any,
 ) -> Run:
+    """experts: of every layer, kept even by `balancing`; by default layers are dense."""
     decoder = tiny_model(**model).to(device)
+    balancer = None
+    if experts is not None:
+        feed = experts
+        decoder = Decoder(decoder.config.with_layers(lambda layer: replace(layer, feed=feed))).to(device)
+        initialize(decoder, 0)
+        balancer = Balancer(decoder, balancing or Balancing())
     forward = decoder.compiled() if compiled else decoder
     metrics = MetricsLog(folder / "metrics.jsonl")
     return Run(
-        learner=DecoderLearner(decoder, forward, torch.device(device), dtype, micro),
+        learner=DecoderLearner(decoder, forward, torch.device(device), dtype, micro, balancer=balancer),
         optimizer=build_optimizer(decoder.named_parameters(), sections.AdamW(learning_rate=1e-2)),
         schedule=sections.Schedule(warmup=2),
         clip=1.0,

@@ -49,6 +49,41 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- experts
+    Mutation(
+        "models/load_balancing.py",
+        "return torch._C._current_graph_task_id() != -1",
+        "return False",
+        "models/test_load_balancing.py",
+        only="recomputed",
+    ),
+    Mutation(
+        "models/load_balancing.py",
+        "torch.sign(self.counts.mean() - self.counts)",
+        "torch.sign(self.counts - self.counts.mean())",
+        "models/test_load_balancing.py",
+        only="biases",
+    ),
+    Mutation(
+        "models/load_balancing.py",
+        "chosen = torch.zeros_like(shares).scatter_(1, best, 1.0).masked_fill_(~tokens.real.unsqueeze(1), 0.0)",
+        "chosen = torch.zeros_like(shares).scatter_(1, best, 1.0)",
+        "models/test_load_balancing.py",
+        only="virtual",
+    ),
+    Mutation(
+        "data/batch.py",
+        "real=F.pad(batch.real, (0, more_tokens)),",
+        "real=F.pad(batch.real, (0, more_tokens), value=True),",
+        "language/test_expert_balance.py",
+        only="real",
+    ),
+    Mutation(
+        "models/router.py",
+        "experts = self.chosen(scores.detach())",
+        "experts = scores.detach().topk(self.top_k).indices",
+        "models/test_experts.py",
+    ),
     # -- recipe
     Mutation(
         "recipe/overrides.py",

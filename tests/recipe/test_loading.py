@@ -109,8 +109,8 @@ def test_every_problem_at_once_in_file_order(write: Write) -> None:
         "recipe.yaml:11:16 batch.micro: expected a whole number, 1 or more, or auto, not 'x'.",
         "recipe.yaml:12:1 agents: unknown key. Known: stage, model, data, objective, rewards, reward_limits, "
         "environment, reference, value, teacher, on_policy, adapter, long_context, quantization, optimizer, schedule, "
-        "batch, epochs, steps, precision, numerics, parallel, memory, loss, gradient_clipping, watch, ema, evaluation, "
-        "rollout, checkpoint, log, compile, deterministic, device, threads, seed, output",
+        "batch, epochs, steps, precision, numerics, parallel, memory, loss, router, gradient_clipping, watch, ema, "
+        "evaluation, rollout, checkpoint, log, compile, deterministic, device, threads, seed, output",
         "recipe.yaml:13:1 lr: unknown key. danlu's key for it is optimizer.learning_rate",
         "recipe.yaml:14:10 compile: expected true or false, not 'yes'. Write true",
         "recipe.yaml:15:9 output: expected a text, not 5",

@@ -59,6 +59,21 @@ SAMPLED = {"evaluation": "{every: 10, samples: hi}"}
 """A recipe that has something to answer."""
 
 BROKEN = [
+    (
+        {"router": "{balance: none, rate: 0.1}"},
+        "router.rate: only read with balance: bias or step. Leave it out",
+    ),
+    ({"router": "{balance: step, sequence: 0.1}"}, "router.sequence: only read with balance: bias or sequence. Leave"),
+    ({"router": "{balance: sequence, sequence: 0}"}, "router.sequence: 0 balances nothing. Give the loss a coeff"),
+    ({"router": "bias", "adapter": "lora"}, "router.balance: bias changes what experts of the base are chosen by"),
+    (
+        {"router": "step", "parallel": "{workers: threads, data: 2}"},
+        "router: threads run copies of the model at the same time, of which nothing is counted. Use workers: proc",
+    ),
+    (
+        {"router": "{balance: step, capacity: 1.5}", "numerics": "exact"},
+        "router.capacity: a token's experts would depend on the tokens before it in training, and not in a rollout",
+    ),
     ({"steps": "5", "epochs": "1"}, "steps: the run's length is given twice: keep steps or epochs"),
     ({"model": "{tokenizer: t}"}, "model: path, preset and config are all missing: give exactly one"),
     ({"model": "{path: a, preset: tiny}"}, "model: both path and preset are given: give exactly one"),

@@ -51,10 +51,15 @@ def collate(
     tokens = _end_to_end([sample.tokens[start:stop] for sample, start, stop, _ in documents], front)  # [T]
     weights = _end_to_end([sample.weights[start:stop] for sample, start, stop, _ in documents], front_weights)  # [T]
     _check_weights(weights, documents, boundaries[:-1] + virtual)
+    real = _end_to_end(
+        [np.full(stop - start, not sample.is_filler) for sample, start, stop, _ in documents],
+        np.zeros(virtual, dtype=bool),
+    )  # [T]
+    pack_sizes = [pack.tokens + virtual * pack.documents for pack in packs]
     trained = np.flatnonzero(weights)  # [N]
     trained_weights = weights[trained].astype(np.float32, copy=False)
     arrays = [
-        tokens, _positions(trees, boundaries), _predicted_from(trained, trees), tokens[trained], trained_weights,
+        tokens, _positions(trees, boundaries), real, _predicted_from(trained, trees), tokens[trained], trained_weights,
     ]  # fmt: skip
     source_weights: tuple[float, ...] = ()
     if source_names:
@@ -66,12 +71,14 @@ def collate(
         arrays.append(np.searchsorted([branch.stop for branch in trees], trained, side="right"))  # [N]
     columns = {name: _column(documents, name, virtual)[trained] for name in samples[0].columns}
     arrays += columns.values()
-    tokens_, positions_, logits_indices, targets, weights_, *rest = _to_device(arrays, torch.device(device))
+    tokens_, positions_, real_, logits_indices, targets, weights_, *rest = _to_device(arrays, torch.device(device))
     source_indices = rest.pop(0) if source_names else None
     return Batch(
         tokens=tokens_,
         positions=positions_,
+        real=real_,
         boundaries=tuple(boundaries.tolist()),
+        packs=tuple(itertools.accumulate(pack_sizes, initial=0)),
         logits_indices=logits_indices,
         targets=targets,
         weights=weights_,
@@ -187,7 +194,9 @@ def weights_by_source(numbers: np.ndarray, weights: np.ndarray, names: Sequence[
     return tuple(sums[: len(names)].tolist())
 
 
-EMPTY_PACK = Pack((Sample(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32), "filled up"),))
+EMPTY_PACK = Pack(
+    (Sample(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32), "filled up", is_filler=True),),
+)
 """A pack without targets, for a process that has none left where others have."""
 
 
@@ -218,18 +227,21 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
     multiple: T becomes one of it, for processes that cut tokens among them.
 
     Every new shape of product makes oneDNN generate code and keep it (1.6 ms and up to a megabyte), and packs seldom
-    have the same length. The tokens added are a document of their own, the targets added have weight 0; they are in no
-    branch, and have no columns and facts.
+    have the same length. The tokens added are a document and a pack of their own and not `real`, the targets added have
+    weight 0; they are in no branch, and have no columns and facts.
     """
     more_tokens, more_targets = (_padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple
-    added = Branch(-1, len(batch.tokens), len(batch.tokens) + more_tokens)
+    size = len(batch.tokens) + more_tokens
+    added = Branch(-1, len(batch.tokens), size)
     return replace(
         batch,
         trees=(*batch.trees, added) if batch.trees and more_tokens else batch.trees,
         tokens=F.pad(batch.tokens, (0, more_tokens)),
         positions=F.pad(batch.positions, (0, more_tokens)),
-        boundaries=batch.boundaries + ((len(batch.tokens) + more_tokens,) if more_tokens else ()),
+        real=F.pad(batch.real, (0, more_tokens)),
+        boundaries=batch.boundaries + ((size,) if more_tokens else ()),
+        packs=batch.packs + ((size,) if more_tokens else ()),
         logits_indices=F.pad(batch.logits_indices, (0, more_targets)),
         targets=F.pad(batch.targets, (0, more_targets)),
         weights=F.pad(batch.weights, (0, more_targets)),

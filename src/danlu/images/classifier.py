@@ -288,6 +288,10 @@ class ClassifierLearner:
         """The images as they are: the likelihood of one asks nothing of the others."""
         return items
 
+    def end_step(self) -> Mapping[str, float]:
+        """Nothing is counted."""
+        return {}
+
     def updated(self, step: int) -> None:
         """Nothing depends on the weights but the model."""
 

@@ -32,6 +32,8 @@ from danlu.models.config import ModelConfig
 from danlu.models.families import architecture_of
 from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.hf_validation import check_headers
+from danlu.models.layer_spec import Experts
+from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import build
 from danlu.models.long_context import ropes_by_length, with_long_context
 from danlu.models.presets import from_scratch
@@ -78,6 +80,7 @@ class DecoderBuilder:
             folder, where = resolve_folder(recipe.model.path), recipe.model.path
             config = self._scaled(self._with_task(read_config(folder)))
             self._check_layout(config)
+            check_router(recipe, config)
             if recipe.adapter is not None:
                 check_frozen(folder, recipe.quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
@@ -85,6 +88,7 @@ class DecoderBuilder:
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
             config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
             where = recipe.model.preset or "model.config"
+            check_router(recipe, config)
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
             tokenizer = tokenizer_of(recipe)
@@ -157,7 +161,10 @@ class DecoderBuilder:
         critic = None
         if value_share(self.recipe) == "none":
             critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), StepParallel())
-        return PlacedDecoder(self.recipe, placed, device, *objectives, own_critic=critic, moving=moving)
+        balancer = balancer_of(self.recipe, placed)
+        return PlacedDecoder(
+            self.recipe, placed, device, *objectives, own_critic=critic, moving=moving, balancer=balancer
+        )
 
     def _encode(self, text: str) -> list[int]:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
@@ -243,15 +250,56 @@ def placed_decoder(
     critic = place_own_critic(recipe, config.vocab_size, placed.parallel.ranks, device, resumed=resumed)
     parallel = placed.parallel if critic is None else with_own_critic(placed.parallel, critic)
     parallel = _with_objective(parallel, objective, recipe)
+    balancer = balancer_of(recipe, placed)
+    parallel = parallel if balancer is None else _with_balancer(parallel, balancer)
     if moving:
         parallel = with_moving(parallel, moving)
     placed = replace(placed, parallel=parallel)
-    return PlacedDecoder(recipe, placed, device, objective, evaluation, beside, frozen, critic, moving)
+    return PlacedDecoder(
+        recipe, placed, device, objective, evaluation, beside, frozen, critic, moving, balancer=balancer
+    )
 
 
 def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:
     """(objective, evaluation) of a stage that trains a decoder. Raises RecipeError for what a decoder does not say."""
     return stage.objectives(recipe, OFFERED, "a decoder", offered_by_head=OFFERED_BY_HEAD)
+
+
+def check_router(recipe: Recipe, config: ModelConfig) -> None:
+    """Raises RecipeError for a `router` of a model without experts, or with biases that its family does not keep."""
+    if recipe.router is None:
+        return
+    feeds = [kind.feed for kind in config.kinds if isinstance(kind.feed, Experts)]
+    if not feeds:
+        raise RecipeError(f"router: {config.family} as it is here has no experts to balance. Leave it out")
+    if recipe.router.balance == "bias" and not all(feed.router.bias_correction for feed in feeds):
+        raise RecipeError(
+            f"router.balance: bias, but a folder of {config.family} has no place for the biases, and whoever loads it "
+            "would choose other experts. Use sequence or step"
+        )
+
+
+def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
+    """What counts the load of the policy's experts, and keeps it even; None for a policy without experts.
+
+    Replicas in threads count nothing.
+    """
+    model, router = placed.subject.model, recipe.router
+    if not model.config.has_experts or recipe.parallel.workers == "threads":
+        return None
+    balancing = Balancing()
+    if router is not None:
+        sequence = router.sequence if router.balance in ("bias", "sequence") else 0.0
+        balancing = Balancing(router.balance, router.rate, sequence, router.z, router.capacity)
+    return Balancer(model, balancing, adds_gradient=placed.parallel.ranks.tensor.index == 0)
+
+
+def _with_balancer(parallel: StepParallel, balancer: Balancer) -> StepParallel:
+    """The same step with the balancer's own tensors beside the model's: whole on every process."""
+    if parallel.ranks.alone:
+        return parallel
+    local = {name: replicated_parameter(name, each, parallel.ranks) for name, each in balancer.tensors().items()}
+    return replace(parallel, local_parameters={**parallel.local_parameters, **local})
 
 
 def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:

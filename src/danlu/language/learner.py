@@ -6,8 +6,9 @@ T packed tokens · N trained targets
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from danlu.language.diagnosis import explain_non_finite
 from danlu.language.moving import MovingWeights, moving_tensors
 from danlu.language.roles import Forward, RoleOutputs, decoder_outputs
 from danlu.memory.activation_offload import ActivationOffload
+from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
+from danlu.models.load_balancing import Balancer, BatchTokens
 from danlu.objectives.branches import sum_by_branch
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
@@ -72,6 +75,7 @@ class DecoderLearner:
     source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
     empty: Pack = EMPTY_PACK  # without targets, with the branches, columns and facts of the stage's items
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights that follow the policy's
+    balancer: Balancer | None = None  # of a policy with experts
     sequence_tokens: int | None = None
     """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
     exact: bool = False
@@ -82,6 +86,7 @@ class DecoderLearner:
         named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
         named |= {} if self.critic is None else self.critic.tensors()
         named |= moving_tensors(self.moving)
+        named |= {} if self.balancer is None else self.balancer.tensors()
         local = self.parallel.local_parameters
         return {name: local[name].local.detach() for name in named} if local else named
 
@@ -141,8 +146,14 @@ class DecoderLearner:
         logprobs = StepLogprobs(sums[0], sums[1] if has_reference else None, sums[2], facts)
         return self.objective.prepared(items, logprobs, training=step is not None)
 
+    def end_step(self) -> Mapping[str, float]:
+        """How evenly the experts of each layer were loaded in the step."""
+        return {} if self.balancer is None else self.balancer.end_step(self.parallel.all_reduce_data)
+
     def updated(self, step: int) -> None:
-        """Models that move take up the policy's new weights."""
+        """Models that move take up the policy's new weights, and routers move the biases of their choice."""
+        if self.balancer is not None:
+            self.balancer.updated()
         for weights in self.moving.values():
             weights.updated(step)
 
@@ -174,7 +185,8 @@ class DecoderLearner:
 
     def compute_loss(self, batch: Batch, totals: Totals, gradient_scale: float) -> Loss:
         """`losses` without DDP and offloading around it."""
-        loss = self.objective(self.outputs(batch, gradient_scale, self._roles_of(self.objective)), batch, totals)
+        outputs = self.outputs(batch, gradient_scale, self._roles_of(self.objective), totals)
+        loss = self.objective(outputs, batch, totals)
         return replace(loss, total=scale_gradient(loss.total, gradient_scale))
 
     def assess(self, batch: Batch, totals: Totals) -> Loss:
@@ -186,10 +198,17 @@ class DecoderLearner:
         return objective.roles if isinstance(objective, RoleObjective) else self.roles
 
     def outputs(
-        self, batch: Batch, gradient_scale: float, roles: Collection[Role] | None = None
+        self,
+        batch: Batch,
+        gradient_scale: float,
+        roles: Collection[Role] | None = None,
+        totals: Totals | None = None,
     ) -> dict[Role, Outputs]:
         """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the outputs of
-        the policy and of the critic carry gradients."""
+        the policy and of the critic carry gradients.
+
+        totals: of the step that the batch is trained on in; the load of the policy's experts is counted and balanced.
+        """
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = attend_for(filled, exact=self.exact)
         asked = (*self.roles, VALUE) if roles is None else roles
@@ -198,10 +217,22 @@ class DecoderLearner:
         }
         if self.critic is not None and VALUE in asked:
             beside[VALUE] = self.critic(batch, filled, attend, gradient_scale)
-        policy = decoder_outputs(
-            self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head, self.exact
-        )
+        with nullcontext() if totals is None else self._balanced(filled, totals, gradient_scale):
+            policy = decoder_outputs(
+                self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head, self.exact
+            )
         return {**beside, "policy": policy}
+
+    def _balanced(self, filled: Batch, totals: Totals, gradient_scale: float) -> AbstractContextManager[None]:
+        """Within it, and where activations of it are recomputed, the policy's experts are counted and balanced.
+
+        The step divides by `totals.weight`, and what balances is a mean over tokens.
+        """
+        if self.balancer is None:
+            return nullcontext()
+        factor = gradient_scale * totals.weight / sum(totals.document_lengths)
+        tokens = BatchTokens.of(filled.real, filled.boundaries, filled.packs, factor)
+        return recomputed_within(partial(self.balancer.active, tokens))
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""

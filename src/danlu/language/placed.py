@@ -35,6 +35,7 @@ from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import CriticPass, MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
 from danlu.models.decoder import Decoder
+from danlu.models.load_balancing import Balancer
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes
 from danlu.objectives.linear_cross_entropy import workspace_bytes
@@ -83,6 +84,7 @@ class PlacedDecoder:
     rewards: Callable[[Recipe], Rewards] = recipe_rewards  # what judges answers that the policy makes itself
     asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
     """What answers beside the trainer where the recipe asks for it; with so many GiB of cache."""
+    balancer: Balancer | None = None  # of a policy with experts
     reward_bytes: int = 0  # of reward models that this process loads when they first judge
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
 
@@ -216,6 +218,7 @@ class PlacedDecoder:
             source_names=sources,
             empty=self.empty,
             moving=self.moving,
+            balancer=self.balancer,
             exact=self.recipe.numerics == "exact",
             sequence_tokens=self.recipe.data.max_length if counts_trees else None,
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from danlu.errors import ModelError
 from danlu.models.layer_spec import MAXIMUMS as LAYER_MAXIMUMS
-from danlu.models.layer_spec import LayerSpec, Shapes, check_sizes
+from danlu.models.layer_spec import Experts, LayerSpec, Shapes, check_sizes
 from danlu.models.rope_config import Rope
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
@@ -70,6 +70,11 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerSpec, ...]:
         """The layers that differ from each other, in the order in which they first occur."""
         return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(isinstance(kind.feed, Experts) for kind in self.kinds)
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:

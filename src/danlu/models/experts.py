@@ -1,7 +1,7 @@
 """Mixtures of experts: tokens sorted by expert, products of groups of rows, and what is given back to each token.
 
 A token has a row for each of its experts. Rows of one expert lie together, in the order of their tokens; so every
-expert multiplies one block of rows, and none is dropped. What lies between `dispatch` and `combine` may be on other
+expert multiplies one block of rows. What lies between `dispatch` and `combine` may be on other
 processes; weights of the router multiply behind it, so nothing of the router travels.
 
 T packed tokens · k experts of a token · N rows, k T of them · D model width · F inner width of an expert · E experts
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.layer_types import ExpertExchange
@@ -62,7 +63,7 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor) -> Tensor:
         """The weighted sum of what a token's experts give, [T, D]."""
         routes = self.router(x)
-        order = RowOrder.of(routes.experts, self.experts.num_experts)
+        order = RowOrder.of(routes.experts, self.experts.num_experts, drops=self.router.drops)
         return order.weighted_sum(self.experts(order.rows_of(x), order.counts), routes.weights)
 
 
@@ -112,16 +113,20 @@ class RowOrder:
 
     def __init__(self, order: Tensor, places: Tensor, counts: Tensor) -> None:
         self.order = order  # [N] int64: token * k + which of its experts, of each row
-        self.places = places  # [T, k] int64: the row of each token and expert
+        self.places = places  # [T, k] int64: the row of each token and expert; N for one that has none
         self.counts = counts  # [E] int64: rows of each expert
 
     @classmethod
-    def of(cls, experts: Tensor, num_experts: int) -> RowOrder:
-        """The order for the experts [T, k] of each token."""
+    def of(cls, experts: Tensor, num_experts: int, *, drops: bool = False) -> RowOrder:
+        """The order for the experts [T, k] of each token. drops: whether some may be `num_experts`, which is none."""
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return cls(order, places.view_as(experts), torch.bincount(flat, minlength=num_experts))
+        counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
+        if drops:
+            order = order[: int(counts.sum())]
+            places = places.clamp_(max=len(order))
+        return cls(order, places.view_as(experts), counts)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """x [T, D] -> [N, D], the row of each of a token's experts."""
@@ -164,7 +169,7 @@ class _WeightedSum(torch.autograd.Function):
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[1]:
             products = torch.linalg.vecdot(of_rows.to(weights.dtype), rows.to(weights.dtype))  # [N]
-            grad_weights = torch.empty_like(products).scatter_(0, order, products).view_as(weights)
+            grad_weights = products.new_zeros(weights.numel()).scatter_(0, order, products).view_as(weights)
         if ctx.needs_input_grad[0]:
             grad_rows = of_rows * weights.flatten().index_select(0, order).to(of_rows.dtype).unsqueeze(1)
         return grad_rows, grad_weights, None, None
@@ -173,8 +178,10 @@ class _WeightedSum(torch.autograd.Function):
 def _sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """rows [N, D], of each token those at `places` [T, k], times `weights` [T, k] -> [T, D] in the type of rows.
 
-    Half precision is added up in float32.
+    A place may be N, which adds nothing. Half precision is added up in float32.
     """
+    if len(rows) < places.numel():
+        rows = F.pad(rows, (0, 0, 0, 1))
     wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
     total = rows.new_zeros((len(places), rows.shape[1]), dtype=wide)
     for number, of_tokens in enumerate(places.unbind(1)):

@@ -5,6 +5,7 @@ T packed tokens · D model width · E experts · k experts of a token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ _LEAST_SUM = 1e-20  # that weights are divided by: sigmoids of very negative log
 class Routes(NamedTuple):
     """Where tokens go."""
 
-    experts: Tensor  # [T, k] int64, of each token its experts, all different
+    experts: Tensor  # [T, k] int64, of each token its experts, all different; E in the place of one that is full
     weights: Tensor  # [T, k] float32, what the outputs of these are multiplied by; carries the router's gradient
     scores: Tensor  # [T, E] float32, of all experts: probabilities, or sigmoids; carries gradients too
 
@@ -28,22 +29,28 @@ class Routes(NamedTuple):
 class Router(nn.Module):
     """x [T, D] -> `Routes`, as `layer_spec.Router` says. Parameters are uninitialised.
 
+    The slot `balancer` counts what goes where, adds losses and leaves out what experts have no room for.
+
     Logits and scores are float32 whatever the type of activations: in bfloat16 two experts in a hundred tokens would
     change places with each other (Switch Transformer, arXiv:2101.03961, section 2.4).
     """
 
     bias: Tensor | None
     correction: Tensor | None
+    balancer: Callable[[Tensor, Routes], Routes] | None
 
     def __init__(self, config: ModelConfig, spec: Experts) -> None:
         super().__init__()
         self.spec = spec.router
-        self.top_k = spec.top_k
+        self.num_experts, self.top_k = spec.num_experts, spec.top_k
         self.weight = nn.Parameter(torch.empty(spec.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if self.spec.bias else None
         has_correction = self.spec.bias_correction
         self.correction = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if has_correction else None
         """Added to the scores that experts are chosen by, never trained by gradients."""
+        self.balancer = None
+        self.drops = False
+        """Whether experts may be full: set by a balancer with a capacity."""
 
     def forward(self, x: Tensor) -> Routes:
         logits = ops.linear(x.float() if x.dtype != torch.float64 else x, self.weight)  # [T, E]
@@ -54,7 +61,8 @@ class Router(nn.Module):
         weights = scores.gather(1, experts)
         if self.spec.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
-        return Routes(experts, weights * self.spec.scale if self.spec.scale != 1.0 else weights, scores)
+        routes = Routes(experts, weights * self.spec.scale if self.spec.scale != 1.0 else weights, scores)
+        return routes if self.balancer is None else self.balancer(logits, routes)
 
     def chosen(self, scores: Tensor) -> Tensor:
         """The experts [T, k] int64 of tokens with these scores [T, E], the best one first."""

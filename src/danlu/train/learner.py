@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
@@ -59,6 +59,9 @@ class Learner(Protocol[ItemT, BatchT]):
         Where the objective asks for nothing of the kind, they are returned as they are; else every process must call
         it, for it takes passes without gradients and collectives. step: whose dropout is applied; None: none.
         """
+
+    def end_step(self) -> Mapping[str, float]:
+        """Called on every process after a step's last backward pass: what its model has counted in it, to be logged."""
 
     def updated(self, step: int) -> None:
         """Called on every process after the optimizer has changed the weights in `step`."""

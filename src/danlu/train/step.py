@@ -96,6 +96,7 @@ def accumulate(
     PHASE.begin("sum of gradients")
     parallel.reduce_gradients()
     mean_loss, metrics = sums.means(totals.weight, parallel)
+    metrics |= learner.end_step()
     if not math.isfinite(mean_loss):
         cause = sums.first_non_finite()
         raise _explained(learner, [items[number] for number in micro_batches[cause or 0]], cause is not None, step)

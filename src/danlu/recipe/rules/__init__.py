@@ -20,6 +20,7 @@ from danlu.recipe.rules import (
     reference,
     rl,
     rollout,
+    router,
     training,
     value,
 )
@@ -70,6 +71,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     rl.policy_gradient_reads_its_keys,
     rl.batch_of_prompts_is_divisible,
     value.values_have_a_model,
+    router.experts_can_be_balanced,
     placement.layout_is_supported,
     placement.memory_is_consistent,
     rollout.engine_is_used,

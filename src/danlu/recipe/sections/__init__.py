@@ -140,6 +140,7 @@ from danlu.recipe.sections.training import (
     Evaluation,
     Log,
     LossOptions,
+    Router,
     Samples,
     Schedule,
     Watch,
@@ -267,6 +268,7 @@ __all__ = [
     "Rloo",
     "Robust",
     "Rollout",
+    "Router",
     "RsLora",
     "Samples",
     "Schedule",
@@ -361,6 +363,8 @@ class Recipe(Section):
     """Recompute and offload."""
     loss: LossOptions = LossOptions()
     """Additions to the cross-entropy."""
+    router: Router | None = None
+    """Models with experts: what keeps them evenly loaded."""
     gradient_clipping: NonNegative | None = 1.0
     """Largest global gradient norm, of each model where a run trains several (PPO with a model of values of its own);
     null to leave gradients alone."""

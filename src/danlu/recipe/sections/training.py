@@ -169,6 +169,26 @@ class Evaluation(Section):
     """Texts generated at each evaluation, to read."""
 
 
+class Router(Section):
+    """How the experts of a mixture are kept evenly loaded; metrics.jsonl has the load of each layer in any case."""
+
+    short = "balance"
+
+    balance: Literal["bias", "sequence", "step", "none"] = "bias"
+    """bias: what is added to the scores that experts are chosen by moves after each update by `rate`, up for those
+    with fewer tokens than the mean (for families that keep it: DeepSeek-V3, GLM-4 MoE, MiniMax-M2). sequence: a loss of
+    each document (DeepSeek-V3). step: a loss of the load that the whole step before had. none: nothing."""
+    rate: NonNegative = 0.001
+    """bias: how far a bias moves in an update. step: the coefficient of its loss."""
+    sequence: NonNegative = 0.0001
+    """bias and sequence: the coefficient of the loss of each document."""
+    z: NonNegative = 0.0
+    """The coefficient of a loss that keeps the router's logits small, the square of their logsumexp."""
+    capacity: Annotated[float, Field(gt=0)] | None = None
+    """How many times its even share of a packed sequence an expert takes at most in training; what comes later in the
+    sequence passes it by. By default no token is dropped."""
+
+
 class Checkpoint(Section):
     """What is kept to go on from, and how often."""
 

@@ -1,0 +1,41 @@
+"""Rules about keeping the experts of a mixture evenly loaded. Whether the model has experts is not known here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from danlu.recipe.sections import Recipe, Router
+from danlu.recipe.yaml_tree import Problem
+
+_READ_WITH = {"rate": ("bias", "step"), "sequence": ("bias", "sequence")}
+
+
+def experts_can_be_balanced(recipe: Recipe) -> Iterator[Problem]:
+    """Each key of `router` is read, and nothing else in the recipe keeps what it asks for from being done."""
+    router = recipe.router
+    if router is None:
+        return
+    for key, kinds in _READ_WITH.items():
+        if router.balance not in kinds and getattr(router, key) != Router.model_fields[key].get_default():
+            message = f"only read with balance: {' or '.join(kinds)}. Leave it out"
+            yield Problem(f"router.{key}", message, reads=("router.balance",))
+    if router.balance == "sequence" and not router.sequence:
+        message = "0 balances nothing. Give the loss a coefficient, or set balance: none"
+        yield Problem("router.sequence", message, reads=("router.balance",))
+    if router.balance == "bias" and recipe.adapter is not None:
+        message = (
+            "bias changes what experts of the base are chosen by, and an adapter's folder has no place for it. "
+            "Use sequence, step or none"
+        )
+        yield Problem("router.balance", message, reads=("adapter",))
+    if recipe.parallel.workers == "threads":
+        message = (
+            "threads run copies of the model at the same time, of which nothing is counted. Use workers: processes"
+        )
+        yield Problem("router", message, reads=("parallel.workers",))
+    if router.capacity is not None and recipe.numerics == "exact":
+        message = (
+            "a token's experts would depend on the tokens before it in training, and not in a rollout. Leave it out, "
+            "or set numerics: fast"
+        )
+        yield Problem("router.capacity", message, reads=("numerics",))
