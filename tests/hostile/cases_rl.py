@@ -37,7 +37,7 @@ def rl(*lines: object, reward: str = GOOD, **changes: Any) -> Arrange:
     return arrange
 
 
-UNREWARDED = "prompts 0 to 1 have no reward, and reward_limits.failures is 0.5. prompt 0, sample 0: short:"
+UNREWARDED = "prompts 0 to 1 have no reward, and reward_limits.failures is 0.5. short:"
 
 
 def words(place: Place) -> None:
@@ -158,7 +158,7 @@ CASES = [
         7,
         (
             f"error: 100% of the answers to {UNREWARDED} ValueError: no such unit: furlong (rewards.py:2)",
-            "(and 1 more). The answers are in rollouts.jsonl. Try the rewards on",
+            "(prompt 0, sample 0, and 3 more). The answers are in rollouts.jsonl. Try the rewards on",
         ),
         rl(reward="def short(completion, **row):\n    raise ValueError('no such unit: furlong')\n"),
         max_bytes=120 << 20,

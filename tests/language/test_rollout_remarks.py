@@ -25,7 +25,7 @@ def recipe(tmp_path: Path) -> Any:
             "data": str(tmp_path / "rows.jsonl"),
             "rewards": [{"kind": "length", "most": 4}],
             "output": str(tmp_path / "run"),
-            "steps": 2,
+            "steps": 200,
             **changes,
         }
         (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
@@ -66,6 +66,29 @@ def test_answers_that_are_all_cut_off_are_told_once(recipe: Any) -> None:
     assert not any(said(remarks, *[TRUNCATED] * 20))
     assert not any(said(RolloutRemarks(recipe(rollout={"max_new_tokens": 1})), *[TRUNCATED] * 20))
     assert not any(said(RolloutRemarks(recipe()), *[{**TRUNCATED, "truncated": 0.99}] * 20))
+
+
+def test_answers_without_a_reward_are_told_once(recipe: Any) -> None:
+    remarks = RolloutRemarks(recipe(reward_limits={"failures": 0.4}))
+    *before, last = said(remarks, *[{**SIGNAL, "unrewarded": 0.25}] * REMARKED_STEPS)
+    assert not any(before)
+    assert last[0].startswith("some answers have had no reward in the last 5 logged steps (25% of this one's)")
+    assert "reward_limits.failures (40%)" in last[0]
+    assert not any(said(remarks, *[{**SIGNAL, "unrewarded": 0.25}] * 20))
+    assert not any(said(RolloutRemarks(recipe()), *[{**SIGNAL, "unrewarded": 0.0}] * 20))
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "lasting", "words"),
+    [(3, 1, 3, "the last 3 logged steps"), (40, 20, 2, "the last 2 logged steps"), (1, 1, 1, "the only logged step")],
+)
+def test_a_run_that_logs_fewer_steps_is_told_at_its_end(
+    recipe: Any, steps: int, every: int, lasting: int, words: str
+) -> None:
+    for metrics in (EQUAL, TRUNCATED, {**SIGNAL, "unrewarded": 0.1}):
+        remarks = RolloutRemarks(recipe(steps=steps, log={"every": every}))
+        *before, last = said(remarks, *[metrics] * lasting)
+        assert not any(before) and len(last) == 1 and f"in {words}" in last[0]
 
 
 class Shown:

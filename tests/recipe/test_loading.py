@@ -146,6 +146,10 @@ def test_missing_keys_say_where_to_add_them(write: Write) -> None:
             "optimizer.kind: expected one of adafactor, adamw, adamw8bit, galore, lion, muon, paged-adamw, sgd, not 3",
         ),
         ("loss: 3", "loss: expected a mapping of LossOptions keys, not 3"),
+        (
+            "evaluation: {metric: {question}}",
+            'not a mapping (question). YAML reads braces so: write "{question}", in double quotes',
+        ),
         ("seed: true", "seed: expected a whole number from 0 to below 2^63, not true"),
         ("compile: null", "compile: expected true or false, not nothing (null)"),
         ("evaluation: {samples: [1]}", "evaluation.samples.prompts.0: expected a text, not 1"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from danlu.rewards.runner import RewardPart
-from danlu.rewards.summary import pass_at_k, summarise
+from danlu.rewards.summary import distinct_failures, pass_at_k, summarise
 from danlu.rewards.text import Length
 
 NAN = np.nan
@@ -65,3 +65,15 @@ def test_nothing_given():
     summary = summarise(parts(1.0), np.array([[NAN], [NAN]]), np.array([0, 1]))
     assert summary == {"part0": {"given": 0, "mean": None, "standard_error": None}}
     assert summarise(parts(1.0), np.array([[3.0]]), np.array([0]))["part0"]["standard_error"] is None
+
+
+def test_a_reason_is_told_once_with_the_place_it_was_first_met() -> None:
+    failures = [("a", "odd"), ("b", "late"), ("c", "late"), ("d", "late"), ("e", "none"), ("f", "none"), ("g", "big")]
+    assert distinct_failures(failures) == [
+        "late (b, and 2 more)",
+        "none (e, and 1 more)",
+        "odd (a)",
+        "other reasons (g)",
+    ]
+    assert distinct_failures(failures[:4]) == ["late (b, and 2 more)", "odd (a)"]
+    assert distinct_failures([]) == []

@@ -31,7 +31,7 @@ from danlu.recipe.sections.rollout import SAMPLING_KEYS
 from danlu.rewards.build import build_rewards, build_runner, check_columns
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner
-from danlu.rewards.summary import summarise
+from danlu.rewards.summary import distinct_failures, summarise
 from danlu.terminal import echo, print_status
 from danlu.train.progress import RowProgress
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 ANSWERS_AT_A_TIME = 128
 """That are judged together, as those of a rollout are while training: what functions of `completions` are given."""
 KEYS = ("data.prompt", "data.system", "data.max_length", "data.overlong", "data.on_bad_row", "data.bad_row_limit")
-SHOWN_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -261,10 +260,9 @@ def evaluate_rollouts(
         echo(json.dumps(result, ensure_ascii=False))
     else:
         _show(result)
-    for failure in failures[:SHOWN_FAILURES]:
-        print_status(f"note: {answers[failure.answer].where}: reward {failure.reward}: {failure.reason}")
-    if len(failures) > SHOWN_FAILURES:
-        print_status(f"note: and {len(failures) - SHOWN_FAILURES:,} rewards more that were not given")
+    places = ((answers[failure.answer].where, f"reward {failure.reward}: {failure.reason}") for failure in failures)
+    for reason in distinct_failures(places):
+        print_status(f"note: {reason}")
 
 
 def _reward_model(request: Request | None, section: ModelReward) -> Reward:

@@ -1,4 +1,5 @@
-"""What is to be said of rollouts that teach nothing: equal rewards, or answers that never come to their end."""
+"""What is to be said of rollouts that teach nothing or less than they could: equal rewards, answers that never come to
+their end, answers without a reward."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from danlu.language.reinforcement import objective_section
 from danlu.recipe import Recipe
 
 REMARKED_STEPS = 5
-"""Logged steps in a row of which something is true before it is said."""
+"""Logged steps in a row of which something is true before it is said; all of them in a run that logs fewer."""
 _EQUAL = 1e-9
 """A standard deviation of rewards below it is none."""
 
@@ -20,12 +21,17 @@ class RolloutRemarks:
         self._max_new_tokens = recipe.rollout.max_new_tokens
         self._rewards_teach = recipe.divergence is None or any(recipe.reward_weights.values())
         self._by_prompt = objective_section(recipe).baseline in ("group", "leave-one-out")
-        self._in_a_row = {"equal": 0, "truncated": 0}
+        self._failures = recipe.reward_limits.failures
+        self._lasting_steps = REMARKED_STEPS
+        if recipe.steps is not None:
+            self._lasting_steps = max(1, min(REMARKED_STEPS, recipe.steps // recipe.log.every))
+        self._in_a_row = {"equal": 0, "truncated": 0, "unrewarded": 0}
         self._said: set[str] = set()
 
     def __call__(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """What has been true of the last steps, this one included."""
-        lasting = f"in the last {REMARKED_STEPS} logged steps"
+        count = self._lasting_steps
+        lasting = f"in the last {count} logged steps" if count > 1 else "in the only logged step"
         if self._rewards_teach and self._lasts("equal", self._is_equal(metrics)):
             which = "all answers to a prompt" if self._by_prompt else "all answers"
             yield (
@@ -39,6 +45,13 @@ class RolloutRemarks:
                 f"all answers have been cut off at rollout.max_new_tokens ({self._max_new_tokens}) {lasting}. Raise "
                 "it, or start from a model that ends its answers"
             )
+        unrewarded = metrics.get("unrewarded", 0.0)
+        if self._lasts("unrewarded", unrewarded > 0):
+            yield (
+                f"some answers have had no reward {lasting} ({unrewarded:.0%} of this one's) and were left out; the "
+                f"run stops where more than reward_limits.failures ({self._failures:.0%}) have none. `danlu report` "
+                "says why"
+            )
 
     def _is_equal(self, metrics: Mapping[str, float]) -> bool:
         if self._by_prompt:
@@ -48,7 +61,7 @@ class RolloutRemarks:
     def _lasts(self, what: str, is_so: bool) -> bool:
         """Whether something has just been so for as many steps as it takes."""
         self._in_a_row[what] = self._in_a_row[what] + 1 if is_so else 0
-        if self._in_a_row[what] < REMARKED_STEPS or what in self._said:
+        if self._in_a_row[what] < self._lasting_steps or what in self._said:
             return False
         self._said.add(what)
         return True

@@ -104,6 +104,9 @@ def unexpected(value: Any, hint: Any) -> str:
         return f"expected {expected}, not {written}.{did_you_mean(value, options)}"
     if isinstance(value, str) and _reads_as_number(value):
         return f"expected {expected}, not the text {written}. Write it without quotes"
+    if isinstance(value, dict) and value and "a text" in expected and not any(value.values()):
+        text = "{" + ", ".join(map(str, value)) + "}"
+        return f'expected {expected}, not {written}. YAML reads braces so: write "{text}", in double quotes'
     if isinstance(value, float) and value.is_integer() and "whole number" in expected:
         return f"expected {expected}, not {written}. Write {int(value)}"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in expected:

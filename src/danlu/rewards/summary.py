@@ -1,9 +1,9 @@
-"""What many rewards amount to: means with their errors, and how likely one of k answers is right."""
+"""What many rewards amount to: means with their errors, how likely one of k answers is right, and why some lack."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,25 @@ def pass_at_k(count: int, right: int, k: int) -> float:
     """
     assert 0 <= right <= count and 1 <= k <= count, f"{right} of {count}, k {k}"
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def distinct_failures(failures: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
+    """Why rewards were not given, each reason once and the most frequent ones first.
+
+    failures: of each, where it was and why. most: reasons to tell; a last entry has all others.
+    """
+    places: dict[str, list[str]] = {}
+    for where, reason in failures:
+        places.setdefault(reason, []).append(where)
+    ordered = sorted(places.items(), key=lambda each: -len(each[1]))
+    told = [f"{reason} ({_some(where)})" for reason, where in ordered[:most]]
+    if others := ordered[most:]:
+        told.append(f"other reasons ({_some([place for _, where in others for place in where])})")
+    return told
+
+
+def _some(places: Sequence[str]) -> str:
+    return places[0] if len(places) == 1 else f"{places[0]}, and {len(places) - 1:,} more"
 
 
 def summarise(

@@ -272,7 +272,7 @@ class Experience:
         first, last = answered.numbers[0], answered.numbers[-1]
         raise TrainingError(
             f"{without:.0%} of the answers to prompts {first} to {last} have no reward, and reward_limits.failures "
-            f"is {self.settings.failures:g}. {self.sampler.first_failures()}The answers are in rollouts.jsonl. Try the "
+            f"is {self.settings.failures:g}. {self.sampler.why_unrewarded()}The answers are in rollouts.jsonl. Try the "
             "rewards on given answers first: `danlu eval --rewards RECIPE --data FILE --answers COLUMN`"
         )
 

@@ -21,6 +21,7 @@ from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.watchdog import PHASE
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardTable
+from danlu.rewards.summary import distinct_failures
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.episode import Episode, episode_metrics
@@ -200,15 +201,14 @@ class RolloutSampler:
         if self.episodes is not None:
             self.episodes.close()
 
-    def first_failures(self, count: int = 3) -> str:
-        """Why the first few rewards were not given, as a sentence for a message."""
-        reasons = [
-            f"prompt {number}, sample {sample}: {reason}"
+    def why_unrewarded(self) -> str:
+        """Why rewards were not given, as sentences for a message."""
+        reasons = distinct_failures(
+            (f"prompt {number}, sample {sample}", reason)
             for (number, sample), several in self.failures.items()
             for reason in several
-        ]
-        more = f" (and {len(reasons) - count} more)" if len(reasons) > count else ""
-        return f"{'; '.join(reasons[:count])}{more}. " if reasons else ""
+        )
+        return f"{'; '.join(reasons)}. " if reasons else ""
 
     def begin_update(self, updates: int, rollouts: int) -> None:
         """Of asynchronous rollouts: has answers go on under the present weights, and asks what may be asked by now.
