@@ -14,6 +14,8 @@ from builders.tiny_world import World, danlu, metrics, write_rows
 from builders.train_worker import train
 from safetensors.torch import load_file
 
+from danlu.errors import DanluError
+from danlu.language.builder import DecoderBuilder
 from danlu.language.roles import FrozenDecoder
 from danlu.models.packed_weights import PackedWeights
 from danlu.train.metrics import TIMING_FIELDS
@@ -115,6 +117,52 @@ def test_rewards_that_teach_nothing_and_answers_without_an_end_are_told(
         assert told.count(f"step 5: {remark}") == told.count(remark) == 1
     run(tiny_world, tmp_path / "other", steps=6)
     assert "the same reward" not in capsys.readouterr().err  # control
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "message"),
+    [
+        (
+            "def letters(completion): ...\nraise OSError('no such unit')",
+            {"rewards": ["@:letters"]},
+            "error: rewards: @: the file raises OSError: no such unit (mine.py:2)",
+        ),
+        (
+            "class Maze:\n    def __init__(self, size): ...",
+            {"rewards": None, "environment": {"kind": "python", "path": "@:Maze"}},
+            "error: environment.arguments: Maze: missing a required argument: 'size'",
+        ),
+        (
+            "def solve(maze, base_url): ...",
+            {"rewards": None, "environment": {"kind": "agent", "path": "@:solve"}},
+            "error: environment: solve: missing a required argument: 'maze'",
+        ),
+    ],
+)
+def test_code_that_cannot_be_loaded_is_told_before_models_are(
+    tiny_world: World,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    more: dict[str, Any],
+    message: str,
+) -> None:
+    def place(*arguments: Any) -> None:
+        raise DanluError("the models are placed")
+
+    monkeypatch.setattr(DecoderBuilder, "place", place)
+    file = tmp_path / "mine.py"
+    text = json.dumps(more).replace("@", str(file))
+
+    def said(code: str) -> str:
+        file.write_text(f"{code}\n")
+        assert danlu("train", recipe_file(tiny_world, tmp_path / "run", **json.loads(text))) != 0
+        return capsys.readouterr().err
+
+    assert message.replace("@", str(file)) in said(code)
+    good = "def letters(completion): ...\nclass Maze: ...\ndef solve(row, base_url): ..."
+    assert "error: the models are placed" in said(good)  # control
 
 
 def test_a_checkpoint_is_not_taken_up_with_other_prompts(

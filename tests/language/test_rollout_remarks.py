@@ -15,8 +15,10 @@ from danlu.types import StepMetrics
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Any:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def recipe(**changes: Any) -> Recipe:
+        (tmp_path / "endless.py").write_text("class Endless: ...\n")
+        monkeypatch.chdir(tmp_path)
         (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
         (tmp_path / "model").mkdir(exist_ok=True)
         values = {
@@ -66,6 +68,21 @@ def test_answers_that_are_all_cut_off_are_told_once(recipe: Any) -> None:
     assert not any(said(remarks, *[TRUNCATED] * 20))
     assert not any(said(RolloutRemarks(recipe(rollout={"max_new_tokens": 1})), *[TRUNCATED] * 20))
     assert not any(said(RolloutRemarks(recipe()), *[{**TRUNCATED, "truncated": 0.99}] * 20))
+
+
+@pytest.mark.parametrize(
+    ("out_of_turns", "limits"),
+    [(1.0, "environment.max_turns (3)"), (0.5, "rollout.max_new_tokens (6) or environment.max_turns (3)")],
+)
+def test_episodes_that_have_no_end_are_cut_off_by_their_turns(recipe: Any, out_of_turns: float, limits: str) -> None:
+    changes = {"rollout": {"max_new_tokens": 6}, "rewards": None, "steps": 1}
+    environment = {"kind": "python", "path": "endless.py:Endless", "max_turns": 3}
+    remarks = RolloutRemarks(recipe(**changes, environment=environment))
+    (text,) = said(remarks, {**TRUNCATED, "out_of_turns": out_of_turns})[0]
+    assert text == (
+        f"all answers have been cut off at {limits} in the only logged step. Raise it, or see that the environment "
+        "returns Done"
+    )
 
 
 def test_answers_without_a_reward_are_told_once(recipe: Any) -> None:

@@ -20,8 +20,8 @@ from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.language.reinforcement import empty_item, reward_parts
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.rewards.build import check_columns
-from danlu.rewards.environments.build import check_environment, tool_schemas
+from danlu.rewards.build import check_columns, check_functions
+from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.stage_protocols import Material, Prompts
 from danlu.train.progress import RowProgress
 from danlu.train.run_folder import Start
@@ -115,5 +115,14 @@ class RolloutBuilder(DecoderBuilder):
             check_environment(self.recipe.environment)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
-        """The decoder, and the models beside it, on the processes of a layout."""
+        """The decoder, and the models beside it, on the processes of a layout.
+
+        Also raises what loading rewards and an environment of the user's raises, before any model is loaded.
+        """
+        ranks.world.from_first(self._check_loading)
         return with_teacher_notes(super().place(ranks, device, start, material))
+
+    def _check_loading(self) -> None:
+        check_functions(reward_parts(self.recipe), self.recipe.reward_limits)
+        if self.recipe.environment is not None:
+            check_environment_code(self.recipe.environment)

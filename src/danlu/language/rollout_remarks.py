@@ -19,6 +19,7 @@ class RolloutRemarks:
 
     def __init__(self, recipe: Recipe) -> None:
         self._max_new_tokens = recipe.rollout.max_new_tokens
+        self._max_turns = None if recipe.environment is None else recipe.environment.max_turns
         self._rewards_teach = recipe.divergence is None or any(recipe.reward_weights.values())
         self._by_prompt = objective_section(recipe).baseline in ("group", "leave-one-out")
         self._failures = recipe.reward_limits.failures
@@ -41,10 +42,13 @@ class RolloutRemarks:
             )
         # An answer of one token is not meant to end by itself.
         if self._lasts("truncated", self._max_new_tokens > 1 and metrics.get("truncated", 0.0) >= 1.0):
-            yield (
-                f"all answers have been cut off at rollout.max_new_tokens ({self._max_new_tokens}) {lasting}. Raise "
-                "it, or start from a model that ends its answers"
-            )
+            out_of_turns = metrics.get("out_of_turns", 0.0)
+            limits = [f"rollout.max_new_tokens ({self._max_new_tokens})"] if out_of_turns < 1 else []
+            advice = "start from a model that ends its answers"
+            if out_of_turns > 0:
+                limits.append(f"environment.max_turns ({self._max_turns})")
+                advice = "see that the environment returns Done"
+            yield f"all answers have been cut off at {' or '.join(limits)} {lasting}. Raise it, or {advice}"
         unrewarded = metrics.get("unrewarded", 0.0)
         if self._lasts("unrewarded", unrewarded > 0):
             yield (

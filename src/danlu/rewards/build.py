@@ -28,6 +28,7 @@ from danlu.rewards.judge import Judge
 from danlu.rewards.protocol import Reward
 from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
+from danlu.rewards.worker_pool import RewardWorkers
 from danlu.spelling import did_you_mean
 
 OWN_COLUMNS = ("completion", "prompt", "tokens", "finish", "turns")
@@ -60,6 +61,19 @@ def build_runner(parts: Sequence[RewardPart], limits: RewardLimits) -> RewardRun
     """What calls the rewards of a recipe, within its limits."""
     workers = None if limits.workers == "auto" else limits.workers
     return RewardRunner(parts, timeout_s=limits.timeout_s, workers=workers)
+
+
+def check_functions(parts: Sequence[RewardPart], limits: RewardLimits) -> None:
+    """Runs the files of the user's functions once, in a process that ends again: a rollout is too late for that.
+
+    Raises RecipeError with what they raise, ResourceError where the process ends or takes too long.
+    """
+    functions = [part.reward for part in parts if isinstance(part.reward, UserFunction)]
+    workers = RewardWorkers(functions, count=1, timeout_s=limits.timeout_s)
+    try:
+        workers.start()
+    finally:
+        workers.close()
 
 
 def check_columns(parts: Sequence[RewardPart], row: Mapping[str, Any], where: str) -> None:

@@ -23,6 +23,7 @@ from danlu.data.prompts import Prompt
 from danlu.errors import TrainingError
 from danlu.line_log import LineLog
 from danlu.parallel.watchdog import PHASE
+from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.runner import RewardPart
 from danlu.rollout.episode import Episode
 from danlu.rollout.estimators import Estimator, Judged
@@ -270,10 +271,14 @@ class Experience:
             self._write(self.log, rollout, answered)
             self._refused_lines = self.log.lines - before
         first, last = answered.numbers[0], answered.numbers[-1]
+        advice = ""
+        if not all(isinstance(part.reward, EnvironmentReward) for part in self.sampler.rewards.parts):
+            advice = (
+                " Try the rewards on given answers first: `danlu eval --rewards RECIPE --data FILE --answers COLUMN`"
+            )
         raise TrainingError(
             f"{without:.0%} of the answers to prompts {first} to {last} have no reward, and reward_limits.failures "
-            f"is {self.settings.failures:g}. {self.sampler.why_unrewarded()}The answers are in rollouts.jsonl. Try the "
-            "rewards on given answers first: `danlu eval --rewards RECIPE --data FILE --answers COLUMN`"
+            f"is {self.settings.failures:g}. {self.sampler.why_unrewarded()}The answers are in rollouts.jsonl.{advice}"
         )
 
     # -- trees

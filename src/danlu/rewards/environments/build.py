@@ -66,6 +66,25 @@ def check_environment(section: EnvironmentSection) -> None:
         environment_source(section)
 
 
+def check_environment_code(section: EnvironmentSection) -> None:
+    """Runs the file of an environment or an agent once, in a process that ends again: a rollout is too late for that.
+
+    Those of other packages load what may be large, and have one process that does so.
+    Raises RecipeError with what it raises, or for arguments that do not fit; ResourceError where the process ends.
+    """
+    match section:
+        case PythonEnvironment():
+            holder: EnvironmentWorkers | AgentProcesses = environment_workers(section)
+        case Agent(path=str()):
+            holder = agent_processes(section)
+        case _:
+            return
+    try:
+        holder.start()
+    finally:
+        holder.close()
+
+
 def _require_packages(what: str, names: Sequence[str], installed: str) -> None:
     """Raises ResourceError for the first package that is not there. installed: what pip is to install."""
     for name in names:
