@@ -24,16 +24,16 @@ def pass_at_k(count: int, right: int, k: int) -> float:
 def distinct_failures(failures: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
     """Why rewards were not given, each reason once and the most frequent ones first.
 
-    failures: of each, where it was and why. most: reasons to tell; a last entry has all others.
+    failures: of each, where it was and why. most: reasons to give; a last entry has all others.
     """
     places: dict[str, list[str]] = {}
     for where, reason in failures:
         places.setdefault(reason, []).append(where)
     ordered = sorted(places.items(), key=lambda each: -len(each[1]))
-    told = [f"{reason} ({_some(where)})" for reason, where in ordered[:most]]
+    messages = [f"{reason} ({_some(where)})" for reason, where in ordered[:most]]
     if others := ordered[most:]:
-        told.append(f"other reasons ({_some([place for _, where in others for place in where])})")
-    return told
+        messages.append(f"other reasons ({_some([place for _, where in others for place in where])})")
+    return messages
 
 
 def _some(places: Sequence[str]) -> str:
