@@ -38,6 +38,7 @@ from danlu.models.router import Router
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
+from danlu.parallel.expert import ExpertDistributor, expert_names
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -131,7 +132,8 @@ def subject_of(
 
 
 class LayerPlacer:
-    """Cuts a model among tensor ranks and shards it among data ranks, a layer at a time where it is read so."""
+    """Distributes a model's experts, cuts it among tensor ranks and shards it among data ranks, a layer at a time where
+    it is read so."""
 
     def __init__(
         self, model: Decoder, adapters: AdapterSet | None, recipe: Recipe, ranks: Ranks, device: torch.device
@@ -139,7 +141,8 @@ class LayerPlacer:
         section = recipe.parallel
         self.model, self.adapters = model, adapters
         self.whole = kept_whole(model)
-        self.cutter = tensor.Cutter(model, adapters, ranks.tensor, sequence=section.sequence)
+        self.experts = ExpertDistributor(model, adapters, ranks.expert)
+        self.cutter = tensor.Cutter(model, adapters, ranks.tensor, sequence=section.sequence, boxes=self.experts.boxes)
         self.sharder = None
         if section.shard != "none" and ranks.data.size > 1:
             self.sharder = data.Sharder(
@@ -148,15 +151,20 @@ class LayerPlacer:
                 section,
                 gathered=None if adapters is not None or recipe.precision == "fp32" else DTYPES[recipe.precision],
                 whole=self.whole,
+                expert_names=expert_names(model),
                 offload=shards_on_host(recipe, device),
             )
 
     def layer_loaded(self, name: str) -> None:
         """Leaves of a layer whose weights have been read the part of this process."""
-        self.cutter.layer(name)
+        self.cut_layer(name)
         self.shard_layer(name)
         if self.adapters is not None:
             self.adapters.refresh_copies()
+
+    def cut_layer(self, name: str) -> None:
+        self.experts.layer(name)
+        self.cutter.layer(name)
 
     def shard_layer(self, name: str) -> None:
         if self.sharder is not None:
@@ -175,7 +183,8 @@ def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
     """
     section = recipe.parallel
     reads_adapters = bool(recipe.model.adapters) or value_adapter_folder(recipe) is not None
-    is_divided = ranks.tensor.size > 1 or (section.shard != "none" and ranks.data.size > 1)
+    shares_layers = ranks.tensor.size > 1 or ranks.expert.size > 1
+    is_divided = shares_layers or (section.shard != "none" and ranks.data.size > 1)
     return is_divided and not reads_adapters and recipe.memory.recompute.kind != "planned"
 
 
@@ -207,8 +216,9 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     placer = subject.placer or LayerPlacer(model, adapters, recipe, ranks, device)
     if subject.placer is None:
         for name in model.layers:
-            placer.cutter.layer(name)
+            placer.cut_layer(name)
     cuts = placer.cutter.rest()
+    boxes, experts = placer.experts.boxes_by_name() | cuts.boxes, expert_names(model)
     plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, device))
     recompute.wrap(model, plan, gathered=token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
@@ -227,7 +237,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         data.to_empty(model, device, offload=placer.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.refresh_copies()
-    local = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)
+    local = {} if ranks.alone else local_parameters_of(model, ranks, boxes, experts)
     if on_meta and not resumed:
         fill(local, recipe, model.config)
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
@@ -235,7 +245,9 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
-        local = {} if ranks.alone else local_parameters_of(model, ranks, cuts.boxes)  # their memory is in the file now
+        local = (
+            {} if ranks.alone else local_parameters_of(model, ranks, boxes, experts)
+        )  # their memory is in the file now
     partial_gradients = [
         *sums_over_data(local, ranks, by_ddp=section.shard == "none"),
         *((group, name) for name, group in cuts.partial.items()),
@@ -351,14 +363,14 @@ def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:
 def kept_whole(model: Decoder) -> set[str]:
     """Names of the parameters that are not sharded among data ranks.
 
-    They are the parameters of norms and routers, which are few and used in float32, and parameters that adapters of
+    They are the weights of norms and routers, which are few and used in float32, and parameters that adapters of
     several layers share, for FSDP2 shards a parameter with one layer.
     """
-    float32 = (module for module in model.modules() if isinstance(module, RMSNorm | Router))
-    norms = {weight for module in float32 for weight in module.parameters()}
+    modules = (module for module in model.modules() if isinstance(module, RMSNorm | Router))
+    in_float32 = {weight for module in modules for weight in module.parameters()}
     layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())
     named = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if parameter in norms or layers_of[parameter] > 1}
+    return {name for name, parameter in named if parameter in in_float32 or layers_of[parameter] > 1}
 
 
 @torch.no_grad()

@@ -499,6 +499,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "olmo2",
     ),
     Mutation(
+        "parallel/expert.py",
+        "return ctx.group.all_to_all(grad, ctx.receives, ctx.sends), None, None, None",
+        "return ctx.group.all_to_all(grad.flip(0), ctx.receives, ctx.sends), None, None, None",
+        "parallel/test_expert.py",
+    ),
+    Mutation(
+        "parallel/expert.py",
+        "return grad.index_select(0, inverse), None, None",
+        "return grad, None, None",
+        "parallel/test_expert.py",
+    ),
+    Mutation(
         "parallel/local_parameter.py",
         "return LocalParameter(name, parameter, parameter, _copied(box, groups.all), groups)",
         "return LocalParameter(name, parameter, parameter, _copied(box, ranks.data), groups)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from builders.small_config import small_config
+from builders.small_experts import QWEN2_MOE, experts_config
 
 from danlu.errors import RecipeError
 from danlu.models.config import ModelConfig
@@ -29,6 +30,9 @@ LARGE = config_of(32, 8, 14336, 128256)
         (Parallel(shard="zero2", tensor=2, replicate=2), 16, Layout(replicate=2, shard=4, tensor=2)),
         (Parallel(tensor=4, data=2), 8, Layout(replicate=2, tensor=4)),
         (Parallel(workers="threads", data=4), 1, Layout()),
+        (Parallel(expert=2), 4, Layout(replicate=4, expert=2)),
+        (Parallel(shard="zero3", expert=4, tensor=2), 16, Layout(shard=8, tensor=2, expert=4)),
+        (Parallel(shard="zero3", replicate=2, expert=2), 8, Layout(replicate=2, shard=4, expert=2)),
     ],
 )
 def test_degrees_multiply_to_the_processes(section: Parallel, world: int, layout: Layout) -> None:
@@ -56,6 +60,12 @@ def test_degrees_multiply_to_the_processes(section: Parallel, world: int, layout
             "asks for 4 processes, not for the 2 processes of this run. Use data: 2, or start danlu with",
         ),
         (Parallel(shard="zero3", replicate=3), 8, "parallel.replicate: 3 does not divide the 8 data ranks. Use 2 or 4"),
+        (Parallel(expert=4, tensor=2), 12, "parallel.expert: 4 does not divide the 6 data ranks. Use 3 or 6"),
+        (
+            Parallel(shard="zero3", replicate=2, expert=4),
+            4,
+            "parallel.expert: 4 does not divide the 2 data ranks of each replica. Use 2",
+        ),
         (Parallel(pipeline=2), 2, "parallel.pipeline: 2, but only 1 works so far"),
         (Parallel(context=2), 2, "parallel.context: 2, but only 1 works so far"),
         (Parallel(workers="threads"), 2, "threads trains in one process, and there are 2"),
@@ -82,6 +92,18 @@ def test_what_does_not_fit_is_told_with_what_would(section: Parallel, world: int
 def test_a_model_that_cannot_be_cut_so_is_told_with_what_it_can(degree: int, config: ModelConfig, message: str) -> None:
     (found,) = problems(Parallel(tensor=degree), config)
     assert message in found
+
+
+@pytest.mark.parametrize(
+    ("degree", "config", "message"),
+    [
+        (2, LARGE, "parallel.expert: 2, and the model has no experts to distribute. Leave it out"),
+        (4, experts_config(QWEN2_MOE), "parallel.expert: 4 does not divide the model's 6 experts. Use 3 or 6"),
+    ],
+)
+def test_experts_that_cannot_be_distributed_so_are_told(degree: int, config: ModelConfig, message: str) -> None:
+    assert list(problems(Parallel(expert=degree), config)) == [message]
+    assert not list(problems(Parallel(expert=3), experts_config(QWEN2_MOE)))
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4, 8, 16, 32])

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders.equal_shards import assemble_equal
+from builders.equal_traces import differences, distance, gradients
 from builders.parallel_steps import recipe_file, see
 from builders.process_group import run_group
 from builders.tiny_world import World
 from torch import Tensor
 
-from danlu.numerics.relative_error import relative_error
 from danlu.verify.trace import Trace
 
 pytestmark = pytest.mark.distributed
@@ -110,47 +109,11 @@ def rest(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return matrix_of(SLOW, tiny_world, tmp_path_factory.mktemp("parity"))
 
 
-def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative distance of a tensor, and which it is."""
-    assert found.keys() == wanted.keys()
-    errors = {name: relative_error(found[name], value) for name, value in wanted.items()}  # none is NaN
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
-
-
-def gradients(seen: list[Trace], step: int) -> dict[str, Tensor]:
-    return assemble_equal([one.steps[step].gradients for one in seen])
-
-
-def weights(seen: list[Trace], step: int) -> dict[str, Tensor]:
-    return assemble_equal([one.steps[step].weights for one in seen])
-
-
 def problems(matrix: Matrix, case: Case) -> list[str]:
     """What is not as on one process: in float32 to a millionth; in bfloat16 as near to float32 as one process is."""
     many, precision = matrix.many[case], case[4]
     one, exact = matrix.one[case[2], precision], matrix.one[case[2], "fp32"]
     return differences(many, one) if precision == "fp32" else further_off(many, one, exact)
-
-
-def differences(many: list[Trace], one: Trace) -> list[str]:
-    found = []
-    for step, wanted in enumerate(one.steps):
-        pairs = [("gradient", gradients(many, step), gradients([one], step))]
-        pairs += [("weight", weights(many, step), weights([one], step))]
-        for what, got, want in pairs:
-            error, name = distance(got, want)
-            found += [f"step {step + 1}: {what} of {name} is {error:.1e} off"] if not error < 1e-6 else []
-        for seen in many:
-            got, want = (seen.steps[step].loss, seen.steps[step].grad_norm), (wanted.loss, wanted.grad_norm)
-            found += [f"step {step + 1}: loss and norm {got}, not {want}"] if got != approx(want) else []
-    assert one.evaluation is not None
-    evaluations = [seen.evaluation for seen in many]
-    return found + ([f"evaluation {evaluations}"] if evaluations != approx([one.evaluation] * len(many)) else [])
-
-
-def approx(value: Any) -> Any:
-    return pytest.approx(value, rel=1e-6)
 
 
 def further_off(many: list[Trace], one: Trace, exact: Trace) -> list[str]:

@@ -106,9 +106,9 @@ def policy_adapters(placed: Placed) -> EngineAdapters | None:
 
 
 def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
-    """The policy's weights as a rollout reads them, where data ranks shard them."""
+    """The policy's weights as a rollout reads them, where data ranks shard them or have other experts."""
     model, ranks = placed.subject.model, placed.parallel.ranks
-    if recipe.parallel.shard == "none" or ranks.data.alone:
+    if ranks.data.alone or (recipe.parallel.shard == "none" and ranks.expert.alone):
         return None
     whole_bytes = sum(
         parameter.numel() * gathered_element_bytes(recipe, parameter)

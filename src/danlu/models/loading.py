@@ -217,7 +217,8 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # `to_empty` would take meta tensors through torch's operators in Python, which import sympy for 0.2 s.
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     return model
 
 

@@ -72,6 +72,18 @@ class Group:
         _reduce_scatter(out, x.contiguous(), group=self.handle)
         return out
 
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Rows of x [R, ..] to each member, and the rows that all of them give to this one, in the group's order.
+
+        sends: how many rows of x go to each member, R in all; receives: how many come from each. Any may be zero.
+        """
+        if self.alone:
+            return x
+        assert sum(sends) == len(x), f"{sum(sends)} rows are to be sent, and {len(x)} are there"
+        out = x.new_empty((sum(receives), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), list(receives), list(sends), group=self.handle)
+        return out
+
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every member's value, in the group's order. Values travel as pickles between processes of this run."""
         if self.alone:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,6 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
 from danlu.types import Loss, Totals
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Shard
-
 BUCKET_MB = 25
 
 L = TypeVar("L")
@@ -54,8 +51,8 @@ class Sharder:
 
     gathered: the type in which parameters are gathered and used; None for their own.
     whole: names of parameters that stay whole on each rank.
-    expert_names: of parameters that are distributed among `ranks.expert`; modules with nothing but such are units of
-        their own, sharded among the ranks that have the same experts.
+    expert_names: of parameters [E, ..] that are distributed among `ranks.expert`; modules with nothing but such are
+        units of their own, sharded among the ranks that have the same experts.
     offload: whether shards, their gradients and optimizer state are kept in the host's memory.
     """
 
@@ -88,10 +85,10 @@ class Sharder:
     def layer(self, name: str, layer: nn.Module) -> None:
         """Shards one layer, `name` in the model; its whole parameters are freed unless something refers to them."""
         reshard = self.section.shard == "zero3"
-        for path, experts in self._expert_modules(name, layer):
-            # Experts that only one rank of a copy has are whole there.
-            if not self._expert.shard.alone:
-                self._shard(experts, f"{path}.", self._expert, reshard=reshard, shard_placement_fn=self._expert_shard)
+        # Experts that only one rank of a copy has are whole there; where all have them they are of the layer's unit.
+        if not self._expert.shard.alone and self._expert.all.ranks != self._dense.all.ranks:
+            for path, experts in self._expert_modules(name, layer):
+                self._shard(experts, f"{path}.", self._expert, reshard=reshard)
         self._shard(layer, f"{name}.", self._dense, reshard=reshard)
 
     def _expert_modules(self, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -120,22 +117,27 @@ class Sharder:
         for layer, ahead in _with_following(layers[::-1], self.section.prefetch):
             layer.set_modules_to_backward_prefetch(ahead)
 
-    def _expert_shard(self, parameter: nn.Parameter) -> Shard:
-        """Experts [E, ..] are sharded one from the other, or, where they are fewer than shards, each by itself."""
-        from torch.distributed.tensor import Shard
-
-        return Shard(expert_shard_dim(parameter.shape, self._expert.shard.size))
-
-    def _shard(self, unit: nn.Module, prefix: str, groups: DataGroups, *, reshard: bool, **more: Any) -> None:
+    def _shard(self, unit: nn.Module, prefix: str, groups: DataGroups, *, reshard: bool) -> None:
         from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Shard
 
         for module in unit.modules():
             if isinstance(module, QuantizedWeightModule):
                 module.share_codes()
         whole = {parameter for name, parameter in unit.named_parameters() if self._stays_whole(prefix + name)}
+        experts = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.expert_names}
+
+        def placement(parameter: nn.Parameter) -> Shard | None:
+            return Shard(expert_shard_dim(parameter.shape, groups.shard.size)) if parameter in experts else None
+
         with _integer_parameters():
             fully_shard(
-                unit, mesh=groups.mesh, reshard_after_forward=reshard, ignored_params=whole, **self._options, **more
+                unit,
+                mesh=groups.mesh,
+                reshard_after_forward=reshard,
+                ignored_params=whole,
+                shard_placement_fn=placement if experts else None,
+                **self._options,
             )
 
     def _stays_whole(self, name: str) -> bool:
@@ -143,7 +145,7 @@ class Sharder:
 
 
 def expert_shard_dim(shape: Sequence[int], shards: int) -> int:
-    """Along which dimension the experts [E, ..] of a rank are sharded.
+    """The dimension along which a rank's experts [E, ..] are sharded: another one where they are fewer than shards.
 
     fully_shard pads experts that are no multiple of the shards, but splits other dimensions evenly alone.
     """
@@ -329,5 +331,6 @@ def _units(model: nn.Module) -> Iterator[Any]:
 
 
 def _with_following(layers: Sequence[Any], count: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Each layer with the `count` layers that follow it."""
-    return ((layer, list(layers[index + 1 : index + 1 + count])) for index, layer in enumerate(layers))
+    """Each layer with the units of the `count` layers that follow it: these, and their experts."""
+    for index, layer in enumerate(layers):
+        yield layer, [unit for following in layers[index + 1 : index + 1 + count] for unit in _units(following)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from danlu.errors import RecipeError
 from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import Experts
 from danlu.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
@@ -91,7 +92,7 @@ class Layout:
 
 def layout_of(section: Parallel, world: int) -> Layout:
     """The layout of a recipe on `world` processes. Raises RecipeError that proposes the nearest degrees that fit."""
-    for axis in ("pipeline", "context", "expert"):
+    for axis in ("pipeline", "context"):
         if getattr(section, axis) != 1:
             raise RecipeError(f"parallel.{axis}: {getattr(section, axis)}, but only 1 works so far. Leave it out")
     if section.workers == "threads":
@@ -114,17 +115,43 @@ def layout_of(section: Parallel, world: int) -> Layout:
             f"parallel.data: {section.data} (times tensor {section.tensor}) asks for {asked} processes, not for the "
             f"{_processes(world)} of this run. Use data: {data}, or start danlu with --processes {asked}"
         )
-    if section.shard == "none":
-        return Layout(replicate=data, tensor=section.tensor)
     if data % section.replicate:
         near = " or ".join(str(degree) for degree in _nearest(divisors(data), section.replicate))
         raise RecipeError(f"parallel.replicate: {section.replicate} does not divide the {data} data ranks. Use {near}")
-    return Layout(replicate=section.replicate, shard=data // section.replicate, tensor=section.tensor)
+    of_one_copy = data // section.replicate
+    if of_one_copy % section.expert:
+        near = " or ".join(str(degree) for degree in _nearest(divisors(of_one_copy), section.expert))
+        each = " of each replica" if section.replicate > 1 else ""
+        raise RecipeError(
+            f"parallel.expert: {section.expert} does not divide the {of_one_copy} data ranks{each}. Use {near}"
+        )
+    if section.shard == "none":
+        return Layout(replicate=data, tensor=section.tensor, expert=section.expert)
+    return Layout(replicate=section.replicate, shard=of_one_copy, tensor=section.tensor, expert=section.expert)
 
 
 def problems(section: Parallel, config: ModelConfig) -> Iterator[str]:
-    """Why a model cannot be cut by `section.tensor`; each message proposes the nearest degrees that fit."""
-    degree = section.tensor
+    """Why a model cannot be cut by `section.tensor`, or its experts distributed by `section.expert`; each message
+    proposes the nearest degrees that fit."""
+    yield from _tensor_problems(section.tensor, config)
+    yield from _expert_problems(section.expert, config)
+
+
+def _expert_problems(degree: int, config: ModelConfig) -> Iterator[str]:
+    if degree == 1:
+        return
+    counts = sorted({kind.feed.num_experts for kind in config.kinds if isinstance(kind.feed, Experts)})
+    if not counts:
+        yield f"parallel.expert: {degree}, and the model has no experts to distribute. Leave it out"
+        return
+    fitting = divisors(math.gcd(*counts))
+    if degree not in fitting:
+        near = " or ".join(map(str, _nearest(fitting, degree)))
+        experts = " and ".join(map(str, counts))
+        yield f"parallel.expert: {degree} does not divide the model's {experts} experts. Use {near}"
+
+
+def _tensor_problems(degree: int, config: ModelConfig) -> Iterator[str]:
     if degree == 1:
         return
     degrees = divisors(config.layers[0].mixer.heads)

@@ -20,6 +20,7 @@ from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.ranks import Ranks
 
 T = TypeVar("T")
+_LARGE_BYTES = 25 * 2**20  # those of a bucket of DDP
 
 MicroBatchContext = Callable[[bool], AbstractContextManager[None]]
 """Makes the context of a micro-batch's forward and backward pass, from whether it is the step's last."""
@@ -89,8 +90,18 @@ class StepParallel:
         return {parameter.local: 1 / parameter.box.replicas for parameter in self.local_parameters.values()}
 
 
+def _is_large(grad: Tensor) -> bool:
+    """Whether a copy of it costs more than a collective of its own, as of experts' gradients."""
+    return grad.nbytes >= _LARGE_BYTES and grad.is_contiguous()
+
+
 def _all_reduce_flat(group: Group, grads: Sequence[Tensor]) -> None:
-    """Sums many small tensors over `group`, in place, with one collective."""
+    """Sums tensors over `group`, in place: the large ones one by one, all others with one collective."""
+    for grad in (grad for grad in grads if _is_large(grad)):
+        group.sum(grad)
+    grads = [grad for grad in grads if not _is_large(grad)]
+    if not grads:
+        return
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     group.sum(flat)
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ from danlu.adapters.slot import Slot
 from danlu.errors import RecipeError
 from danlu.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.modules import Embedding, Linear, RMSNorm
+from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
 from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
 from danlu.shard_box import ShardBox
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
+GROUPED_AXES: TensorAxes = {"weight": (None, "outputs", "inputs"), "bias": (None, "outputs")}
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,29 @@ class Cutter:
     """Cuts a decoder a layer at a time, so that a layer can be cut before the next one has its weights.
 
     sequence: outside of attention, MLP and head each rank has its part of the tokens, whose number has to be a multiple
-    of the group's size wherever there are gradients.
+    of the group's size wherever there are gradients. boxes: of parameters of which a rank has a part already, as of
+    experts that are distributed among others (`parallel.expert`); read when they are cut.
 
     Raises RecipeError for a model that cannot be cut among so many ranks.
     """
 
-    def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        adapters: AdapterSet | None,
+        group: Group,
+        *,
+        sequence: bool,
+        boxes: Mapping[Tensor, ShardBox] | None = None,
+    ) -> None:
         self.model, self.adapters, self.group, self.sequence = model, adapters, group, sequence
+        self._boxes: Mapping[Tensor, ShardBox] = {} if boxes is None else boxes
         self.alone = Group(group.name, (group.ranks[group.index],))
         # Parameter -> its box, and the group over which its gradient is to be summed. Layers may share a parameter,
         # which is cut once; one that loading replaces drops out.
         self._cut: MutableMapping[Tensor, tuple[ShardBox, Group]] = WeakIdKeyDictionary()
         self._cuts = Cuts()
-        self._copies: dict[tuple[int, str], list[Tensor]] = {}  # see `_trained_copies`
+        self._copies: dict[tuple[int, str], list[Tensor]] = {}  # see `trained_copies`
         self._subgroups: dict[int, Group] = {}  # by size
         size, vocab_size = group.size, model.config.vocab_size
         if vocab_size < size:
@@ -95,7 +106,7 @@ class Cutter:
             return
         layer = self.model.layers[name]
         assert isinstance(layer, Layer)
-        self._copies = self._trained_copies()
+        self._copies = trained_copies(self.adapters)
         for sublayer_name, sublayer in layer.sublayers.items():
             self._sublayer(sublayer, f"layers.{name}.{sublayer_name}")
         for child_name, child in layer.named_children():
@@ -109,7 +120,7 @@ class Cutter:
         model, regions = self.model, self._regions
         if self.group.alone:
             return self._cuts
-        self._copies = self._trained_copies()
+        self._copies = trained_copies(self.adapters)
         self._embedding(model.embed_tokens, self._vocabulary, regions)
         self._uncut(model.norm)
         if model.lm_head is not None:
@@ -125,14 +136,6 @@ class Cutter:
             {name: box for name, box in self._cuts.boxes.items() if name in names},
             {name: group for name, group in self._cuts.partial.items() if name in names},
         )
-
-    def _trained_copies(self) -> dict[tuple[int, str], list[Tensor]]:
-        """(id of a module, name of its parameter) -> the original and the copy that an adapter trains in its place."""
-        copies: dict[tuple[int, str], list[Tensor]] = {}
-        for added in self.adapters.added.values() if self.adapters is not None else ():
-            for copy in added.copies:
-                copies.setdefault((id(copy.owner), copy.attribute), []).extend((copy.original, copy.trained))
-        return copies
 
     def _record(self, module: nn.Module, prefix: str) -> None:
         """Notes by name how the parameters of a module have been cut."""
@@ -157,7 +160,7 @@ class Cutter:
         units = sublayer.tensor_unit
         for part, role in sublayer.tensor_roles.items():
             linear = sublayer.get_submodule(part)
-            assert isinstance(linear, Linear)
+            assert isinstance(linear, Linear | GroupedLinear)
             outputs, inputs = linear.shape
             if role == "whole":
                 self._whole(linear, self.group)
@@ -191,13 +194,15 @@ class Cutter:
             if own_name == name:
                 self._cut_parameter(parameter, [heads], replicas)
 
-    def _linear(self, linear: Linear, shard: LinearShard, replicas: Group) -> None:
-        self._parameters(linear, LINEAR_AXES, shard, replicas)
-        if linear.quantized is not None:
+    def _linear(self, linear: Linear | GroupedLinear, shard: LinearShard, replicas: Group) -> None:
+        axes = LINEAR_AXES if isinstance(linear, Linear) else GROUPED_AXES
+        self._parameters(linear, axes, shard, replicas)
+        if isinstance(linear, Linear) and linear.quantized is not None:
             linear.quantized = linear.quantized.shard(shard.outputs, shard.inputs)
         linear.shape = _length(shard.outputs), _length(shard.inputs)
         linear.adds_bias = shard.axis == "outputs" or shard.first
-        self._adapters(linear.adapter, shard, replicas)
+        if isinstance(linear, Linear):
+            self._adapters(linear.adapter, shard, replicas)
 
     def _norm(self, norm: RMSNorm, shard: LinearShard, replicas: Group) -> None:
         """Cuts a norm over all outputs of a layer that is cut to `shard`: each process has its features."""
@@ -223,7 +228,7 @@ class Cutter:
 
     def _parameters(self, module: nn.Module, axes: TensorAxes, shard: LinearShard, replicas: Group) -> None:
         """Cuts the parameters of a layer or adapter; `axes` says which of their dimensions are outputs or inputs."""
-        for name, parameter in self._named(module, recurse=not isinstance(module, Linear | Embedding)):
+        for name, parameter in self._named(module, recurse=not isinstance(module, Linear | GroupedLinear | Embedding)):
             dimensions = axes.get(name, ())
             if shard.axis in dimensions:
                 ranges = [None if axis is None else getattr(shard, axis) for axis in dimensions]
@@ -250,16 +255,20 @@ class Cutter:
         """
         if parameter in self._cut:
             return
-        shape = tuple(parameter.shape)
-        slices = [part or slice(0, size) for part, size in zip(ranges, shape, strict=True)]
-        starts, sizes = tuple(part.start for part in slices), tuple(map(_length, slices))
-        box = ShardBox(shape, starts, sizes, replicas=replicas.size, is_writer=replicas.index == 0)
-        parameter.data = box.view_of(parameter.data).clone(memory_format=torch.contiguous_format)
+        box = here = self._box_of(parameter)
+        for dim, part in enumerate(ranges):
+            box = box if part is None else box.narrow(dim, part.start, _length(part))
+        parameter.data = box.relative_to(here).view_of(parameter.data).clone(memory_format=torch.contiguous_format)
+        box = replace(box, replicas=replicas.size, is_writer=replicas.index == 0)
         self._cut[parameter] = box, replicas
 
     def _keep_whole(self, parameter: Tensor, gradient_group: Group) -> None:
-        box = ShardBox.full(parameter.shape, replicas=self.group.size, is_writer=self.group.index == 0)
+        box = replace(self._box_of(parameter), replicas=self.group.size, is_writer=self.group.index == 0)
         self._cut.setdefault(parameter, (box, gradient_group))
+
+    def _box_of(self, parameter: Tensor) -> ShardBox:
+        """What this rank had of a parameter before tensor parallelism."""
+        return self._boxes.get(parameter) or ShardBox.full(parameter.shape)
 
     # ── shards ──
 
@@ -284,6 +293,15 @@ class Cutter:
         if size not in self._subgroups:
             self._subgroups[size] = subgroup_of(self.group, size)
         return self._subgroups[size]
+
+
+def trained_copies(adapters: AdapterSet | None) -> dict[tuple[int, str], list[Tensor]]:
+    """(id of a module, name of its parameter) -> the original and the copy that an adapter trains in its place."""
+    copies: dict[tuple[int, str], list[Tensor]] = {}
+    for added in adapters.added.values() if adapters is not None else ():
+        for copy in added.copies:
+            copies.setdefault((id(copy.owner), copy.attribute), []).extend((copy.original, copy.trained))
+    return copies
 
 
 def _length(part: slice) -> int:

@@ -1,4 +1,4 @@
-"""Weights that data ranks shard, as a rollout reads them: gathered once for all of it, or anew in each forward pass."""
+"""Weights that data ranks share, as a rollout reads them: gathered once for all of it, or anew in each forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ShardedWeights:
 
     Gathered as a whole they take the memory of a whole model on each process, and ranks then answer by themselves.
     Where that does not fit, every forward pass gathers a layer at a time, and all data ranks make the same number of
-    passes: those that have nothing to compute make empty ones.
+    passes: those that have nothing to compute make empty ones. So they do where experts are distributed among them, for
+    in each pass tokens travel to their experts.
 
     Args:
         whole_bytes: of all weights, as they are gathered.
@@ -47,17 +48,18 @@ class ShardedWeights:
         self._opened = ExitStack()
         self.is_open = False
         self.in_step = False
-        """Whether each forward pass gathers, so that data ranks make the same number of them."""
+        """Whether data ranks make the same number of forward passes, for each of them makes collectives."""
 
     def open(self) -> None:
         """Prepares for forward passes; all processes call it at the same time."""
         if self.is_open:
             return
         self.is_open = True
-        self.in_step = not self._is_gathered_once()
-        if self.in_step:
+        is_gathered = self._is_gathered_once()
+        self.in_step = not is_gathered or not self._ranks.expert.alone
+        if not is_gathered:
             data.reshard(self.model)
-        else:
+        elif self._parallel.shard != "none":
             self._opened.enter_context(data.gathered_once(self.model, self._parallel))
         # FSDP2 keeps the buffers of its first pass, which could not be trained with if that were one of inference mode.
         self.empty_pass()

@@ -32,7 +32,10 @@ class Parallel(Section):
     context: PositiveInt = 1
     """Context-parallel degree: ranks among which the tokens of long documents are sharded. Only 1 so far."""
     expert: PositiveInt = 1
-    """Expert-parallel degree: ranks among which experts are distributed. Only 1 so far."""
+    """Expert-parallel degree: neighbouring data-parallel ranks among which the experts of each layer are distributed;
+    tokens travel to the ranks that have their experts (arXiv:2006.16668). It divides the data-parallel degree (with
+    `replicate`, that of each replica) and the number of experts. With `shard`, ranks that have the same experts shard
+    these."""
     accumulate: Literal["auto", "local", "sharded"] = "auto"
     """Gradient accumulation: local keeps unsharded gradients and reduces them once a step; sharded reduces after each
     micro-batch and keeps a shard. auto: sharded with zero2 and zero3, else local."""

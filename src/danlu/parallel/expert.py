@@ -1,0 +1,153 @@
+"""Expert parallelism: the experts of each mixture distributed among data ranks, to which rows travel and come back.
+
+Of E experts each of `expert` neighbouring data ranks has E / expert, in order (GShard, arXiv:2006.16668). A rank routes
+its own tokens; their rows go to the ranks that have their experts, are multiplied there, and come back in the order in
+which they were sent. What weighs and adds them is on the token's own rank, so nothing of the router travels.
+
+In a layer that is four all-to-alls of rows: to the experts and back, and the same for the gradients. Ranks tell each
+other before how many rows of each expert come. Every rank takes part in each of them, also without tokens.
+
+N rows of this rank's tokens · R rows that this rank's experts multiply · D model width · E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.models.decoder import Decoder, Layer
+from danlu.models.experts import MoE
+from danlu.parallel.comm import Group
+from danlu.parallel.tensor import trained_copies
+from danlu.shard_box import ShardBox
+
+
+class Exchange:
+    """A `layer_types.ExpertExchange`: all-to-alls over the ranks of a group, each of which has equally many experts."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._sends: list[int] = []  # rows to each rank, of the last `dispatch`
+        self._receives: list[int] = []
+        self._places: Tensor | None = None  # [R] int64, where each row that came is among rows sorted by expert
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [N, D] by expert, counts [E] int64 of all experts -> rows [R, D] of this rank's experts, and their
+        counts."""
+        size = self.group.size
+        even = [len(counts) // size] * size
+        by_source = self.group.all_to_all(counts, even, even).view(size, -1)  # [ranks, E here]
+        self._sends = counts.view(size, -1).sum(1).tolist()
+        self._receives = by_source.sum(1).tolist()
+        arrived: Tensor = _AllToAll.apply(rows, self.group, self._sends, self._receives)
+        # Rows come by rank, and of each rank by expert; what multiplies them wants all rows of an expert together.
+        of_expert = torch.arange(by_source.shape[1], device=rows.device).repeat(size)
+        experts = torch.repeat_interleave(of_expert, by_source.flatten(), output_size=len(arrived))
+        order = experts.argsort(stable=True)
+        self._places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return _permuted(arrived, order, self._places), by_source.sum(0)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """What the experts made of the last `dispatch`'s rows, [R, D] -> [N, D], in the order in which it was given."""
+        assert self._places is not None, "rows come back that were never sent"
+        order = torch.empty_like(self._places).scatter_(
+            0, self._places, torch.arange(len(self._places), device=rows.device)
+        )
+        returned: Tensor = _AllToAll.apply(
+            _permuted(rows, self._places, order), self.group, self._receives, self._sends
+        )
+        return returned
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the ranks of a group; their gradients come back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        return group.all_to_all(rows, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.group.all_to_all(grad, ctx.receives, ctx.sends), None, None, None
+
+
+def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """rows[order], whose gradient is a gather too."""
+    permuted: Tensor = _Permuted.apply(rows, order, inverse)
+    return permuted
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class ExpertDistributor:
+    """Leaves of each layer's experts those of this rank, a layer at a time, and puts the exchange into their slot.
+
+    Parameters may be on the meta device. `boxes` says afterwards which part of each parameter is here; what it says
+    of replicas is of one rank alone.
+    """
+
+    def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group) -> None:
+        self.model, self.adapters, self.group = model, adapters, group
+        self.boxes: MutableMapping[Tensor, ShardBox] = WeakIdKeyDictionary()
+
+    def layer(self, name: str) -> None:
+        """Distributes the experts of one layer, if it has any."""
+        if self.group.alone:
+            return
+        copies = trained_copies(self.adapters)
+        for moe in mixtures_of(self.model.layers[name]):
+            experts = moe.experts
+            for module in experts.modules():
+                for attribute, parameter in module.named_parameters(recurse=False):
+                    for tensor in (parameter, *copies.get((id(module), attribute), ())):
+                        self._distribute(tensor, experts.num_experts)
+            experts.exchange = Exchange(self.group)
+
+    @torch.no_grad()
+    def _distribute(self, parameter: Tensor, num_experts: int) -> None:
+        if parameter in self.boxes:
+            return
+        assert len(parameter) == num_experts, f"{list(parameter.shape)} does not have {num_experts} experts"
+        assert num_experts % self.group.size == 0, "`layout.problems` refuses it"
+        count = num_experts // self.group.size
+        box = ShardBox.full(parameter.shape).narrow(0, count * self.group.index, count)
+        parameter.data = box.view_of(parameter.data).clone(memory_format=torch.contiguous_format)
+        self.boxes[parameter] = box
+
+    def boxes_by_name(self) -> dict[str, ShardBox]:
+        """The boxes by the names of the model's parameters."""
+        named = self.model.named_parameters()
+        return {name: self.boxes[parameter] for name, parameter in named if parameter in self.boxes}
+
+
+def mixtures_of(layer: nn.Module) -> Iterator[MoE]:
+    """The mixtures of experts in a layer."""
+    assert isinstance(layer, Layer)
+    return (sublayer for sublayer in layer.sublayers.values() if isinstance(sublayer, MoE))
+
+
+def expert_names(model: Decoder) -> set[str]:
+    """Names of the parameters that are experts', all of them stacked in their first dimension."""
+    stacked = {
+        parameter
+        for layer in model.layers.values()
+        for moe in mixtures_of(layer)
+        for parameter in moe.experts.parameters()
+    }
+    return {name for name, parameter in model.named_parameters() if parameter in stacked}

@@ -1,0 +1,41 @@
+"""Steps of small decoders with experts in some layout, as each process of a group sees them, and in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from builders.parallel_steps import steps_of
+from builders.small_experts import KINDS, experts_config
+from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.recipe import load
+from danlu.verify.decoder_proxy import DecoderProxy
+from danlu.verify.proxy import ProxyTraining
+from danlu.verify.trace import Trace, trace_training
+
+Case = tuple[str, str]
+"""A recipe's file, and the kind of experts of its model."""
+
+
+def see(cases: Sequence[Case], packs: int, micro: int, world: int | None = None) -> list[Trace]:
+    """Worker: what this process sees of two steps of each case; alone where `world` is 1."""
+    torch.set_num_threads(1)
+    return [_see(file, kind, packs, micro, world) for file, kind in cases]
+
+
+def _see(file: str, kind: str, packs: int, micro: int, world: int | None) -> Trace:
+    recipe = load(Path(file)).recipe
+    layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
+    config = experts_config(KINDS[kind], vocab_size=400)
+    training = ProxyTraining(recipe, DecoderProxy(config), _groups(layout), torch.device("cpu"), micro=micro)
+    steps = steps_of(2, packs)
+    return trace_training(training, training.run(steps), len(steps), steps_of(1, 3)[0])
+
+
+@functools.cache
+def _groups(layout: Layout) -> Ranks:
+    return ranks_of(layout, "cpu")

@@ -1,0 +1,92 @@
+"""Experts distributed among data ranks compute what one process does, with every kind of sharding and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from builders import expert_steps
+from builders.equal_traces import differences
+from builders.parallel_steps import recipe_file
+from builders.process_group import run_group
+from builders.tiny_world import World
+
+from danlu.verify.trace import Trace
+
+pytestmark = pytest.mark.distributed
+
+PACKS, MICRO = 5, 1  # ranks with fewer packs than another end with a micro-batch without tokens
+Case = tuple[int, dict[str, Any], str, str]
+"""Processes, layout, kind of experts, what is recomputed."""
+
+CASES: dict[str, Case] = {
+    "ddp, expert 2": (2, {"expert": 2}, "mixtral", "none"),
+    "zero1, expert 2": (2, {"shard": "zero1", "expert": 2}, "deepseek-v3", "none"),
+    "zero2, expert 2": (2, {"shard": "zero2", "expert": 2}, "qwen2-moe", "none"),
+    "zero3, expert 2": (2, {"shard": "zero3", "expert": 2}, "mixtral", "full"),
+    "zero3": (2, {"shard": "zero3"}, "biased", "none"),
+    "tensor 2": (2, {"tensor": 2}, "biased", "none"),
+    "tensor 2, sequence": (2, {"tensor": 2, "sequence": True}, "qwen2-moe", "selective"),
+    "ddp, expert 4": (4, {"expert": 4}, "deepseek-v3", "none"),
+    "zero3 of four, expert 2": (4, {"shard": "zero3", "expert": 2}, "deepseek-v3", "none"),
+    "zero3 of four, expert 2, full": (4, {"shard": "zero3", "expert": 2}, "mixtral", "full"),
+    "zero3 of four, expert 2, every": (4, {"shard": "zero3", "expert": 2}, "qwen2-moe", "every"),
+    "zero2 of four, expert 2, selective": (4, {"shard": "zero2", "expert": 2}, "odd", "selective"),
+    "zero3 of four, expert 4": (4, {"shard": "zero3", "expert": 4}, "mixtral", "none"),
+    "zero3 of four": (4, {"shard": "zero3"}, "qwen2-moe", "none"),
+    "hybrid, expert 2": (4, {"shard": "zero3", "replicate": 2, "expert": 2}, "mixtral", "none"),
+    "expert 2 x tensor 2": (4, {"expert": 2, "tensor": 2}, "deepseek-v3", "none"),
+    "zero3, expert 2 x tensor 2, sequence": (
+        4,
+        {"shard": "zero3", "expert": 2, "tensor": 2, "sequence": True},
+        "mixtral",
+        "full",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Trace], Trace]]:
+    """Of each case what its processes saw, and one process."""
+    folder = tmp_path_factory.mktemp("expert")
+    optimizer = {"kind": "sgd", "learning_rate": 0.1, "momentum": 0.9}
+
+    def file(name: str, **changes: Any) -> str:
+        return recipe_file(tiny_world, folder, name, optimizer=optimizer, **changes)
+
+    files = {name: file(name, parallel=case[1], memory=case[3]) for name, case in CASES.items()}
+    kinds = sorted({kind for _, _, kind, _ in CASES.values()})
+    alone = dict(zip(kinds, expert_steps.see([(file(kind), kind) for kind in kinds], PACKS, MICRO, 1), strict=True))
+    seen: dict[str, tuple[list[Trace], Trace]] = {}
+    for size in (2, 4):
+        names = [name for name, case in CASES.items() if case[0] == size]
+        by_rank = run_group(expert_steps.see, size, [(files[name], CASES[name][2]) for name in names], PACKS, MICRO)
+        for number, name in enumerate(names):
+            seen[name] = [rank[number] for rank in by_rank], alone[CASES[name][2]]
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_distributed_experts_are_one_process(traces: dict[str, tuple[list[Trace], Trace]], name: str) -> None:
+    many, one = traces[name]
+    assert differences(many, one) == []
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1].get("expert", 1) > 1])
+def test_no_rank_has_anothers_experts(traces: dict[str, tuple[list[Trace], Trace]], name: str) -> None:
+    layout = CASES[name][1]
+    many, _ = traces[name]
+    for trace in many:
+        box, _ = trace.steps[0].weights["layers.0.mlp.experts.up_proj.weight"]
+        assert box.sizes[0] <= box.global_shape[0] // layout["expert"]
+
+
+def test_experts_that_have_changed_places_are_seen(traces: dict[str, tuple[list[Trace], Trace]]) -> None:
+    """Negative control: gradients of the first experts taken for those of the last."""
+    many, one = traces["ddp, expert 2"]
+    name = "layers.0.mlp.experts.up_proj.weight"
+    first, last = (trace.steps[0].gradients[name] for trace in many)
+    for trace, (box, _), (_, gradient) in zip(many, (first, last), (last, first), strict=True):
+        trace.steps[0] = replace(trace.steps[0], gradients={**trace.steps[0].gradients, name: (box, gradient)})
+    assert [problem.split(" is ")[0] for problem in differences(many, one)] == [f"step 1: gradient of {name}"]
