@@ -195,6 +195,28 @@ def test_exact_numerics_leave_no_gap(tiny_world: World, tmp_path: Path, precisio
     assert all(line["ratio"] != 1 for line in lines[1::2])  # control: the second update is off its rollout
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["", "control"])
+def test_under_longrope_answers_are_trained_as_they_were_rotated(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    """By prompt plus max_new_tokens, which passes the original length where the answers themselves do not."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_world.base, base)
+    config = json.loads((base / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 8.0]}
+    scaling = {"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 30, **factors}
+    config["rope_scaling"] = scaling
+    (base / "config.json").write_text(json.dumps(config))
+    if not recorded:
+        monkeypatch.setattr("danlu.language.roles.ROTARY_LENGTH", "no such fact")
+    more = {"model": {"path": str(base)}, "batch": {"prompts": 4, "micro": 2}, "numerics": "exact", "steps": 3}
+    rollout = {**FILTERED, "max_new_tokens": 12, "stop_strings": list("aeinost ")}  # of prompts of 20 tokens
+    lines = run(tiny_world, tmp_path / "run", rollout=rollout, **more)
+    gaps = [line["gap"] for line in lines]
+    assert any(line["length"] < 10 for line in lines)
+    assert gaps == [0.0] * 3 if recorded else max(gaps) > 1e-4
+
+
 def test_fast_numerics_ratios_are_one_in_the_first_update(tiny_world: World, tmp_path: Path) -> None:
     batch = {"prompts": 4, "micro": 1, "updates": 2, "passes": 2}
     lines = run(tiny_world, tmp_path / "fast", rollout=FILTERED, batch=batch, precision="bf16")

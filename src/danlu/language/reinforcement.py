@@ -23,6 +23,7 @@ from danlu.language.rollout_processes import policy_weights
 from danlu.language.tree_reader import laid_out
 from danlu.language.tree_scoring import TreeScorer
 from danlu.line_log import LineLog
+from danlu.models.config import ModelConfig
 from danlu.objectives.policy_losses import AdaptiveKl
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -159,8 +160,8 @@ def experience_items(
     recipe, ranks = placed.recipe, placed.parallel.ranks
     tokenizer = tokenizer_of(recipe)
     chat = ChatTokenizer(tokenizer)
-    settings = _settings(recipe, chat, placed.model.config.vocab_size)
     virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
+    settings = _settings(recipe, chat, placed.model.config, virtual)
     longest = max(len(prompt.tokens) for prompt in (*prompts.train, *prompts.held_out))
     answers = settings.prompts * (settings.samples + settings.greedy)
     longest = longest + settings.max_new_tokens if recipe.environment is None else recipe.data.max_length
@@ -174,6 +175,8 @@ def experience_items(
     engine.sleep()
     rewards = placed.rewards(recipe)
     shared = longest_shared_path(recipe.data, recipe.model, recipe.adapter)
+    if settings.rotary_length is not None and recipe.data.share_stem:
+        shared = None  # all answers to a prompt are rotated by the same length
 
     def through_model(item: Pack) -> Pack:
         return Pack((laid_out(item.samples[0], shared),))
@@ -236,7 +239,12 @@ def _estimator_of_rewards(recipe: Recipe) -> Estimator:
     )
 
 
-def _settings(recipe: Recipe, chat: ChatTokenizer, vocab_size: int) -> ExperienceSettings:
+def _settings(recipe: Recipe, chat: ChatTokenizer, config: ModelConfig, virtual_tokens: int) -> ExperienceSettings:
+    def rotary_length(prompt_tokens: int) -> int:
+        whole = prompt_tokens + recipe.rollout.max_new_tokens
+        whole = whole if recipe.environment is None else recipe.data.max_length
+        return min(virtual_tokens + whole, config.context_length)
+
     rollout, batch, section = recipe.rollout, recipe.batch, objective_section(recipe)
     assert batch.prompts is not None, "the recipe's rules ask for prompts"
     stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
@@ -252,8 +260,9 @@ def _settings(recipe: Recipe, chat: ChatTokenizer, vocab_size: int) -> Experienc
         greedy=section.baseline == "greedy",
         resample=section.resample,
         failures=recipe.reward_limits.failures,
-        vocab_size=vocab_size,
+        vocab_size=config.vocab_size,
         seed=recipe.seed,
+        rotary_length=rotary_length if config.rotates_by_text_length else None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from danlu.language.outputs import DecoderOutputs
 from danlu.layer_types import Attend
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedWeightModule, leave_products_uncompiled
+from danlu.rollout.experience_trees import ROTARY_LENGTH
 from danlu.types import Batch, Outputs
 
 Forward = Callable[..., Tensor]
@@ -100,7 +101,24 @@ def decoder_outputs(
     exact: bool = False,
 ) -> DecoderOutputs:
     """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`."""
-    staged = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
-    hidden = forward(filled.tokens, filled.positions, attend, dtype, **staged)  # [T', D]
+    rotation: dict[str, Any] = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
+    if ROTARY_LENGTH in batch.facts and model.config.rotates_by_text_length:
+        rotation["lengths"] = _recorded_lengths(filled).to(filled.tokens.device)
+    hidden = forward(filled.tokens, filled.positions, attend, dtype, **rotation)  # [T', D]
     counts = len(batch.tokens), len(batch.targets)
     return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head, exact=exact)
+
+
+def _recorded_lengths(filled: Batch) -> Tensor:
+    """[T'] int64 on the host: by how many tokens each document was rotated when its answers were drawn.
+
+    Branches of a document have the same fact, or none (its stem); what fills a batch up has none, and counts as short.
+    """
+    of_documents = torch.ones(len(filled.boundaries) - 1, dtype=torch.int64)
+    starts = torch.tensor([branch.start for branch in filled.trees])
+    documents = torch.searchsorted(torch.tensor(filled.boundaries), starts, right=True) - 1
+    recorded = filled.facts[ROTARY_LENGTH]
+    documents = documents[: len(recorded)]  # without the branch that fills the batch up
+    is_recorded = ~recorded.isnan()
+    of_documents[documents[is_recorded]] = recorded[is_recorded].long()
+    return of_documents.repeat_interleave(torch.tensor(filled.boundaries).diff())

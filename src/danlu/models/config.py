@@ -87,6 +87,16 @@ class ModelConfig:
         return any(rope.follows_length for rope in self.ropes)
 
     @property
+    def rotates_by_growth(self) -> bool:
+        """Whether it does so for a text that grows: frequencies that have no two fixed sets (dynamic NTK)."""
+        return any(rope.follows_length and not rope.has_one_switch for rope in self.ropes)
+
+    @property
+    def rotates_by_text_length(self) -> bool:
+        """Whether a text that grows is rotated by the tokens that it may have at last (LongRoPE)."""
+        return self.rotates_by_length and not self.rotates_by_growth
+
+    @property
     def fixed_rotation_length(self) -> int | None:
         """The most tokens of documents that are rotated alike, whatever their lengths; None: any number."""
         return min((rope.short_length for rope in self.ropes if rope.follows_length), default=None)

@@ -260,6 +260,7 @@ class AgentEpisodes:
             stop_strings=tuple(dict.fromkeys((*first.stop_strings, *body.stop))),
             draw_number=question.draw_number(first.random_number, episode.prompt.tokens),
             draw_sample=episode.sample,
+            rotary_length=self.max_length,
         )
 
     def _deliver(self, completions: Sequence[Completion]) -> None:

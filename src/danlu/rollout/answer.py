@@ -53,6 +53,9 @@ class Answer:
         self.virtual_tokens = len(virtual_token_ids)
         self.longest = min(request.max_new_tokens, context - len(self.prompt))
         """The most tokens that it can have, by the request or by the model's context."""
+        whole = len(request.prompt) + request.max_new_tokens if request.rotary_length is None else request.rotary_length
+        self.rotary_length = min(len(virtual_token_ids) + whole, context)
+        """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
         self.number = -1
         """Of its sequence, given by the engine."""
         self.sequence: SequenceState | None = None

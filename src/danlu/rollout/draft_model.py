@@ -161,7 +161,8 @@ class DraftModelProposer:
             if not new:
                 break
             number, prompt_length = draft.sequence.number, draft.sequence.prompt_length - draft.sequence.virtual_tokens
-            chunks.append(Chunk(number, read, read + len(new), draft.cached.blocks, prompt_length))
+            rotary_length = draft.sequence.rotary_length - draft.sequence.virtual_tokens
+            chunks.append(Chunk(number, read, read + len(new), draft.cached.blocks, prompt_length, rotary_length))
             draft.cached.tokens += new
             tokens += new
             if len(draft.cached.tokens) == len(draft.text):

@@ -280,7 +280,7 @@ class EmbeddedEngine:
             raise DataError(f"{where}: a request with this number is unfinished. Give each its own")
         # The last token is not cached: nothing comes after it.
         total = min(virtual_tokens + len(request.prompt) + request.max_new_tokens, self._config.context_length)
-        if self.exact and rotated_by_length(self._config.ropes, total):
+        if self.exact and self._config.rotates_by_growth and rotated_by_length(self._config.ropes, total):
             raise DataError(
                 f"{where}: {len(request.prompt)} tokens with an answer of up to {request.max_new_tokens}: past "
                 f"{self._config.max_position_embeddings} tokens dynamic rotary scaling turns keys by the length that "
@@ -329,11 +329,18 @@ class EmbeddedEngine:
         self._undelivered += answers
 
     def _new_sequence(self, answer: Answer) -> SequenceState:
-        longest = len(answer.prompt) + answer.longest
-        shares = self.options.prefix_sharing and not rotated_by_length(self._config.ropes, longest)
+        is_long = rotated_by_length(self._config.ropes, answer.rotary_length)
+        shares = self.options.prefix_sharing and not (is_long and self._config.rotates_by_growth)
         shares &= not answer.request.prompt_logprobs  # hidden states are needed, which the cache does not keep
-        digests = [root_digest(answer.request.adapter, self.version)] if shares else None
-        return SequenceState(answer.number, answer.tokens, len(answer.prompt), len(answer.branches), digests)
+        digests = [root_digest(answer.request.adapter, self.version, is_long=is_long)] if shares else None
+        return SequenceState(
+            answer.number,
+            answer.tokens,
+            len(answer.prompt),
+            len(answer.branches),
+            digests,
+            rotary_length=answer.rotary_length,
+        )
 
     def _restart(self) -> None:
         """Begins with an empty cache. Everything but the answers themselves is made anew, so it does not matter what an

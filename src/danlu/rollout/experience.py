@@ -29,6 +29,7 @@ from danlu.rollout.episode import Episode
 from danlu.rollout.estimators import Estimator, Judged
 from danlu.rollout.experience_trees import (
     OLD,
+    ROTARY_LENGTH,
     SAMPLED,
     answer_tree,
     items_from_tensors,
@@ -294,6 +295,8 @@ class Experience:
                 "truncated": [float(completion.is_truncated) for completion in completions],
                 "fresh": [0.0] * len(completions),
             }
+            if self.settings.rotary_length is not None:
+                facts[ROTARY_LENGTH] = [float(self.settings.rotary_length(len(prompt.tokens)))] * len(completions)
             for part, reward in enumerate(self.sampler.rewards.parts):
                 facts[f"reward/{reward.name}"] = answered.rewards[place, :, part].tolist()
             items.append(answer_tree(prompt.tokens, completions, prompt.where, facts))

@@ -26,7 +26,9 @@ SAMPLED, OLD, ADVANTAGE, SUPPORT = "sampled", "old", "advantage", "support"
 the ids [S, K] that filters left, -1 for none; a token whose whole row is -1 was drawn from all."""
 
 
-OF_ALL_BRANCHES = ("group", "fresh")
+ROTARY_LENGTH = "rotary_length"
+"""Fact: tokens that the text might have at last when an answer was drawn, by which LongRoPE chose its factors."""
+OF_ALL_BRANCHES = ("group", "fresh", ROTARY_LENGTH)
 """Facts that each branch of an answer has; others are the first one's alone, so that means are over answers."""
 
 

@@ -66,6 +66,7 @@ class ModelRunner:
         if self.exact:
             batch_invariant.enable()
         self._lengths_matter = model.config.rotates_by_length
+        self._lengths_grow = model.config.rotates_by_growth
         layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
         windows = [layer.window for layer in layers]
         self.window = None if None in windows else max(window for window in windows if window is not None)
@@ -148,7 +149,11 @@ class ModelRunner:
         columns = [list(tokens), [place for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]]
         if self._lengths_matter:
             columns.append(
-                [max(chunk.length, place + 1) for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]
+                [
+                    max(chunk.length, place + 1) if self._lengths_grow else chunk.rotary_length
+                    for chunk in plan.chunks
+                    for place in range(chunk.start, chunk.stop)
+                ]
             )
         inputs = copy_to(torch.tensor(columns), self.device)  # [2 or 3, T]
         if (fused := self._fused_decoder(plan)) is not None:
@@ -160,7 +165,7 @@ class ModelRunner:
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
         """What computes a pass that brings one token to each sequence; None where modules do."""
-        if not self.copies_weights or any(stop - start != 1 for _, start, stop, _, _ in plan.chunks):
+        if not self.copies_weights or any(chunk.stop - chunk.start != 1 for chunk in plan.chunks):
             return None
         if not self._fused_is_known or (self._fused is not None and not self._fused.is_current):
             self._fused = FusedDecoder.of(self.model, self.packed_weights, self.dtype)
@@ -180,7 +185,7 @@ class ModelRunner:
         tokens: list[int] = []
         ends: list[int] = []  # indices of the tokens whose hidden states are drawn from
         answers: list[Answer] = []
-        for number, start, stop, _, _ in plan.chunks:
+        for number, start, stop, *_ in plan.chunks:
             answer = answers_by_sequence[number]
             sequence = answer.sequence
             assert sequence is not None
@@ -204,7 +209,7 @@ class ModelRunner:
     def _score_prompts(self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]) -> None:
         """Gives prompts the log-probabilities of those tokens that are asked for and follow hidden [T, D]."""
         row = 0  # of the chunk's first token
-        for number, start, stop, _, _ in plan.chunks:
+        for number, start, stop, *_ in plan.chunks:
             answer = answers_by_sequence[number]
             places = answer.prompt_to_score(start, stop)
             for first in range(places.start, places.stop, PROMPT_ROWS):
@@ -253,6 +258,7 @@ class ModelRunner:
             max(0, min(self._draft_tokens, answer.longest - len(answer.drawn) - 1)),
             _next_row(answer),
             answer.virtual_tokens,
+            answer.rotary_length,
         )
 
 

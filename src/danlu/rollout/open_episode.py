@@ -97,6 +97,7 @@ class OpenEpisode:
             max_new_tokens=min(self.request.max_new_tokens, self.rules.max_length - len(ids)),
             draw_number=drawn_as,
             draw_sample=self.sample,
+            rotary_length=self.rules.max_length,
             source=None,
         )
 

@@ -113,6 +113,9 @@ class Request:
     draw_sample: int = 0
     """Added to the sample's index in the key of its random numbers: where the later turns of the samples of a prompt
     are requests of their own, each goes on with the numbers of its sample."""
+    rotary_length: int | None = None
+    """Tokens by which LongRoPE chooses its factors, where the text goes on behind this answer (an episode in several
+    turns); None: prompt and `max_new_tokens`, as many as this text may have. Without virtual tokens."""
     source: Prompt | None = field(default=None, compare=False, repr=False)
     """What the prompt was made of, for an environment that answers back (`episode_engine`). Not in states: who takes a
     request up has the run's prompts."""

@@ -57,6 +57,9 @@ class ExperienceSettings:
     """The largest share of answers without any reward; past it the run ends."""
     vocab_size: int = 0
     seed: int = 0
+    rotary_length: Callable[[int], int] | None = None
+    """From a prompt's tokens to those that its texts may have at last, virtual ones among them; None where the trainer
+    need not know, for nothing but LongRoPE rotates an answer by them."""
 
     @property
     def items(self) -> int:

@@ -25,8 +25,10 @@ class Chunk(NamedTuple):
     blocks: Sequence[int]
     """Block i of the pool holds the tokens from i x block on; there are enough for `stop` tokens."""
     length: int
-    """Tokens of the sequence's prompt. Rotary scalings that depend on the length rotate each of them by it, and a token
-    behind it by its own position + 1, as when it was drawn."""
+    """Tokens of the sequence's prompt. Dynamic rotary scaling rotates each of them by it, and a token behind it by its
+    own position + 1, as when it was drawn."""
+    rotary_length: int = 0
+    """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class _PlanBuilder:
     def add(self, sequence: SequenceState, stop: int) -> None:
         """Takes a sequence's tokens up to `stop` into the pass."""
         start, length = sequence.computed, sequence.prompt_length
-        self.chunks.append(Chunk(sequence.number, start, stop, sequence.blocks, length))
+        self.chunks.append(Chunk(sequence.number, start, stop, sequence.blocks, length, sequence.rotary_length))
         self.planned.add(sequence.number)
         self.budget -= stop - start
 

@@ -70,7 +70,7 @@ def variant_operation(
 ) -> str | None:
     """The first operation whose bits hang on what else is in a pass, and in which pass; None if there is none."""
     config = model.config
-    if config.rotates_by_length:
+    if config.rotates_by_growth:
         return (
             "its rotary frequencies follow the length of the text (dynamic rotary scaling), which a rollout does not "
             "know beforehand"
@@ -171,7 +171,8 @@ class _Check:
     def _paged(self, pool: CachePool, chunks: Sequence[tuple[int, int, int]]) -> list[tuple[str, Tensor]]:
         blocks = self._blocks()
         planned = (
-            Chunk(number, start, stop, blocks[number], len(self.sequences[number])) for number, start, stop in chunks
+            Chunk(number, start, stop, blocks[number], len(self.sequences[number]), len(self.sequences[number]))
+            for number, start, stop in chunks
         )
         plan = Plan(chunks=tuple(planned))
         pool.carry_out(plan)

@@ -33,6 +33,8 @@ class SequenceState:
     """Blocks at the beginning that were given back."""
     host_blocks: list[int] = field(default_factory=list)
     """While it is swapped out: blocks of the host's pool, for those that were not given back."""
+    rotary_length: int = 0
+    """Tokens that it may have at last, by which LongRoPE rotates all of them."""
     remembered: int = 0
     """Full blocks that were offered to the prefix cache, or come from it."""
 

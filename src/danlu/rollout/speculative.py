@@ -40,6 +40,8 @@ class DraftSequence:
     """Of the next token."""
     virtual_tokens: int = 0
     """Tokens before the prompt, which only the model that is drawn from knows."""
+    rotary_length: int = 0
+    """As in `Chunk`, with virtual tokens."""
 
     def rows(self, proposed: Sequence[int]) -> list[DrawRow]:
         """Of the next token and of those behind each proposal."""
