@@ -227,3 +227,88 @@ def test_any_layout_ends_where_one_process_does(tiny_world: World, tmp_path: Pat
     train([other])
     moved = load_file(tmp_path / "other" / "model" / "model.safetensors")
     assert worst_relative_error(moved, found["one"]) > 1e-2
+
+
+def search_recipe(world: World, output: Path, **changes: Any) -> Path:
+    """Rows longer than the 32 tokens that the base counts as trained at, and a search of a dozen candidates."""
+    search = {"documents": 2, "population": 4, "parents": 2, "mutations": 2, "crossovers": 2, "generations": 2}
+    section = {"method": "longrope", "original_length": 32, "search": search}
+    data = {"train": str(world.text), "eval": 10, "overlong": "split"}
+    more = {"model": {"path": str(world.base), "config": None, "tokenizer": None}, "steps": 2}
+    return world.recipe(output, stage="pretrain", long_context=section, data=data, **more, **changes)
+
+
+@pytest.mark.usefixtures("tokenising_here")
+def test_factors_are_searched_once_and_written_down(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from danlu.language import longrope_search
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert danlu("train", search_recipe(tiny_world, whole)) == 0
+    lines = [json.loads(line) for line in (whole / "longrope_search.jsonl").read_text().splitlines()[1:]]
+    assert {line["generation"] for line in lines} == {0, 1, 2}
+    best = min(lines, key=lambda line: (line["loss"], line["factors"]))
+    resolved = yaml.safe_load((whole / "recipe.yaml").read_text())
+    config = json.loads((whole / "model" / "config.json").read_text())
+    assert resolved["long_context"]["long_factor"] == best["factors"] == config["rope_scaling"]["long_factor"]
+    assert config["rope_scaling"]["short_factor"] == [1.0] * 4
+
+    # Interrupted after a few candidates, it goes on from them and finds the same.
+    real, judged = longrope_search._Score.__call__, []
+
+    def score(self: Any, candidate: Any) -> float:
+        if len(judged) == 5:
+            judged.append(candidate)
+            raise Killed
+        judged.append(candidate)
+        return real(self, candidate)
+
+    monkeypatch.setattr(longrope_search._Score, "__call__", score)
+    with pytest.raises(Killed):
+        danlu("train", search_recipe(tiny_world, parts))
+    assert danlu("train", search_recipe(tiny_world, parts)) == 0
+    assert (parts / "longrope_search.jsonl").read_text() == (whole / "longrope_search.jsonl").read_text()
+    assert len(judged) == len(lines) + 1  # the one that was interrupted is asked for again
+    assert differences(whole, parts) == []
+    assert danlu("train", search_recipe(tiny_world, parts, checkpoint={"keep": 3})) == 0  # ended; nothing is searched
+    assert len(judged) == len(lines) + 1
+
+
+@pytest.mark.usefixtures("tokenising_here")
+def test_a_candidate_is_worth_what_a_model_with_its_factors_is(tiny_world: World, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert danlu("train", search_recipe(tiny_world, run)) == 0
+    header, *lines = [json.loads(line) for line in (run / "longrope_search.jsonl").read_text().splitlines()]
+
+    from danlu.data.prepare import prepare
+    from danlu.language.reader import dataset_spec
+    from danlu.models.attend import PackedAttention
+    from danlu.models.hf_folder import read_config
+    from danlu.models.loading import load
+    from danlu.models.long_context import with_long_context
+    from danlu.recipe import load_resolved
+
+    recipe = load_resolved(run / "recipe.yaml")
+    held_out = prepare(dataset_spec(recipe)).eval
+    assert held_out is not None and recipe.long_context is not None
+    documents = [held_out.sample(number) for number in range(len(held_out))]
+    documents = [sample for sample in documents if sample.row in header["longrope_search"]["documents"]]
+    documents = sorted(documents, key=lambda sample: -len(sample.tokens))[:2]
+
+    def loss(factors: list[float]) -> float:
+        section = recipe.long_context.model_copy(update={"long_factor": factors})
+        model = load(tiny_world.base, config=with_long_context(read_config(tiny_world.base), section, 64))
+        total, count = 0.0, 0
+        for sample in documents:
+            tokens = torch.from_numpy(sample.tokens.astype("int64"))
+            with torch.no_grad():
+                hidden = model(tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))))
+                scores = model.logits(hidden)[:-1].double().log_softmax(-1)
+            total -= scores[torch.arange(len(tokens) - 1), tokens[1:]].sum().item()
+            count += len(tokens) - 1
+        return total / count
+
+    for line in (lines[0], lines[-1]):
+        assert line["loss"] == pytest.approx(loss(line["factors"]), rel=3e-6)
+    assert abs(loss(lines[0]["factors"]) - loss(lines[1]["factors"])) > 1e-5 * lines[0]["loss"]

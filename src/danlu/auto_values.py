@@ -1,15 +1,17 @@
 """What a recipe leaves open and a run decides when it begins.
 
-That is `precision: auto`, the date in a chat template, and the reference of preferences.
+That is `precision: auto`, the date in a chat template, the reference of preferences, and LongRoPE's factors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
+from danlu.language.longrope_search import searched_factors, summary
 from danlu.language.reader import written_date
 from danlu.plan.precision import fastest, in_gflops, product_speeds
 from danlu.recipe import Recipe
@@ -60,3 +62,31 @@ def with_reference(recipe: Recipe, folder: Path, resume: str, say: Callable[[str
         chosen, since = resolve_reference(recipe), "by default"
     say(f"reference: {chosen.kind}, {since}")
     return recipe.model_copy(update={"reference": chosen})
+
+
+def with_factors(
+    recipe: Recipe,
+    folder: Path,
+    resume: str,
+    device: torch.device,
+    say: Callable[[str], None],
+    stream: TextIO,
+    *,
+    dry: bool,
+) -> Recipe:
+    """The recipe with LongRoPE's factors, where it asks to search them: the resumed run's, else searched now.
+
+    dry: nothing is searched; the factors of linear scaling stand in their place.
+    """
+    section = recipe.long_context
+    if section is None or section.search is None or section.long_factor is not None:
+        return recipe
+    if (run := resumed_run(folder, resume)) is not None and (saved := run_recipe(run).long_context) is not None:
+        factors = saved.long_factor
+    elif dry:
+        say("long_context.search: a dry run searches nothing, and takes the factors of linear scaling")
+        return recipe
+    else:
+        factors = searched_factors(recipe, folder, device, stream)
+        say(summary(folder))
+    return recipe.model_copy(update={"long_context": section.model_copy(update={"long_factor": factors})})

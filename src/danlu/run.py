@@ -22,7 +22,7 @@ from typing import TextIO
 import torch
 
 from danlu.atomic_write import write_atomically
-from danlu.auto_values import with_date, with_precision, with_reference
+from danlu.auto_values import with_date, with_factors, with_precision, with_reference
 from danlu.errors import RecipeError, ResourceError, Stopped
 from danlu.export import export_result
 from danlu.memory_report import MemoryReport
@@ -170,6 +170,10 @@ def _train(
     recipe = ranks.world.from_first(lambda: with_precision(loaded.recipe, folder, resume, device, say))
     recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, say))
     recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, say))
+    recipe = ranks.world.from_first(
+        lambda: with_factors(recipe, folder, resume, device, say, stream, dry=into != folder),
+        barrier=lambda: untimed_barrier("factors"),
+    )
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)

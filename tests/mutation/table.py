@@ -177,6 +177,30 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("models/block_attention.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
     Mutation("models/rope.py", "lengths[:, None] > scaling", "lengths[:, None] >= scaling", "models/test_rope.py"),
     Mutation("models/rope_config.py", "factor ** (dim / (dim - 2))", "factor", "models/test_rope.py"),
+    Mutation(
+        "models/long_context.py",
+        "factor = length / original",
+        "factor = length / rope.max_position_embeddings",
+        "models/test_long_context.py",
+    ),
+    Mutation(
+        "train/position.py",
+        "self.next = max(self.next, stretch.first_item)",
+        "pass",
+        "test_long_context_runs.py",
+    ),
+    Mutation(
+        "rollout/embedded.py",
+        "long_root_digest(root) if is_long else root",
+        "root",
+        "rollout/test_longrope.py",
+    ),
+    Mutation(
+        "data/prepare.py",
+        "        if held_out_rows:",
+        "        if False:",
+        "test_long_context_runs.py",
+    ),
     Mutation("models/rope.py", "keep = 1 - ramp", "keep = ramp", "models/test_rope.py"),
     Mutation("models/rope.py", "(width / (width - 2))", "(width / (width - 1))", "models/test_rope.py"),
     Mutation(
@@ -934,7 +958,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/embedded.py",
-        "not rotated_by_length(self._config.ropes, longest)",
+        "not (is_long and self._config.rotates_by_growth)",
         "True",
         "rollout/test_embedded_cache.py",
     ),

@@ -13,12 +13,14 @@ Digest = bytes
 """The hash of a full block's tokens and of everything before them: h_i = H(h_{i-1}, tokens of block i)."""
 
 
-def root_digest(adapter: str | None, version: int, *, is_long: bool = False) -> Digest:
-    """What the chain of a text begins with: keys and values depend on the weights and on the active adapter.
+def root_digest(adapter: str | None, version: int) -> Digest:
+    """What the chain of a text begins with: keys and values depend on the weights and on the active adapter."""
+    return blake2b(repr((adapter, version)).encode(), digest_size=16).digest()
 
-    is_long: whether keys are rotated as those of a long text, where there are two sets of frequencies (LongRoPE).
-    """
-    return blake2b(repr((adapter, version, *(["long"] if is_long else []))).encode(), digest_size=16).digest()
+
+def long_root_digest(root: Digest) -> Digest:
+    """The same of a text whose keys are rotated as those of a long one, by other frequencies (LongRoPE)."""
+    return blake2b(root + b"long", digest_size=16).digest()
 
 
 def chain_hash(parent: Digest, tokens: Sequence[int]) -> Digest:

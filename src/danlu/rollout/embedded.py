@@ -18,7 +18,7 @@ from danlu.errors import DataError, ResourceError
 from danlu.models.decoder import Decoder
 from danlu.models.rope import rotated_by_length
 from danlu.rollout.answer import Answer
-from danlu.rollout.blocks import BlockPool, root_digest
+from danlu.rollout.blocks import BlockPool, long_root_digest, root_digest
 from danlu.rollout.draft_model import speculation_of
 from danlu.rollout.engine import EngineAdapters, EngineOptions, EngineStatistics, PauseMode
 from danlu.rollout.engine_state import request_from_json, request_to_json
@@ -332,7 +332,8 @@ class EmbeddedEngine:
         is_long = rotated_by_length(self._config.ropes, answer.rotary_length)
         shares = self.options.prefix_sharing and not (is_long and self._config.rotates_by_growth)
         shares &= not answer.request.prompt_logprobs  # hidden states are needed, which the cache does not keep
-        digests = [root_digest(answer.request.adapter, self.version, is_long=is_long)] if shares else None
+        root = root_digest(answer.request.adapter, self.version)
+        digests = [long_root_digest(root) if is_long else root] if shares else None
         return SequenceState(
             answer.number,
             answer.tokens,

@@ -27,6 +27,7 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 REPORT = "report.html"
+LONGROPE_SEARCH = "longrope_search.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 MODEL_EMA = "model-ema"
@@ -34,7 +35,7 @@ ADAPTER = "adapter"
 ADAPTER_EMA = "adapter-ema"
 
 _OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
-    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(REPORT)}|tensorboard"
+    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
     rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
 )
 

@@ -79,6 +79,9 @@ def longrope_has_factors(recipe: Recipe) -> Iterator[Problem]:
     if long is not None and short is not None and len(long) != len(short):
         message = f"{len(short)} factors, and long_factor has {len(long)}: both have one for each pair of features"
         yield Problem("long_context.short_factor", message, reads=("long_context.long_factor",))
+    if section.search is not None and recipe.model.path is None:
+        message = "candidates are judged by what the model has learnt: give model.path, a trained one"
+        yield Problem("long_context.search", message, reads=("model",))
     if section.search is not None and recipe.data.eval is None:
         message = "candidates are judged by held-out documents: add data.eval (a share such as 0.02, or files)"
         yield Problem("long_context.search", message, reads=("data.eval",))
