@@ -231,6 +231,10 @@ class VocabShard:
     gather: Callable[[Tensor], Tensor]  # [.., rows] -> [.., V], differentiable
 
 
+LANGUAGE_PART = "model.language_model"
+"""How the names of modules begin in transformers' classes of multimodal models, of those that make a decoder."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A place of a model where an adapter may sit."""

@@ -15,7 +15,6 @@ from danlu.adapters.dropout import DropoutState
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.families import FAMILIES
 from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 
@@ -23,11 +22,10 @@ DOCUMENTS = (0, 5, 12, 16)
 
 
 def adapter_set(model: Decoder, *, seed: int = 0, dropout_state: DropoutState | None = None, **more: Any) -> AdapterSet:
-    modules = FAMILIES[model.config.family].modules
     return AdapterSet(
         model,
         adapter_sites(model),
-        lambda name: hf_name(name, modules),
+        lambda name: hf_name(name, model.config),
         BuildContext(
             lambda name: named_generator(seed, name), dropout_state or DropoutState(seed), torch.device("cpu")
         ),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.errors import ModelError
-from danlu.layer_types import Site
+from danlu.layer_types import LANGUAGE_PART, Site
 
 PREFIX = "base_model.model."
 """What PEFT puts in front of the name that a module has in Hugging Face folders."""
@@ -85,8 +85,9 @@ class PeftReader:
 
 def target_modules(modules: Collection[str], sites: Sequence[Site]) -> list[str]:
     """PEFT's `target_modules` for adapters of some of all `sites`: the ends of their layers' names (`q_proj`) where no
-    other layer has one of them, else their whole names."""
+    other layer has one of them, else their whole names; those of a multimodal model's language part always."""
     targets = [layer.name for layer in adapted_layers(modules, sites)]
     ends = sorted({name.rpartition(".")[2] for name in targets})
     matched = {layer.name for layer in hf_layers(sites) if layer.name.rpartition(".")[2] in ends}
-    return ends if matched == set(targets) else targets
+    is_part = any(name.startswith(LANGUAGE_PART) for name in targets)  # a vision tower has layers of the same ends
+    return ends if matched == set(targets) and not is_part else targets

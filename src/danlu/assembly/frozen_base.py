@@ -19,7 +19,6 @@ from danlu.dtensor import local_tensor
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import read_config
 from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
@@ -58,13 +57,12 @@ def adapters_of(
 
     encode: text to token ids, for prompts that start as a text. quantization: section of the base's, for LoftQ.
     """
-    modules = FAMILIES[model.config.family].modules
     build_context = BuildContext(partial(named_generator, seed), DropoutState(seed), torch.device(device), encode)
     rounded = None if quantization is None else partial(_rounded, quantization)
     return AdapterSet(
         model,
         adapter_sites(model),
-        lambda name: hf_name(name, modules),
+        lambda name: hf_name(name, model.config),
         build_context,
         head_as_linear=model.head_as_linear,
         quantize_dequantize=rounded,

@@ -114,6 +114,7 @@ def merge(
         generation_from=base.folder,
         config=replace(config, tie_word_embeddings=False) if unties else config,
         value=boxes_of(lambda name: _measured(name, value(name), written, rounding)),
+        origin=base.folder,
         score_head=head,
         pad_token=None
         if head is None or tokenizer is None

@@ -16,6 +16,7 @@ from danlu.data.tokenizer_export import exported_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DanluError
 from danlu.language.reader import tokenizer_of, tokenizer_path
+from danlu.models.hf_folder import resolve_folder
 from danlu.models.saving import save
 from danlu.placing import Subject
 from danlu.recipe import Recipe, sections
@@ -77,6 +78,7 @@ def write(
         writes=writes,
         score_head=score_head if classifies else None,
         pad_token=pad_token,
+        origin=None if recipe.model.path is None else resolve_folder(recipe.model.path),
     )
 
 
@@ -94,7 +96,9 @@ def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
 
 def _exported_tokenizer(subject: Subject, recipe: Recipe) -> Path:
     """The folder of the tokenizer's files for the result, which is read by the type that its config.json says."""
-    family = None if subject.adapters is not None and subject.base is not None else subject.model.config.family
+    config = subject.model.config
+    is_adapter = subject.adapters is not None and subject.base is not None
+    family = None if is_adapter else config.multimodal or config.family
     path = tokenizer_path(recipe)
     try:
         export = exported_tokenizer(path, family)

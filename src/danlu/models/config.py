@@ -53,6 +53,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     task: Task = "causal-lm"
+    multimodal: str | None = None
+    """The `model_type` of the multimodal model that this is the language part of (`models.multimodal`)."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self), MAXIMUMS)

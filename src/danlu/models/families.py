@@ -8,7 +8,7 @@ has what rows are made of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
@@ -25,6 +25,7 @@ from danlu.models.family import (
 )
 from danlu.models.hf_rope import write_rope
 from danlu.models.hf_values import HFValues
+from danlu.models.multimodal import MULTIMODAL, text_values
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task
@@ -38,6 +39,9 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
     products in another order.
     """
     model_type = values.get("model_type")
+    if model_type in MULTIMODAL:
+        text = read_config_values(text_values(values, where), where=where)
+        return replace(text, multimodal=model_type, task=task_of(values))
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError(
@@ -90,11 +94,12 @@ def architecture_of(family: str, task: Task) -> str:
 
 
 def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
-    """The content of a config.json that transformers 4 and 5 load as this model.
+    """The content of a config.json that transformers 4 and 5 load as this model; of a multimodal one its language part.
 
     torch_dtype: "float32", "bfloat16" or "float16": how the weights beside it are stored.
     Raises ModelError if the family has no key for something that `config` sets, or no class for its task.
     """
+    config = replace(config, multimodal=None)
     family, first = FAMILIES[config.family], config.layers[0]
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:

@@ -93,6 +93,11 @@ class Family:
     architectures: Mapping[Task, str | None] = field(default_factory=dict)
     """Classes of transformers by task that are not called by `architecture`; None: it has none."""
 
+    has_mtp: bool = False
+    """Whether folders may hold layers that predict further tokens (MTP), behind the last layer or under `mtp.`."""
+    mtp_keys: Sequence[str] = ()
+    """The keys of config.json that tell of them."""
+
     def architecture_of(self, task: Task) -> str | None:
         """The class of transformers that loads it for a task; None where there is none."""
         return self.architectures.get(task, self.architecture + ARCHITECTURE_ENDINGS[task])

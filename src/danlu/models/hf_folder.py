@@ -6,6 +6,7 @@ import glob
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from io import FileIO
 from pathlib import Path, PurePath
@@ -14,6 +15,7 @@ from typing import Any
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import read_config_values
+from danlu.models.multimodal import language_name
 from danlu.output_folder import shortened
 from danlu.safetensors_format import TensorLocation, read_header
 from danlu.small_files import check_regular_entries, parse_json, read_small_text
@@ -116,7 +118,17 @@ def model_type(path_or_id: str | Path) -> str | None:
 def read_config(folder: str | Path) -> ModelConfig:
     """The ModelConfig of a model folder. Raises ModelError, naming file and key."""
     file = Path(folder) / CONFIG
-    return read_config_values(read_json(file), where=str(file))
+    values = read_json(file)
+    config = read_config_values(values, where=str(file))
+    if config.multimodal is not None and config.tie_word_embeddings and "tie_word_embeddings" not in values:
+        # transformers unties a head then that is stored beside the embedding and differs from it.
+        names = {language_name(name) for name in read_tensors(Path(folder))} if _has_weights(Path(folder)) else set()
+        return replace(config, tie_word_embeddings="lm_head.weight" not in names)
+    return config
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / SINGLE_FILE).is_file() or (folder / INDEX).is_file()
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -6,18 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from danlu.layer_types import Site
+from danlu.layer_types import LANGUAGE_PART, Site
 from danlu.models.config import ModelConfig, is_stacked, parameter_shapes
 from danlu.models.families import FAMILIES
 from danlu.models.family import Stored
 from danlu.models.hf_parts import HFTensor, Part
+from danlu.models.multimodal import language_name
 from danlu.shard_box import ShardBox
-
-_TOP_LEVEL = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head", "norm": "model.norm"}
 
 # Tables that old checkpoints carry; danlu computes them from the config.
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+"""The parameter that a tied head is."""
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
 """The head [labels, D] of a model that classifies; transformers has the bias where each token is classified."""
 
@@ -30,7 +31,7 @@ def hf_tensors(config: ModelConfig) -> list[HFTensor]:
     shapes = parameter_shapes(config)
     sharing: dict[str, list[str]] = {}
     for name in shapes:
-        sharing.setdefault(hf_name(name, modules), []).append(name)
+        sharing.setdefault(hf_name(name, config), []).append(name)
     placed: list[tuple[tuple[int, int], HFTensor]] = []
     experts_at: dict[str, int] = {}  # by what stands before the expert's number
     for number, (name, parameters) in enumerate(sharing.items()):
@@ -85,35 +86,51 @@ def _tensor(
     return HFTensor(name, tuple(on_disk), tuple(parts))
 
 
+_BEYOND = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.|mtp\.")
+
+
+def own_name(stored: str, config: ModelConfig) -> str | None:
+    """What a tensor of a model's folder is called among `hf_tensors`; None of one that danlu does not train.
+
+    Those are what a multimodal model has beside its language part, and layers that predict further tokens.
+    """
+    name = stored if config.multimodal is None else language_name(stored)
+    if name is not None and FAMILIES[config.family].has_mtp and (match := _BEYOND.match(name)) is not None:
+        number = match.group(1)
+        return name if number is not None and int(number) < len(config.layers) else None
+    return name
+
+
 def config_sites(config: ModelConfig) -> list[Site]:
     """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
     linear layer, the embedding and the head over the vocabulary, where it has one.
     """
-    modules = FAMILIES[config.family].modules
     shape = (config.vocab_size, config.hidden_size)
-    sites = [Site("embed_tokens", "model.embed_tokens", "embedding", None, shape, None)]
+    sites = [Site("embed_tokens", hf_name("embed_tokens", config), "embedding", None, shape, None)]
     for parameter, sides in parameter_shapes(config).items():
         name, _, kind = parameter.rpartition(".")
         first, *rest = name.split(".")
         is_linear = kind == "weight" and len(sides) == 2 and not name.endswith(".router")
         if first == "layers" and is_linear:
-            sites.append(Site(name, hf_name(name, modules), rest[1], int(rest[0]), (sides[0], sides[1]), None))
+            sites.append(Site(name, hf_name(name, config), rest[1], int(rest[0]), (sides[0], sides[1]), None))
     if config.task != "causal-lm":
         return sites
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
-def hf_name(parameter: str, modules: Mapping[str, str | Stored]) -> str:
-    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, by a family's `modules`.
+def hf_name(parameter: str, config: ModelConfig) -> str:
+    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, as transformers' class of a
+    model has it.
 
     Of stacked experts with a tensor each, the number stays open: `model.layers.3.mlp.experts.*.gate_proj.weight`.
     """
     head, *rest = parameter.split(".")
+    prefix = "model" if config.multimodal is None else LANGUAGE_PART
     if head != "layers":
-        return ".".join((_TOP_LEVEL[head], *rest))
+        return parameter if head == "lm_head" else f"{prefix}.{parameter}"
     index, *path = rest
-    entry, cut = _entry(path, modules)
-    return ".".join(("model.layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))
+    entry, cut = _entry(path, FAMILIES[config.family].modules)
+    return ".".join((prefix, "layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))
 
 
 def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:

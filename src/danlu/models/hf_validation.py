@@ -10,21 +10,34 @@ from pathlib import Path
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, SCORE, SCORE_BIAS, hf_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, SCORE, SCORE_BIAS, hf_name, hf_tensors, own_name
 from danlu.safetensors_format import FLOAT_DTYPES, TensorLocation
 
 FOUR_BIT = "U8"  # dtype of a weight in 4 bits: its codes, two a byte; its constants are `<name>.absmax`, ...
 _MAX_SHOWN = 10
 
 
+def own_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLocation]:
+    """Where the tensors lie that danlu trains, by name among `hf_tensors`. Raises ModelError as `read_tensors`."""
+    named = ((own_name(name, config), location) for name, location in read_tensors(folder).items())
+    return {name: location for name, location in named if name is not None}
+
+
+def untouched_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLocation]:
+    """The other tensors of a folder, by their names there: parts of a multimodal model, layers that predict further."""
+    stored = read_tensors(folder)
+    return {name: location for name, location in stored.items() if own_name(name, config) is None}
+
+
 def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict[str, TensorLocation]:
-    """Where each tensor of a model folder lies, once index, headers and file sizes have been found to fit its config.
+    """Where each tensor lies that danlu trains, once index, headers and file sizes have been found to fit its config.
 
     quantized: weights may be in 4 bits. Raises one ModelError with all problems of the tensors: missing, unknown, of
     another shape or dtype; and those of `hf_folder.read_tensors`.
     """
-    stored = read_tensors(folder)
+    stored = own_tensors(folder, config)
     expected = hf_tensors(config)
+    embedding = hf_name(EMBEDDING, config)
     four_bit = {tensor.name for tensor in expected if tensor.name in stored and stored[tensor.name].dtype == FOUR_BIT}
     if four_bit and not quantized:
         raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")
@@ -33,7 +46,7 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
     problems = []
     for tensor in expected:
         location = stored.get(tensor.name)
-        if location is None and config.tie_word_embeddings and tensor.name == EMBEDDING:
+        if location is None and config.tie_word_embeddings and tensor.name == embedding:
             location = stored.get(HEAD)  # some tools keep a tied matrix under its other name
         if location is None:
             problems.append(f"{tensor.name}: missing; expected shape {list(tensor.shape)}")

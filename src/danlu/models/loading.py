@@ -21,10 +21,11 @@ from danlu.layer_types import QuantizedWeight
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, hf_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name, hf_tensors
 from danlu.models.hf_parts import HFTensor
-from danlu.models.hf_validation import FOUR_BIT, check_headers
+from danlu.models.hf_validation import FOUR_BIT, check_headers, own_tensors
 from danlu.models.modules import Linear
+from danlu.models.multimodal import language_name
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
 from danlu.models.tensor_reader import Target, TensorReader
 from danlu.safetensors_format import TensorLocation
@@ -95,7 +96,8 @@ def read_tensor(folder: str | Path, name: str) -> Tensor:
     Raises ModelError where the folder has none of that name, keeps it in few bits, or holds NaN or infinity.
     """
     folder = Path(folder)
-    location = read_tensors(folder).get(name)
+    stored = read_tensors(folder)
+    location = stored.get(name) or {language_name(each): location for each, location in stored.items()}.get(name)
     if location is None:
         raise ModelError(f"{folder}: holds no tensor {name}")
     if location.dtype not in DTYPES:
@@ -122,7 +124,7 @@ def load_into(
     Raises ModelError as `load` does.
     """
     folder = Path(folder)
-    stored = read_tensors(folder)
+    stored = own_tensors(folder, model.config)
     located = _locate(folder, model.config, quantized=True)
     missing = Counter(_layer(tensor) for tensor, _ in located)
     whole = {name: ShardBox.full(shape) for name, shape in parameter_shapes(model.config).items()}
@@ -243,8 +245,9 @@ def _floating(folder: str | Path) -> list[TensorLocation]:
 def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
     stored = check_headers(folder, config, quantized=quantized)
-    if config.task == "causal-lm" and config.tie_word_embeddings and HEAD in stored and EMBEDDING in stored:
-        _check_same(stored[EMBEDDING], stored[HEAD])
+    embedding = hf_name(EMBEDDING, config)
+    if config.task == "causal-lm" and config.tie_word_embeddings and HEAD in stored and embedding in stored:
+        _check_same(embedding, stored[embedding], stored[HEAD])
     located = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in hf_tensors(config)]
     return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))
 
@@ -287,7 +290,7 @@ def _with_constants(name: str, stored: Mapping[str, TensorLocation], max_bytes: 
     return tensors
 
 
-def _check_same(embedding: TensorLocation, head: TensorLocation) -> None:
+def _check_same(name: str, embedding: TensorLocation, head: TensorLocation) -> None:
     """A tied matrix that is stored twice must be stored alike, or one of the two would silently be lost."""
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     with FileIO(embedding.file) as left, FileIO(head.file) as right:
@@ -297,6 +300,6 @@ def _check_same(embedding: TensorLocation, head: TensorLocation) -> None:
             same = same and left.read(end - start) == right.read(end - start)
     if not same:
         raise ModelError(
-            f"{embedding.file.parent}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ. "
+            f"{embedding.file.parent}: config.json ties the head to the embedding, but {HEAD} and {name} differ. "
             'Set "tie_word_embeddings": false to keep both'
         )

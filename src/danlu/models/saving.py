@@ -28,6 +28,7 @@ from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
 from danlu.models.score_head import head_tensors, label_values
+from danlu.models.untouched import Kept, KeptTensor
 from danlu.output_folder import replace_folder
 from danlu.safetensors_format import dtype_name, encode_header, fill_shards, raw_bytes, shard_name
 from danlu.shard_box import BoxValue, ShardBox
@@ -50,6 +51,7 @@ def save(
     writes: bool = True,
     score_head: nn.Linear | None = None,
     pad_token: tuple[str, int] | None = None,
+    origin: Path | None = None,
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
 
@@ -61,12 +63,18 @@ def save(
 
     score_head: of a model that classifies, which has no generation config.
     pad_token: (text, id) that the tokenizer is to pad with, in its config too.
+    origin: the folder that the model comes from, of whose tensors those that danlu does not train are copied byte for
+    byte, with the config of a multimodal model and its processor. Without it a multimodal model's language part alone
+    is written, and so is what classifies.
 
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
     shape = config or model.config
+    kept = None if origin is None or shape.task != "causal-lm" else Kept.of(origin, shape)
+    if kept is None:
+        shape = replace(shape, multimodal=None)
     tensors = hf_tensors(shape)
     value_of = value or (lambda name, box=None: _box_of(model.get_parameter(name), box))
     if not writes:
@@ -81,20 +89,28 @@ def save(
     if tokenizer_from is not None:
         _files_to_copy(tokenizer_from)  # told before anything is written
     values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
+    eos = values["eos_token_id"]
     if score_head is not None:
         values |= label_values(score_head, shape.task)
-    sized = [(tensor, _size_bytes(tensor, dtype)) for tensor in tensors]
+    written: list[HFTensor | KeptTensor] = [*tensors]
+    if kept is not None:
+        values = kept.config_values(values)
+        written = [replace(tensor, name=kept.names.get(tensor.name, tensor.name)) for tensor in tensors]
+        written += kept.tensors
+    sized = [(tensor, _size_bytes(tensor, dtype)) for tensor in written]
     shards = shard_files(sized, shard_bytes)
     with replace_folder(folder, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)
         if shape.task == "causal-lm":
-            write_json(fresh / GENERATION_CONFIG, _generation_values(shape, values["eos_token_id"]))
+            write_json(fresh / GENERATION_CONFIG, _generation_values(shape, eos))
         if generation_from is not None and (generation_from / GENERATION_CONFIG).is_file():
             shutil.copyfile(generation_from / GENERATION_CONFIG, fresh / GENERATION_CONFIG)
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, fresh)
         if shape.task != "causal-lm":
             (fresh / GENERATION_CONFIG).unlink(missing_ok=True)  # that of the tokenizer's folder
+        if kept is not None:
+            kept.copy_processor(fresh)
         if pad_token is not None and tokenizer_from is not None:
             write_pad_token(fresh, pad_token[0])
         if chat_template is not None:
@@ -171,15 +187,23 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, value: BoxValue, shards: Mapping[str, list[HFTensor]], dtype: torch.dtype) -> None:
+def _write_weights(
+    folder: Path, value: BoxValue, shards: Mapping[str, list[HFTensor | KeptTensor]], dtype: torch.dtype
+) -> None:
     for name, shard in shards.items():
-        header = encode_header((tensor.name, dtype_name(dtype), tensor.shape) for tensor in shard)
+        header = encode_header(
+            (each.name, each.dtype if isinstance(each, KeptTensor) else dtype_name(dtype), each.shape) for each in shard
+        )
         with (folder / name).open("wb") as handle:
             handle.write(header)
             start = len(header)
             for tensor in shard:
-                for group in tensor.groups:
-                    _write_group(handle, start, tensor, group, value, dtype)
+                if isinstance(tensor, KeptTensor):
+                    handle.seek(start)
+                    tensor.copy_to(handle)
+                else:
+                    for group in tensor.groups:
+                        _write_group(handle, start, tensor, group, value, dtype)
                 start += _size_bytes(tensor, dtype)
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
@@ -213,7 +237,9 @@ def _write_group(
         read += count
 
 
-def _size_bytes(tensor: HFTensor, dtype: torch.dtype) -> int:
+def _size_bytes(tensor: HFTensor | KeptTensor, dtype: torch.dtype) -> int:
+    if isinstance(tensor, KeptTensor):
+        return tensor.location.bytes
     return math.prod(tensor.shape) * dtype.itemsize
 
 

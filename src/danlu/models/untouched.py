@@ -1,0 +1,84 @@
+"""What a model folder holds beside what danlu trains, as it goes into the folder of a result: byte for byte."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any, Self
+
+from danlu.errors import ModelError
+from danlu.models.config import ModelConfig
+from danlu.models.families import FAMILIES
+from danlu.models.hf_folder import CONFIG, read_json, read_tensors
+from danlu.models.hf_layout import own_name
+from danlu.models.multimodal import with_text_values
+from danlu.models.safetensors_io import BUFFER_BYTES, ranges
+from danlu.safetensors_format import TensorLocation
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that is copied as it is stored."""
+
+    name: str
+    location: TensorLocation
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        return self.location.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.location.shape
+
+    def copy_to(self, handle: BufferedWriter) -> None:
+        """Writes its bytes, a buffer at a time. Raises ModelError where its file has fewer by now."""
+        with self.location.file.open("rb") as source:
+            source.seek(self.location.offset)
+            for start, end in ranges(self.location.bytes, BUFFER_BYTES):
+                content = source.read(end - start)
+                if len(content) < end - start:
+                    raise ModelError(f"{self.location.file}: tensor {self.name}: the file ended while it was copied")
+                handle.write(content)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is taken over from the folder that a model comes from."""
+
+    origin: Path
+    config: ModelConfig
+    names: Mapping[str, str]
+    """Tensors of `hf_tensors` -> their names in the folder, of those that are there."""
+    tensors: tuple[KeptTensor, ...]
+
+    @classmethod
+    def of(cls, origin: Path, config: ModelConfig) -> Self | None:
+        """None where the folder holds nothing else than what danlu trains. Raises ModelError as `read_tensors`."""
+        stored = read_tensors(origin)
+        named = {name: own_name(name, config) for name in stored}
+        tensors = tuple(KeptTensor(name, stored[name]) for name, own in named.items() if own is None)
+        if config.multimodal is None and not tensors:
+            return None
+        return cls(origin, config, {own: name for name, own in named.items() if own is not None}, tensors)
+
+    def config_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of the result's config.json. values: of what danlu trains, as a model of its own."""
+        original = read_json(self.origin / CONFIG)
+        if self.config.multimodal is not None:
+            return with_text_values(original, values)
+        keys = FAMILIES[self.config.family].mtp_keys
+        return {**values, **{key: original[key] for key in keys if key in original}}
+
+    def copy_processor(self, folder: Path) -> None:
+        """Copies what says how images and sounds are prepared."""
+        for name in _PROCESSOR_FILES:
+            if (self.origin / name).is_file():
+                shutil.copyfile(self.origin / name, folder / name)

@@ -1,0 +1,220 @@
+"""Folders of multimodal models: the language part trains, everything else reaches the result byte for byte."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from danlu.adapters.peft_folder import write_adapter
+from danlu.assembly.frozen_base import load_frozen
+from danlu.errors import ModelError
+from danlu.models.attend import PackedAttention
+from danlu.models.decoder import Decoder
+from danlu.models.families import read_config_values
+from danlu.models.hf_folder import fingerprint, read_config
+from danlu.models.hf_validation import check_headers, untouched_tensors
+from danlu.models.loading import load
+from danlu.models.saving import save
+from danlu.recipe import sections
+
+TEXT = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.1,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "gemma3": {"text_config": {**TEXT, "sliding_window": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "ministral3", "rope_parameters": ROPE},
+        "vision_config": {**VISION, "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def random_model(case: str, folder: Path) -> Any:
+    """A random multimodal model of transformers in bfloat16 towers and float32 language, saved to `folder`."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(case, image_token_index=120, **CASES[case])
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name else 0.15))
+            if "norm" in name and case != "gemma3":
+                parameter.add_(1.0)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}\n')
+    return model
+
+
+def reread(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+TOKENS = torch.randint(0, 119, (40,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def oracle(model: Any) -> Tensor:
+    answer: Tensor = model(TOKENS[None]).logits[0]
+    return answer
+
+
+@torch.no_grad()
+def logits(model: Decoder) -> Tensor:
+    return model.logits(model(TOKENS, torch.arange(len(TOKENS)), PackedAttention((0, len(TOKENS)))))
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and content of every tensor of a folder."""
+    content = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - a handle is no mapping
+                tensor = handle.get_tensor(name)
+                raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                content[name] = (str(tensor.dtype), tuple(tensor.shape), raw)
+    return content
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tensor]:
+    """Name, folder and expected logits. Of the folder a vision tensor is in bfloat16."""
+    folder = tmp_path_factory.mktemp(request.param)
+    expected = oracle(random_model(request.param, folder))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "vision_tower" in name and tensors[name].ndim == 2)
+    save_file(tensors | {name: tensors[name].bfloat16()}, folder / "model.safetensors", metadata={"format": "pt"})
+    return request.param, folder, expected
+
+
+def test_logits_of_the_language_part_are_transformers(case: tuple[str, Path, Tensor]) -> None:
+    name, folder, expected = case
+    model = load(folder)
+    assert model.config.multimodal == name
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+
+
+def test_everything_else_reaches_the_result_byte_for_byte(case: tuple[str, Path, Tensor], tmp_path: Path) -> None:
+    _, folder, expected = case
+    model = load(folder)
+    with torch.no_grad():
+        model.get_parameter("layers.1.mlp.down_proj.weight").neg_()
+    save(model, tmp_path / "result", origin=folder, shard_bytes=100_000)
+    before, after = stored_bytes(folder), stored_bytes(tmp_path / "result")
+    untouched = untouched_tensors(folder, model.config)
+    assert len(untouched) > 10 and any(before[name][0] == "torch.bfloat16" for name in untouched)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert {name.rpartition("layers.")[2] for name in changed} == {"1.mlp.down_proj.weight"}
+    back = reread(tmp_path / "result")
+    torch.testing.assert_close(oracle(back), logits(model), atol=1e-5, rtol=0)
+    assert not torch.allclose(oracle(back), expected, atol=1e-2)  # control
+    assert read_config(tmp_path / "result") == read_config(folder) == model.config
+    processor = "preprocessor_config.json"
+    assert (tmp_path / "result" / processor).read_bytes() == (folder / processor).read_bytes()
+    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "result", folder))
+    assert ours["vision_config"] == theirs["vision_config"] and ours["architectures"] == theirs["architectures"]
+    assert fingerprint(tmp_path / "result") != fingerprint(folder)
+
+
+def test_without_its_folder_the_language_part_is_a_model_of_its_own(
+    case: tuple[str, Path, Tensor], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    _, folder, expected = case
+    model = load(folder)
+    save(model, tmp_path)
+    assert read_config(tmp_path) == replace(model.config, multimodal=None)
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(oracle(alone), expected, atol=1e-5, rtol=0)
+
+
+def test_adapters_have_the_names_that_peft_has(case: tuple[str, Path, Tensor], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    _, folder, expected = case
+    adapted = load_frozen(
+        folder, dtype=torch.float32, new={"own": sections.Lora(rank=2, targets=["q_proj", "down_proj"])}
+    )
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for tensor in adapted.adapters.tensors("own").values():
+            tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
+    write_adapter(adapted.adapters, "own", tmp_path, base=str(folder), base_fingerprint=None)
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(names) == 2 * 2 * 2
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
+    theirs = PeftModel.from_pretrained(reread(folder), str(tmp_path)).eval()
+    torch.testing.assert_close(oracle(theirs), logits(adapted.model), atol=1e-5, rtol=0)
+    assert not torch.allclose(oracle(theirs), expected, atol=1e-2)  # control
+    vision = [name for name, _ in theirs.named_parameters() if "lora" in name and "vision" in name]
+    assert not vision
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "text_config: expected an object, found None"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.model_type: 'llama' is not supported in gemma3"),
+    ],
+)
+def test_other_language_parts_are_refused(change: dict[str, Any], message: str) -> None:
+    values = {"model_type": "gemma3", **CASES["gemma3"], **change}
+    with pytest.raises(ModelError, match=message):
+        read_config_values(values)
+
+
+def test_a_tensor_of_the_language_part_that_is_none_is_refused(case: tuple[str, Path, Tensor], tmp_path: Path) -> None:
+    _, folder, _ = case
+    tensors = load_file(folder / "model.safetensors")
+    changed = tensors | {"language_model.model.layers.7.extra.weight": torch.ones(2)}
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="layers.7.extra.weight in model.safetensors: not a tensor of this"):
+        check_headers(tmp_path, read_config(folder), quantized=False)
+
+
+def test_a_head_beside_a_config_that_says_nothing_of_tying_is_its_own(
+    case: tuple[str, Path, Tensor], tmp_path: Path
+) -> None:
+    name, folder, _ = case
+    values = json.loads((folder / "config.json").read_text())
+    del values["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path).tie_word_embeddings
+    save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert read_config(tmp_path).tie_word_embeddings == (name == "gemma3")
