@@ -13,6 +13,7 @@ from builders.small_experts import KINDS, experts_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.recipe import load
+from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.decoder_proxy import DecoderProxy
 from danlu.verify.proxy import ProxyTraining
 from danlu.verify.trace import Trace, trace_training
@@ -28,12 +29,22 @@ def see(cases: Sequence[Case], packs: int, micro: int, world: int | None = None)
 
 
 def _see(file: str, kind: str, packs: int, micro: int, world: int | None) -> Trace:
+    training = _training(file, kind, micro, world)
+    steps = steps_of(2, packs)
+    return trace_training(training, training.run(steps), len(steps), steps_of(1, 3)[0])
+
+
+def traffic(cases: Sequence[Case], packs: int, micro: int) -> list[StepTraffic]:
+    """Worker: what this process sends in a step of each case, counted and predicted."""
+    torch.set_num_threads(1)
+    return [measure_step_traffic(_training(*case, micro, None), steps_of(1, packs)[0]) for case in cases]
+
+
+def _training(file: str, kind: str, micro: int, world: int | None) -> ProxyTraining:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     config = experts_config(KINDS[kind], vocab_size=400)
-    training = ProxyTraining(recipe, DecoderProxy(config), _groups(layout), torch.device("cpu"), micro=micro)
-    steps = steps_of(2, packs)
-    return trace_training(training, training.run(steps), len(steps), steps_of(1, 3)[0])
+    return ProxyTraining(recipe, DecoderProxy(config), _groups(layout), torch.device("cpu"), micro=micro)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from builders.parallel_steps import recipe_file
 from builders.process_group import run_group
 from builders.tiny_world import World
 
+from danlu.parallel.collective_traffic import table
 from danlu.verify.trace import Trace
 
 pytestmark = pytest.mark.distributed
@@ -80,6 +82,25 @@ def test_no_rank_has_anothers_experts(traces: dict[str, tuple[list[Trace], Trace
     for trace in many:
         box, _ = trace.steps[0].weights["layers.0.mlp.experts.up_proj.weight"]
         assert box.sizes[0] <= box.global_shape[0] // layout["expert"]
+
+
+def test_what_is_sent_is_what_the_formulas_say(tiny_world: World, tmp_path: Path) -> None:
+    """To the byte, for the rows that each rank really exchanges: uneven, and other rows in other layers."""
+    files = {
+        name: recipe_file(tiny_world, tmp_path, name, parallel=layout, memory=recompute)
+        for name, (_, layout, _, recompute) in CASES.items()
+    }
+    for size in (2, 4):
+        names = [name for name, case in CASES.items() if case[0] == size]
+        by_rank = run_group(expert_steps.traffic, size, [(files[name], CASES[name][2]) for name in names], PACKS, MICRO)
+        for number, name in enumerate(names):
+            for traffic in (rank[number] for rank in by_rank):
+                rows = table(traffic.counted, traffic.predicted, beside_bytes=0)
+                assert rows and all(row.agrees for row in rows), "\n".join(
+                    [name, *(" ".join(row.cells()) for row in rows)]
+                )
+                exchanged = [row for row in rows if row.kind == "all-to-all"]
+                assert bool(exchanged) == (CASES[name][1].get("expert", 1) > 1)
 
 
 def test_experts_that_have_changed_places_are_seen(traces: dict[str, tuple[list[Trace], Trace]]) -> None:

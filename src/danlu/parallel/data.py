@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from danlu.dtensor import is_dtensor
 from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.parallel.comm import Group
+from danlu.parallel.layout import expert_shard_dim
 from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
@@ -142,16 +143,6 @@ class Sharder:
 
     def _stays_whole(self, name: str) -> bool:
         return name in self.whole or (name in self.expert_names and self._expert.shard.alone)
-
-
-def expert_shard_dim(shape: Sequence[int], shards: int) -> int:
-    """The dimension along which a rank's experts [E, ..] are sharded: another one where they are fewer than shards.
-
-    fully_shard pads experts that are no multiple of the shards, but splits other dimensions evenly alone.
-    """
-    if shape[0] >= shards:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if dim and size % shards == 0), 0)
 
 
 def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) -> StepParallel:

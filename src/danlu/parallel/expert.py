@@ -32,8 +32,8 @@ class Exchange:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._sends: list[int] = []  # rows to each rank, of the last `dispatch`
-        self._receives: list[int] = []
+        self.sends: list[int] = []  # rows to each rank, of the last `dispatch`
+        self.receives: list[int] = []
         self._places: Tensor | None = None  # [R] int64, where each row that came is among rows sorted by expert
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,9 +42,9 @@ class Exchange:
         size = self.group.size
         even = [len(counts) // size] * size
         by_source = self.group.all_to_all(counts, even, even).view(size, -1)  # [ranks, E here]
-        self._sends = counts.view(size, -1).sum(1).tolist()
-        self._receives = by_source.sum(1).tolist()
-        arrived: Tensor = _AllToAll.apply(rows, self.group, self._sends, self._receives)
+        self.sends = counts.view(size, -1).sum(1).tolist()
+        self.receives = by_source.sum(1).tolist()
+        arrived: Tensor = _AllToAll.apply(rows, self.group, self.sends, self.receives)
         # Rows come by rank, and of each rank by expert; what multiplies them wants all rows of an expert together.
         of_expert = torch.arange(by_source.shape[1], device=rows.device).repeat(size)
         experts = torch.repeat_interleave(of_expert, by_source.flatten(), output_size=len(arrived))
@@ -58,9 +58,7 @@ class Exchange:
         order = torch.empty_like(self._places).scatter_(
             0, self._places, torch.arange(len(self._places), device=rows.device)
         )
-        returned: Tensor = _AllToAll.apply(
-            _permuted(rows, self._places, order), self.group, self._receives, self._sends
-        )
+        returned: Tensor = _AllToAll.apply(_permuted(rows, self._places, order), self.group, self.receives, self.sends)
         return returned
 
 

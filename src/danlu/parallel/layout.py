@@ -164,6 +164,16 @@ def _tensor_problems(degree: int, config: ModelConfig) -> Iterator[str]:
         yield f"parallel.tensor: {degree} is more than the {config.vocab_size} tokens of the vocabulary. Use {near}"
 
 
+def expert_shard_dim(shape: Sequence[int], shards: int) -> int:
+    """The dimension along which a rank's experts [E, ..] are sharded: another one where they are fewer than shards.
+
+    fully_shard pads experts that are no multiple of the shards, but splits other dimensions evenly alone.
+    """
+    if shape[0] >= shards:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % shards == 0), 0)
+
+
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, rising."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_along, ring_bytes
-from danlu.parallel.layout import Layout
+from danlu.parallel.layout import Layout, expert_shard_dim
 from danlu.recipe.sections import Parallel
 
 REDUCED_BYTES = {"fp32": 4, "bf16": 2}
@@ -29,18 +30,23 @@ class Weight:
     shape: tuple[int, ...]  # of the local shard of tensor parallelism
     trained: bool = True
     sharded: bool = True
-    """Whether fully_shard shards it. Norms are whole on each process, and their gradients are summed apart."""
+    """Whether fully_shard shards it. Norms and routers are whole on each process, and their gradients summed apart; so
+    are experts that one rank of a copy of the model has."""
     gathered_bytes: int = 4
     """Bytes of one element when it is gathered: 2 where fully_shard's policy computes in bf16, 1 of quantized codes."""
+    of_experts: bool = False
+    """Whether it is of experts [E, ..], those of this rank: sharded and summed among ranks that have the same ones."""
     gathers: int = 2
     """How often zero3 gathers it in a micro-batch: for the forward and the backward pass, with or without recompute;
     once what lies outside of layers, which is kept, for the backward pass begins with it."""
 
 
-def padded_elements(shape: Sequence[int], shards: int) -> int:
-    """Elements communicated for a tensor that is sharded by rows: as many rows for each shard, the last ones padded."""
-    rows, *rest = shape or (1,)
-    return -(-rows // shards) * shards * math.prod(rest)
+def padded_elements(shape: Sequence[int], shards: int, dim: int = 0) -> int:
+    """Elements communicated for a tensor that is sharded, by rows or along another dimension: as many indices of it for
+    each shard, the last ones padded."""
+    sizes = list(shape) or [1]
+    sizes[dim] = -(-sizes[dim] // shards) * shards
+    return math.prod(sizes)
 
 
 def data_traffic(
@@ -58,24 +64,44 @@ def data_traffic(
         replicate: R     the above among N/R shards, and 2(R-1)/R·ΨR/N of gradients' shares, once
 
     `accumulate: local` scatters once where zero2 and zero3 do so M times, and `sharded` M times where zero1 does once.
-    Gradients of parameters that are not sharded are summed over all data ranks in float32, once.
+    Gradients of parameters that are not sharded are summed over all data ranks in float32, once. Of experts that are
+    distributed, N is the number of ranks that have the same ones, and Ψ counts those of this rank.
     """
+    for of_experts in (False, True):
+        own = [weight for weight in weights if weight.of_experts == of_experts]
+        yield from _among_data_ranks(own, layout, section, micro_batches, layout.expert if of_experts else 1)
+
+
+def _among_data_ranks(
+    weights: Sequence[Weight], layout: Layout, section: Parallel, micro_batches: int, expert: int
+) -> Iterator[CollectiveTraffic]:
+    """`data_traffic` of parameters that every `expert`-th data rank has."""
+    every = ("replicate", "shard")
+    # Experts are distributed among the shards of a copy of the model, or among whole copies.
+    shards, copies = (layout.shard // expert, layout.replicate) if layout.shard > 1 else (1, layout.replicate // expert)
     reduced = REDUCED_BYTES[section.reduce]
     if section.shard == "none":
         gradients = sum(math.prod(weight.shape) for weight in weights if weight.trained)
-        yield from _traffic(layout, ("replicate", "shard"), "all-reduce", gradients * reduced, "gradients")
+        # DDP leaves experts to `StepParallel`, which sums in float32.
+        element_bytes = reduced if expert == 1 else 4
+        yield from _traffic(layout, every, "all-reduce", gradients * element_bytes, "gradients", among=copies)
         return
-    sharded = [(weight, padded_elements(weight.shape, layout.shard)) for weight in weights if weight.sharded]
+    sharded = [
+        (weight, padded_elements(weight.shape, shards, expert_shard_dim(weight.shape, shards) * weight.of_experts))
+        for weight in weights
+        if weight.sharded
+    ]
     each = micro_batches if section.shard == "zero3" else 0
     gathered = sum(count * weight.gathered_bytes * (each * weight.gathers or 1) for weight, count in sharded)
     gradients = sum(count for weight, count in sharded if weight.trained) * reduced
     apart = sum(math.prod(weight.shape) for weight in weights if weight.trained and not weight.sharded)
     scatters = micro_batches if _scatters_each(section) else 1
-    shards = ("shard",)
-    yield from _traffic(layout, shards, "all-gather", gathered, "parameters")
-    yield from _traffic(layout, shards, "reduce-scatter", scatters * gradients, "gradients")
-    yield from _traffic(layout, ("replicate",), "all-reduce", gradients // layout.shard, "shares of gradients")
-    yield from _traffic(layout, ("replicate", "shard"), "all-reduce", apart * 4, "gradients of norms")
+    what = "of experts" if expert > 1 else "of norms and routers"
+    yield from _traffic(layout, ("shard",), "all-gather", gathered, "parameters", among=shards)
+    yield from _traffic(layout, ("shard",), "reduce-scatter", scatters * gradients, "gradients", among=shards)
+    yield from _traffic(layout, ("replicate",), "all-reduce", gradients // shards, "shares of gradients", among=copies)
+    axes = ("replicate",) if shards == 1 else every  # of a copy one rank alone has these experts
+    yield from _traffic(layout, axes, "all-reduce", apart * 4, f"gradients {what}", among=shards * copies)
 
 
 def _scatters_each(section: Parallel) -> bool:
@@ -195,6 +221,42 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
     yield from _traffic(layout, along, "all-reduce", step.head_norms * 4, "norms of all heads")
     for size, elements in step.partial.items():
         yield from _traffic(layout, along, "all-reduce", elements * 4, "partial gradients", among=size)
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """What ranks with other experts exchange in one layer of a step, over all its micro-batches, seen from one rank."""
+
+    sent_rows: int  # of its own tokens, to experts that are elsewhere
+    received_rows: int  # of others' tokens, to its experts
+    num_experts: int
+    micro_batches: int
+    runs: int = 1  # how often the layer runs in a micro-batch: once more where it is recomputed
+    output_gradients: bool = True  # whether something that is trained lies in front of what experts give
+    input_gradients: bool = True  # or in front of the experts
+
+
+def expert_traffic(
+    exchanges: Sequence[RowExchange], layout: Layout, *, hidden_size: int, element_bytes: int
+) -> Iterator[CollectiveTraffic]:
+    """What ranks that have other experts send each other: rows of D numbers to the experts and back, and gradients.
+
+    Four all-to-alls in a layer (two forward, two backward; two more where the layer is recomputed). A rank of whose
+    tokens n rows go elsewhere, and to which m come, sends n and gives back m; of gradients it sends n, of what the
+    experts gave, and gives back m. Before, ranks tell each other how many rows of each of E experts come: E numbers of
+    8 bytes.
+    """
+    rows = counts = 0
+    for each in exchanges:
+        both = each.sent_rows + each.received_rows
+        rows += both * each.runs
+        rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients
+        counts += each.micro_batches * each.runs * each.num_experts
+    axis, _ = axis_along(layout, "shard" if layout.shard > 1 else "replicate")
+    if rows:  # counted as they are: the share that stays here is no n-th of them
+        sent = Fraction(rows * hidden_size * element_bytes)
+        yield CollectiveTraffic(axis, "all-to-all", sent, what="rows of tokens")
+    yield from _traffic(layout, (axis,), "all-to-all", counts * 8, "rows of each expert", among=layout.expert)
 
 
 def _traffic(

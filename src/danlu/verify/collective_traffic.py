@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,21 @@ from danlu.language.learner import DecoderLearner
 from danlu.language.placed import PlacedDecoder
 from danlu.memory.recompute import Plan
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.experts import Experts, MoE
 from danlu.models.modules import Linear
 from danlu.parallel.collective_traffic import CollectiveTraffic
+from danlu.parallel.expert import Exchange, expert_names, mixtures_of
 from danlu.parallel.tensor import LINEAR_AXES
 from danlu.parallel.traffic_counter import TrafficCounter
-from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
+from danlu.plan.traffic import (
+    RowExchange,
+    TensorStep,
+    Weight,
+    data_traffic,
+    decoder_regions,
+    expert_traffic,
+    tensor_traffic,
+)
 from danlu.recipe.sections import Bottleneck
 from danlu.types import Item
 from danlu.verify.proxy import MicroBatches, ProxyTraining
@@ -70,15 +81,23 @@ def _micro_batches(training: ProxyTraining, items: Sequence[Item]) -> Iterator[l
 
 
 def data_parallel_traffic(
-    training: ProxyTraining, micro_batches: MicroBatches, *, gathered: torch.dtype
+    training: ProxyTraining,
+    micro_batches: MicroBatches,
+    *,
+    gathered: torch.dtype,
+    experts: Collection[str] = (),
 ) -> list[CollectiveTraffic]:
-    """What data ranks send by `plan.traffic`; gathered: the type that parameters are gathered in."""
+    """What data ranks send by `plan.traffic`.
+
+    gathered: the type that parameters are gathered in. experts: names of parameters that are experts'.
+    """
     section, layout = training.recipe.parallel, training.ranks.layout
     weights = [
         Weight(
             tuple(parameter.shape),
             trained=parameter.requires_grad,
             sharded=isinstance(parameter, DTensor),
+            of_experts=name in experts,
             gathered_bytes=gathered.itemsize if parameter.is_floating_point() else parameter.element_size(),
             # The root's own are gathered once a micro-batch: the backward pass begins with them.
             gathers=2 if name.startswith("layers.") else 1,
@@ -93,10 +112,61 @@ def decoder_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> lis
     placed, layout = training.placed, training.ranks.layout
     assert isinstance(placed, PlacedDecoder), "that of a decoder"
     gathered = placed.dtype if placed.placed.subject.adapters is None else torch.float32
-    traffic = data_parallel_traffic(training, micro_batches, gathered=gathered)
+    model = placed.placed.subject.model
+    experts = expert_names(model)
+    traffic = data_parallel_traffic(training, micro_batches, gathered=gathered, experts=experts)
     if layout.tensor > 1:
         traffic += tensor_traffic(_tensor_step(training, micro_batches), layout, training.recipe.parallel)
+    if layout.expert > 1:
+        exchanges = _row_exchanges(training, micro_batches)
+        element_bytes = placed.dtype.itemsize
+        traffic += expert_traffic(exchanges, layout, hidden_size=model.config.hidden_size, element_bytes=element_bytes)
     return traffic
+
+
+def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list[RowExchange]:
+    """What this rank exchanges in each layer with experts, by a forward pass that counts rows; all ranks make it."""
+    learner, placed = training.learner, training.placed
+    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
+    model, plan = learner.model, placed.placed.plan
+    rows: Counter[tuple[int, str]] = Counter()
+
+    def count(layer: int, experts: Experts) -> None:
+        exchange = experts.exchange
+        assert isinstance(exchange, Exchange), "where experts are distributed"
+        here = exchange.group.index
+        rows[layer, "sent"] += sum(exchange.sends) - exchange.sends[here]
+        rows[layer, "received"] += sum(exchange.receives) - exchange.receives[here]
+
+    mixtures = {int(name): moe for name, layer in model.layers.items() for moe in mixtures_of(layer)}
+    with ExitStack() as hooks, torch.no_grad():
+        for layer, moe in mixtures.items():
+            handle = moe.experts.register_forward_hook(lambda experts, *_, layer=layer: count(layer, experts))
+            hooks.callback(handle.remove)
+        for micro_batch in micro_batches:
+            batch = learner.collate([item for _, item in micro_batch])
+            learner.assess(batch, learner.totals([item for _, item in micro_batch]))
+    learner.parallel.reshard()
+    first_with_gradient, _ = _first_with_gradient(training, len(model.layers))
+    exchanges = []
+    for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
+        if entry.layer in mixtures:
+            experts = mixtures[entry.layer].experts
+            has_input_gradient = 2 * entry.layer + 1 >= first_with_gradient
+            trained = any(parameter.requires_grad for parameter in experts.parameters())
+            runs = 1 + (entry.kind == "full") + gives_input
+            exchanges.append(
+                RowExchange(
+                    sent_rows=rows[entry.layer, "sent"],
+                    received_rows=rows[entry.layer, "received"],
+                    num_experts=experts.num_experts,
+                    micro_batches=len(micro_batches),
+                    runs=runs,
+                    output_gradients=has_input_gradient or trained,
+                    input_gradients=has_input_gradient,
+                )
+            )
+    return exchanges
 
 
 def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> TensorStep:
@@ -145,7 +215,12 @@ def _needs_input(model: Decoder, half: int) -> bool:
     layer = model.layers[str(half // 2)]
     assert isinstance(layer, Layer)
     sublayer: Any = list(layer.sublayers.values())[half % 2]
-    entrance = [sublayer.get_submodule(name) for name, role in sublayer.tensor_roles.items() if role != "row"]
+    if isinstance(sublayer, MoE):  # experts themselves take rows that were picked out of it
+        takers = (sublayer.router, sublayer.shared_gate)
+        if any(parameter.requires_grad for taker in takers if taker is not None for parameter in taker.parameters()):
+            return True
+    named = ((sublayer.get_submodule(name), role) for name, role in sublayer.tensor_roles.items())
+    entrance = [module for module, role in named if role != "row" and isinstance(module, Linear)]
     return any(_takes_input(module, linear) for linear in entrance for module in linear.modules())
 
 
