@@ -535,6 +535,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_expert.py",
     ),
     Mutation(
+        "plan/traffic.py",
+        "rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients",
+        "rows += each.sent_rows * each.output_gradients + each.sent_rows * each.input_gradients",
+        "parallel/test_expert.py",
+        "formulas",
+    ),
+    Mutation(
+        "verify/trace.py",
+        "learner.end_step()  # what was counted here is of no step",
+        "pass",
+        "verify/test_experts.py",
+        "right_layout",
+    ),
+    Mutation(
         "parallel/local_parameter.py",
         "return LocalParameter(name, parameter, parameter, _copied(box, groups.all), groups)",
         "return LocalParameter(name, parameter, parameter, _copied(box, ranks.data), groups)",

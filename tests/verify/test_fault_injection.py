@@ -13,7 +13,12 @@ from danlu.adapters import dropout
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.language import builder, learner
 from danlu.language.learner import DecoderLearner
+from danlu.models import load_balancing
 from danlu.models.decoder import Decoder
+from danlu.models.experts import RowOrder
+from danlu.models.load_balancing import Balancer
+from danlu.models.modules import RMSNorm
+from danlu.models.router import Router
 from danlu.optim.build import Optimizers
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
@@ -40,6 +45,15 @@ TOUCHED = [
     (learner, "deal_by_tokens"),
     (AdapterSet, "without"),
     (builder, "place_frozen"),
+    (RMSNorm, "forward"),
+    (StepParallel, "norm_weights"),
+    (RowOrder, "weighted_sum"),
+    (Router, "eligible"),
+    (builder, "Balancer"),
+    (Balancer, "end_step"),
+    (load_balancing, "is_recomputing"),
+    (learner, "BatchTokens"),
+    (Optimizers, "step"),
 ]
 
 
@@ -57,4 +71,12 @@ def test_nothing_stays_behind(name: str, tmp_path: Path) -> None:
     assert state() == original
     with suppress(KeyError), FAULTS[name].inject(recipe, ranks):
         raise KeyError
+    assert state() == original
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_mistake_needs_is_gone_afterwards(name: str) -> None:
+    original = state()
+    with FAULTS[name].setting():
+        assert (state() != original) == (name == "idle-expert-without-gradient")
     assert state() == original

@@ -186,8 +186,22 @@ CASES = {
 }
 
 
+OF_EXPERTS = (
+    "balance-on-each-tensor-rank",
+    "counted-filler",
+    "counts-of-one-rank",
+    "counts-of-recomputed-rows",
+    "expert-gradients-times-expert",
+    "experts-not-in-norm",
+    "idle-expert-without-gradient",
+    "router-by-balance-alone",
+)
+"""Mistakes of models with experts: in `test_experts.py`."""
+
+
 def test_every_mistake_has_a_case() -> None:
-    assert list(CASES) == list(DIAGNOSES) == list(FAULTS) == sorted(FAULTS)
+    assert list(CASES) == list(DIAGNOSES) == [name for name in FAULTS if name not in OF_EXPERTS]
+    assert list(FAULTS) == sorted(FAULTS) and set(OF_EXPERTS) <= set(FAULTS)
 
 
 @pytest.mark.distributed

@@ -66,17 +66,25 @@ class Router(nn.Module):
 
     def chosen(self, scores: Tensor) -> Tensor:
         """The experts [T, k] int64 of tokens with these scores [T, E], the best one first."""
+        return self.eligible(scores).topk(self.top_k).indices
+
+    def eligible(self, scores: Tensor) -> Tensor:
+        """What experts are chosen by, [T, E]: the scores with their corrections, -inf where a group is left out."""
         spec = self.spec
         if self.correction is not None:
             scores = scores + self.correction.to(scores.dtype)
         if spec.groups > 1:
             by_group = scores.unflatten(-1, (spec.groups, -1))  # [T, groups, E / groups]
-            best = by_group.amax(-1) if spec.group_score == "max" else by_group.topk(2).values.sum(-1)
+            best = self.group_scores(by_group)
             groups = best.topk(spec.top_groups).indices
             left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, value=False)
             # Not zero, as in DeepSeek-V2's own code: corrected scores may lie below it.
             scores = by_group.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores.topk(self.top_k).indices
+        return scores
+
+    def group_scores(self, by_group: Tensor) -> Tensor:
+        """What groups are chosen by, [T, groups], from the corrected scores [T, groups, E / groups]."""
+        return by_group.amax(-1) if self.spec.group_score == "max" else by_group.topk(2).values.sum(-1)
 
     def extra_repr(self) -> str:
         return f"top {self.top_k} of {len(self.weight)}, {self.spec}"

@@ -254,8 +254,8 @@ def expert_traffic(
         counts += each.micro_batches * each.runs * each.num_experts
     axis, _ = axis_along(layout, "shard" if layout.shard > 1 else "replicate")
     if rows:  # counted as they are: the share that stays here is no n-th of them
-        sent = Fraction(rows * hidden_size * element_bytes)
-        yield CollectiveTraffic(axis, "all-to-all", sent, what="rows of tokens")
+        row_bytes = Fraction(rows * hidden_size * element_bytes)
+        yield CollectiveTraffic(axis, "all-to-all", row_bytes, what="rows of tokens")
     yield from _traffic(layout, (axis,), "all-to-all", counts * 8, "rows of each expert", among=layout.expert)
 
 

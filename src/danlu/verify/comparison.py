@@ -211,6 +211,8 @@ def _step(
     targets = [step.trained_tokens for step in by_rank]
     yield _number(f"targets of {label}", "targets", targets, reference.trained_tokens, 0)
     yield _number(f"loss of {label}", "loss", [step.loss for step in by_rank], reference.loss, loss)
+    for name, counts in reference.expert_counts.items():
+        yield _counts(f"expert counts of {label}", name, [step.expert_counts[name] for step in by_rank], counts)
     gradients = assemble([reference.gradients])[0]
     allowed = rounding.gradients(assemble([perturbed.gradients])[0], gradients, is_first_step=label == "step 1")
     shards = [step.gradients for step in by_rank]
@@ -275,6 +277,14 @@ def _tensor(
     ranks, value = differing.get(name), tensors[name]
     error = relative_error(value, reference)
     return ComparedTensor(stage, kind, name, error, allowed, value, reference, previous, ranks)
+
+
+def _counts(stage: str, name: str, by_rank: Sequence[Tensor], reference: Tensor) -> ComparedTensor:
+    """Rows of each expert, which all processes know of all of them: exactly."""
+    error = relative_error(by_rank[0], reference)
+    differing = [(0, rank) for rank, counts in enumerate(by_rank) if not torch.equal(counts, by_rank[0])]
+    ranks = differing[0] if differing else None
+    return ComparedTensor(stage, "expert counts", name, error, EXACT, by_rank[0], reference, ranks=ranks)
 
 
 def _number(stage: str, kind: str, by_rank: Sequence[float], reference: float, allowed: float) -> ComparedTensor:

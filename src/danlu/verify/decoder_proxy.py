@@ -16,7 +16,7 @@ from danlu.language.distillation import check_teachers, resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.parallel.collective_traffic import CollectiveTraffic
@@ -30,7 +30,7 @@ from danlu.types import Pack
 from danlu.verify.collective_traffic import decoder_traffic
 from danlu.verify.data import fold_tokens, proxy_data
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
-from danlu.verify.proxy_model import MAX_LENGTH, proxy_recipe
+from danlu.verify.proxy_model import LENGTH_OF_ROUTES, MAX_LENGTH, proxy_recipe
 from danlu.verify.role_proxies import with_columns
 from danlu.verify.teacher_proxies import with_small_teachers
 
@@ -96,7 +96,8 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     check_teachers(recipe)
     max_length = recipe.data.max_length
     if not full:
-        short = min(recipe.data.max_length, MAX_LENGTH)
+        longest = LENGTH_OF_ROUTES if _config(recipe, None).has_experts else MAX_LENGTH
+        short = min(recipe.data.max_length, longest)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
     data = proxy_data(recipe, count)
     config = with_long_context(_config(recipe, data.vocab_size), recipe.long_context, max_length)
@@ -140,7 +141,9 @@ def _config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
 
 def _summary(small: ModelConfig, large: ModelConfig) -> str:
     def sizes(config: ModelConfig) -> str:
-        return f"{len(config.layers)} layers of {config.layers[0].mixer}, width {config.hidden_size}"
+        feeds = {kind.feed.num_experts for kind in config.kinds if isinstance(kind.feed, Experts)}
+        experts = "".join(f", {count} experts" for count in sorted(feeds))
+        return f"{len(config.layers)} layers of {config.layers[0].mixer}{experts}, width {config.hidden_size}"
 
     instead = "" if small == large else f" in place of {sizes(large)}"
     return f"{small.family}, {sizes(small)}{instead}"

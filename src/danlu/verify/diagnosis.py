@@ -30,6 +30,7 @@ from danlu.types import Item
 from danlu.verify.comparison import ComparedTensor, Comparison
 from danlu.verify.proxy import norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
+from danlu.verify.routes import is_of_experts, is_of_router
 from danlu.verify.trace import ItemGradient, LocalShards, assemble
 from danlu.verify.workers import Task, Traces
 
@@ -93,6 +94,8 @@ def _explained(first: ComparedTensor, comparison: Comparison, case: Case) -> tup
                 "rows are not dealt out once each: a sampler that fills up by repeating counts some rows more than "
                 "once, one that cuts off drops some"
             )
+        case "expert counts":
+            return _of_counts(first, case)
         case "loss":
             return _ratio_of(first, case), _of_loss(first, comparison, case)
         case "gradients":
@@ -107,6 +110,19 @@ def _explained(first: ComparedTensor, comparison: Comparison, case: Case) -> tup
                 "that is not swapped in), or rows of some ranks are left out"
             )
     return _ratio_of(first, case), _of_checkpoint(first)
+
+
+def _of_counts(first: ComparedTensor, case: Case) -> tuple[str, str]:
+    """The rows of a layer's experts that were counted in a step, beside those of one process."""
+    counted, rows = float(first.layout_value.sum()), float(first.reference.sum())
+    ratio = f"{counted:,.0f} rows instead of {rows:,.0f}"
+    if first.ranks is not None or counted < rows:
+        return ratio, "each data rank knows the rows of its own tokens alone: counts are to be summed over all of them"
+    if counted >= 2 * rows or case.recipe.memory.recompute.kind in ("full", "every"):
+        return ratio, "rows are counted once more where a layer is recomputed in the backward pass"
+    if counted > rows:
+        return ratio, "tokens that fill a batch up, and belong to no row, are counted as others are"
+    return ratio, "tokens go to other experts than in one process: the forward pass before the router differs"
 
 
 def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
@@ -164,11 +180,38 @@ def _of_gradient(first: ComparedTensor, comparison: Comparison, case: Case) -> t
         return _ratio_of(first, case), (
             "the tie of head and embedding is lost: the head's gradient does not arrive at the shared parameter"
         )
+    if (of_mixture := _of_mixture(failed, case)) is not None:
+        return _ratio_of(failed[-1], case), of_mixture
     if first.stage == "gradients of step 1" and case.traces.reference.item_gradients:
         shares = _shares_of_items(first, case.traces.reference.item_gradients)
         if shares is not None:
             return _by_shares(shares, case)
     return _ratio_of(first, case), _of_some_gradients(failed, case)
+
+
+def _of_mixture(failed: Sequence[ComparedTensor], case: Case) -> str | None:
+    """The cause of gradients that are wrong on the way back from experts or a router; None where it lies elsewhere.
+
+    failed: in the order of the forward pass, so that the last one is the first to be wrong in the backward pass.
+    """
+    names = [tensor.name or "" for tensor in failed]
+    if all(map(is_of_experts, names)):
+        return (
+            "gradients of experts alone are wrong: each is a sum over the data ranks that have the same experts, and "
+            f"not over all of them, nor times the {case.layout.expert} ranks that have others"
+        )
+    if is_of_router(names[-1]):
+        cause = (
+            "the router's gradient is not what its weights multiply gives it: that is missing, and what balances the "
+            "load trains the router alone"
+        )
+        if case.layout.tensor > 1:
+            cause += (
+                "; or each tensor rank adds the gradient of what balances, which is whole on all of them, as that of "
+                "the cross-entropy is not"
+            )
+        return cause
+    return None
 
 
 def _of_some_gradients(failed: Sequence[ComparedTensor], case: Case) -> str:
@@ -285,6 +328,11 @@ def _of_norm(first: ComparedTensor, case: Case) -> tuple[str, str]:
         return f"by rank {norms} instead of {float(first.reference):.4g}", (
             "each process clips by the norm of what it holds: squares must be summed over all processes first"
         )
+    step = case.traces.reference.steps[int(first.stage.rpartition(" ")[2]) - 1]
+    gradients = {name: value for name, (_, value) in step.gradients.items() if not is_of_experts(name)}
+    norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradients.values()))
+    if len(gradients) < len(step.gradients) and math.isclose(norm, float(first.layout_value[0]), rel_tol=_SAME):
+        return _ratio_of(first, case), "squares of experts are not in the norm: it is that of all other parameters"
     return _ratio_of(first, case), (
         "squares of a part that several processes hold are counted several times, or those of a part that one holds "
         "are missing (norms on another mesh, a sum over the wrong ranks)"
@@ -294,6 +342,11 @@ def _of_norm(first: ComparedTensor, case: Case) -> tuple[str, str]:
 def _of_weights(first: ComparedTensor, case: Case) -> str:
     if first.ranks is not None:
         return "processes that hold the same parameter update it differently: it drifts apart from here on"
+    if first.name is not None and is_of_experts(first.name) and _has_frozen_expert(first, first.name, case):
+        return (
+            "an expert that no token went to was left as it was: its gradient is zero and not absent, so its moments "
+            "and its weight decay go on"
+        )
     kind = case.recipe.optimizer.kind
     if kind in ("muon", "adafactor", "galore", "adamw8bit", "paged-adamw"):
         return (
@@ -301,6 +354,17 @@ def _of_weights(first: ComparedTensor, case: Case) -> str:
             "a process has parts of them"
         )
     return "the gradients are right and the update is not: another learning rate, decay or clipping factor on a part"
+
+
+def _has_frozen_expert(first: ComparedTensor, name: str, case: Case) -> bool:
+    """Whether the layout's update changed nothing of an expert that one process's update changed."""
+    step, traces = int(first.stage.rpartition(" ")[2]) - 1, case.traces
+    before = [trace.steps[step - 1].weights if step else trace.initial_weights for trace in traces.by_rank]
+    previous = assemble([{name: shards[name]} for shards in before])[0][name]
+    assert first.previous is not None, "weights after an update"
+    is_frozen = (first.layout_value == previous).flatten(1).all(1)
+    is_updated = (first.reference != first.previous).flatten(1).any(1)
+    return bool((is_frozen & is_updated).any())
 
 
 def _of_checkpoint(first: ComparedTensor) -> str:

@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -20,9 +22,12 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.language import builder, frozen_models
 from danlu.language import learner as learner_module
 from danlu.language.learner import DecoderLearner
-from danlu.models import attend
+from danlu.models import attend, load_balancing
 from danlu.models.decoder import Decoder
+from danlu.models.experts import RowOrder
+from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
 from danlu.models.modules import RMSNorm
+from danlu.models.router import Router
 from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm, clip_grad_norms
@@ -39,8 +44,9 @@ from danlu.train import step as step_module
 from danlu.train.step import AnyLearner
 from danlu.types import Batch, Item, Loss, Pack, Totals
 from danlu.verify import trace
-from danlu.verify.proxy import Proxy, norms_all_heads
+from danlu.verify.proxy import Proxy, has_experts, norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
+from danlu.verify.routes import is_of_experts
 
 _OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
 
@@ -51,6 +57,8 @@ class Fault:
 
     is_possible: Callable[[Recipe, Layout, Proxy], bool]
     inject: Callable[[Recipe, Ranks], AbstractContextManager[None]]
+    setting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What is so in all processes, those of the reference too, so that the mistake can show."""
 
 
 @contextmanager
@@ -289,6 +297,104 @@ def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
     return _replaced(builder, "place_frozen", place_frozen)
 
 
+def _expert_gradients_times_expert(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Gradients of experts are as many times too large as there are ranks with other experts."""
+    original = StepParallel.reduce_gradients
+
+    def reduce_gradients(self: StepParallel) -> None:
+        original(self)
+        for name, parameter in self.local_parameters.items():
+            if is_of_experts(name) and parameter.local.grad is not None:
+                parameter.local.grad.mul_(ranks.expert.size)
+
+    return _replaced(StepParallel, "reduce_gradients", reduce_gradients)
+
+
+def _experts_not_in_norm(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """The norm that decides on clipping leaves experts out, as one does that sums over the mesh of dense parameters."""
+    original = StepParallel.norm_weights
+
+    def norm_weights(self: StepParallel) -> dict[Tensor, float]:
+        weights = original(self)
+        return weights | {
+            parameter.local: 0.0 for name, parameter in self.local_parameters.items() if is_of_experts(name)
+        }
+
+    return _replaced(StepParallel, "norm_weights", norm_weights)
+
+
+def _router_by_balance_alone(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """What the router's weights multiply gives it no gradient: what balances is all that trains it."""
+    original = RowOrder.weighted_sum
+
+    def weighted_sum(self: RowOrder, rows: Tensor, weights: Tensor) -> Tensor:
+        return original(self, rows, weights.detach() + 0 * weights)
+
+    return _replaced(RowOrder, "weighted_sum", weighted_sum)
+
+
+def _balance_on_each_tensor_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Each tensor rank adds the whole gradient of what balances, and they are summed."""
+
+    def balancer(model: Decoder, balancing: Balancing, *, adds_gradient: bool) -> Balancer:
+        return Balancer(model, balancing)
+
+    return _replaced(builder, "Balancer", balancer)
+
+
+def _counts_of_one_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Rows of experts are not summed over data ranks."""
+    original = Balancer.end_step
+
+    def end_step(self: Balancer, sum_over_data: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        return original(self, lambda counts: counts)
+
+    return _replaced(Balancer, "end_step", end_step)
+
+
+def _counts_of_recomputed_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Rows are counted once more where layers are recomputed."""
+    return _replaced(load_balancing, "is_recomputing", lambda: False)
+
+
+def _counted_filler(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Tokens that fill a batch up count as any others."""
+
+    def of(real: Tensor, *others: Any) -> BatchTokens:
+        return BatchTokens.of(torch.ones_like(real), *others)
+
+    return _replaced(learner_module, "BatchTokens", SimpleNamespace(of=of))
+
+
+def _idle_expert() -> AbstractContextManager[None]:
+    """The first expert of each layer is never chosen."""
+    original = Router.eligible
+
+    def eligible(self: Router, scores: Tensor) -> Tensor:
+        eligible_scores = original(self, scores).clone()
+        eligible_scores[:, 0] = -torch.inf
+        return eligible_scores
+
+    return _replaced(Router, "eligible", eligible)
+
+
+def _idle_expert_without_gradient(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """An expert that no token went to has no gradient: neither its moments nor its weight decay go on."""
+    original = Optimizers.step
+
+    def step(self: Optimizers, *args: Any, **options: Any) -> None:
+        kept = []  # (experts [E, ..], which of them have no gradient, their values)
+        for name, parameter in self.parameters.items():
+            if is_of_experts(name) and parameter.grad is not None and parameter.numel():
+                idle = (parameter.grad == 0).flatten(1).all(1)
+                kept.append((parameter.detach(), idle, parameter.detach()[idle]))
+        original(self, *args, **options)
+        for experts, idle, values in kept:
+            experts[idle] = values
+
+    return _replaced(Optimizers, "step", step)
+
+
 def _local_norm_statistics(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """A norm over all queries or keys has the mean square of those that are on one tensor rank."""
     original = RMSNorm.forward
@@ -382,15 +488,56 @@ def _cuts_norms(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.tensor > 1 and norms_all_heads(proxy)
 
 
+def _distributes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return layout.expert > 1 and recipe.adapter is None
+
+
+def _has_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return has_experts(proxy)
+
+
+def _trains_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return has_experts(proxy) and recipe.adapter is None
+
+
+def _decays_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return _trains_experts(recipe, layout, proxy) and getattr(recipe.optimizer, "weight_decay", 0.0) > 0
+
+
+def _has_balance_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    router = recipe.router
+    has_loss = router is not None and bool(router.z or router.sequence or router.balance == "step")
+    return _trains_experts(recipe, layout, proxy) and has_loss
+
+
+def _has_balance_loss_on_tensor_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return layout.tensor > 1 and _has_balance_loss(recipe, layout, proxy)
+
+
+def _counts_on_data_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return layout.data > 1 and has_experts(proxy)
+
+
+def _recomputes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return recipe.memory.recompute.kind in ("full", "every") and has_experts(proxy)
+
+
 def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return recipe.adapter is None and proxy.has_tied_head
 
 
 FAULTS: dict[str, Fault] = {
     "adapter-in-reference": Fault(_is_its_own_reference, _adapter_in_reference),
+    "balance-on-each-tensor-rank": Fault(_has_balance_loss_on_tensor_ranks, _balance_on_each_tensor_rank),
+    "counted-filler": Fault(_has_experts, _counted_filler),
+    "counts-of-one-rank": Fault(_counts_on_data_ranks, _counts_of_one_rank),
+    "counts-of-recomputed-rows": Fault(_recomputes_experts, _counts_of_recomputed_rows),
     "divisors-per-rank": Fault(_has_divisors, _divisors_per_rank),
     "doubled": Fault(_always, _doubled),
+    "expert-gradients-times-expert": Fault(_distributes_experts, _expert_gradients_times_expert),
+    "experts-not-in-norm": Fault(_trains_experts, _experts_not_in_norm),
     "frozen-models-differ": Fault(_has_frozen_models, _frozen_models_differ),
+    "idle-expert-without-gradient": Fault(_decays_experts, _idle_expert_without_gradient, _idle_expert),
     "local-clip": Fault(_is_cut, _local_clip),
     "local-norm-statistics": Fault(_cuts_norms, _local_norm_statistics),
     "mean-of-means": Fault(_has_data_ranks, _mean_of_means),
@@ -398,6 +545,7 @@ FAULTS: dict[str, Fault] = {
     "missing-norm-sum": Fault(_has_partial_norm_gradients, _without_sum_of_norms),
     "never-filled": Fault(_always, _never_filled),
     "repeated-rows": Fault(_has_data_ranks, _repeated_rows),
+    "router-by-balance-alone": Fault(_has_balance_loss, _router_by_balance_alone),
     "same-masks": Fault(_has_dropout, _same_masks),
     "stale": Fault(_keeps_gathered_parameters, _stale),
     "state-of-another-shard": Fault(_is_cut, _state_of_another_shard),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.parallel.collective_traffic import CollectiveTraffic
@@ -58,6 +58,11 @@ class Proxy(Protocol):
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         """What this process sends in a step of these micro-batches, by the formulas of `plan.traffic`."""
         ...
+
+
+def has_experts(proxy: Proxy) -> bool:
+    """Whether some layer has experts."""
+    return any(isinstance(kind.feed, Experts) for kind in proxy.layer_kinds)
 
 
 def norms_all_heads(proxy: Proxy) -> bool:

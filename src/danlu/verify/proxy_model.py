@@ -13,7 +13,7 @@ from pathlib import Path
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
-from danlu.models.layer_spec import Heads, LayerSpec
+from danlu.models.layer_spec import Dense, Feed, Heads, LayerSpec
 from danlu.models.rope_config import LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import ActivationPlan, activation_bytes
@@ -26,6 +26,9 @@ from danlu.verify.value_proxies import proxy_value
 MAX_LENGTH = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
 VOCAB_SIZE = 256
+EXPERTS, TOP_K, GROUPS = 8, 2, 4
+LENGTH_OF_ROUTES = 48
+"""Tokens of a pack of a model with experts: with fewer tokens more seeds have no two experts of almost one score."""
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
@@ -51,8 +54,7 @@ def proxy_config(
     hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, unit)
     hidden += unit if hidden == other_width else 0
     inner_unit = unit if quantized else 4 * tensor
-    inner = [_round_to(hidden * layer.feed.intermediate_size / config.hidden_size, inner_unit) for layer in large]
-    feeds = [replace(layer.feed, intermediate_size=size) for layer, size in zip(large, inner, strict=True)]
+    feeds = [_small_feed(layer.feed, hidden / config.hidden_size, inner_unit, layout.expert) for layer in large]
     multiplier = config.embedding_multiplier
     return replace(
         config,
@@ -99,6 +101,32 @@ def _small_rope(large: Rope, dim: int) -> Rope:
         short, long = (tuple(each[place] for place in places) for each in (scaling.short_factor, scaling.long_factor))
         scaling = replace(scaling, short_factor=short, long_factor=long)
     return replace(large, dim=dim, scaling=scaling)
+
+
+def _small_feed(large: Feed, share: float, unit: int, expert: int) -> Feed:
+    """A feed-forward network of `share` of the width, in units; of experts a few, shared as all of them are."""
+    if isinstance(large, Dense):
+        return _small_dense(large, share, unit)
+    router = large.router
+    if router.groups > GROUPS:  # as many of them are left out, roughly, but always some where there were some
+        kept = max(1, round(GROUPS * router.top_groups / router.groups))
+        kept = min(kept, GROUPS - 1) if router.top_groups < router.groups else GROUPS
+        router = replace(router, groups=GROUPS, top_groups=kept)
+    # Groups are chosen by their two best experts, and each rank has as many experts as the others.
+    multiple = math.lcm(router.groups, expert)
+    least = max(2 * router.groups, min(EXPERTS, large.num_experts))
+    return replace(
+        large,
+        intermediate_size=_round_to(share * large.intermediate_size, unit),
+        num_experts=min(large.num_experts, -(-least // multiple) * multiple),
+        top_k=min(large.top_k, TOP_K),
+        router=router,
+        shared=None if large.shared is None else _small_dense(large.shared, share, unit),
+    )
+
+
+def _small_dense(large: Dense, share: float, unit: int) -> Dense:
+    return replace(large, intermediate_size=_round_to(share * large.intermediate_size, unit))
 
 
 def _as_one_over_a_root(scale: float) -> float:

@@ -24,6 +24,7 @@ from danlu.train.state import Run, restore
 from danlu.train.step import StepObserver
 from danlu.types import Item
 from danlu.verify.proxy import ProxyTraining
+from danlu.verify.routes import expert_counts
 
 LocalShards = Mapping[str, tuple[ShardBox, Tensor]]
 """What one process has of each tensor, by name: where its shard lies in the whole, and the numbers, on the host."""
@@ -39,6 +40,8 @@ class StepTrace:
     trained_tokens: int  # targets, counted by the processes that took them, and summed
     gradients: LocalShards  # of the mean loss, before clipping
     weights: LocalShards  # after the update
+    expert_counts: Mapping[str, Tensor] = field(default_factory=dict)
+    """[E] float64, rows of each expert on all processes, by name of the router."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Trace:
     """Weights after the other side's checkpoint was loaded."""
     resumed_step: StepTrace | None = None
     """The same step as `next_step`, taken from that checkpoint."""
+    routing_margin: float = math.inf
+    """The least of any route; where only routes were looked at."""
     hit_non_finite: bool = False
     """Of several processes: numbers were not finite, so that this trace ends early."""
 
@@ -114,7 +119,8 @@ def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
     step = train_step(run, StepObserver(before_clipping, after_clipping))
     assert step is not None, "the items of a verification have targets"
     weights = local_shards(placed, weights=True)
-    return StepTrace(step.loss, step.norm, clipped_norm, _targets_taken(run), gradients, weights)
+    counts = expert_counts(training)
+    return StepTrace(step.loss, step.norm, clipped_norm, _targets_taken(run), gradients, weights, counts)
 
 
 def _targets_taken(run: Run) -> int:
@@ -162,6 +168,9 @@ def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[It
         item_gradients.append(ItemGradient(item.weight, local_shards(training.placed, weights=False)))
         for _, parameter in training.placed.parameters():
             parameter.grad = None
+    learner.end_step()  # what was counted here is of no step
+    for name, weight in learner.weights().items():
+        weight.copy_(before[name])
     return item_gradients
 
 

@@ -12,19 +12,21 @@ import torch
 
 from danlu.errors import RecipeError
 from danlu.parallel.collective_traffic import Row, table
-from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.layout import Layout, divisors, layout_of
 from danlu.plan.precision import fastest, product_speeds
-from danlu.recipe import Recipe
+from danlu.recipe import Recipe, sections
 from danlu.report.verification import Verification
 from danlu.verify import classifier_proxy, decoder_proxy
 from danlu.verify.comparison import TOLERANCES, compare, has_blockwise_state, sign_flip_distance
 from danlu.verify.diagnosis import Case, diagnose
 from danlu.verify.fault_injection import FAULTS
-from danlu.verify.proxy import Proxy
-from danlu.verify.workers import Task, fake_world_traffic, run_task
+from danlu.verify.proxy import Proxy, has_experts
+from danlu.verify.routes import LEAST_MARGIN
+from danlu.verify.workers import Task, fake_world_traffic, routing_margin, run_task
 
 MAX_DATA_RANKS = 4  # that a verification starts unless --processes asks for more
 _STAGES_WITH_FORMULAS = ("pretrain", "sft", "classify")  # of `plan.traffic`: one model, and its cross-entropy
+_MAX_SEEDS = 32  # that are tried
 _MAX_TRACED_NUMBERS = 100_000_000  # of the gradients of single items
 
 
@@ -48,7 +50,7 @@ def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, l
     """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as folder:
-        task, about = _task(recipe, options, Path(folder))
+        task, about = _task_with_clear_routes(recipe, options, Path(folder))
         traces = run_task(task)
     comparison = compare(
         traces, TOLERANCES[task.recipe.precision], flip_distance=sign_flip_distance(task.recipe.optimizer)
@@ -68,7 +70,15 @@ def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, l
 
 
 def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[Row]]:
-    """What rank 0 of `world` processes would send in a step of the shrunken model, without starting the others."""
+    """What rank 0 of `world` processes would send in a step of the shrunken model, without starting the others.
+
+    Raises RecipeError where that depends on the tokens of the others.
+    """
+    if recipe.parallel.expert > 1:
+        raise RecipeError(
+            f"--pretend: with parallel.expert: {recipe.parallel.expert} what is sent depends on where the tokens of "
+            "processes go that are not there. Use --traffic --processes N"
+        )
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as folder:
         task, _ = _task(recipe, replace(options, processes=world, steps=1, traffic=True), Path(folder))
         item = task.steps[0][0]
@@ -76,6 +86,31 @@ def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layou
         task = replace(task, steps=[[item] * (2 * task.layout.data)], micro=1)
         traffic = fake_world_traffic(task)
     return task.layout, table(traffic.counted, traffic.predicted)
+
+
+def _task_with_clear_routes(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
+    """`_task`, of a model with experts at the first seed with which rounding changes no token's route.
+
+    Raises as `_task`, and RecipeError where no seed of `_MAX_SEEDS` is such a one.
+    """
+    margins = []
+    for seed in range(recipe.seed, recipe.seed + _MAX_SEEDS):
+        of_seed = folder / str(seed)
+        of_seed.mkdir()
+        task, about = _task(recipe.model_copy(update={"seed": seed}), options, of_seed)
+        if not has_experts(task.proxy):
+            return task, about
+        margins.append(routing_margin(task))
+        if margins[-1] >= LEAST_MARGIN:
+            instead = (
+                "" if seed == recipe.seed else f", with which no two experts of a token are as near as {LEAST_MARGIN:g}"
+            )
+            return task, (*about, f"seed {seed}{instead}; the nearest are {margins[-1]:.1e} apart")
+    raise RecipeError(
+        f"seed: with each of {recipe.seed} to {recipe.seed + _MAX_SEEDS - 1} some token has two experts of almost one "
+        f"score (at best {max(margins):.1e} apart), between which rounding would decide. Use fewer --steps"
+        + (", or leave out --full" if options.full else "")
+    )
 
 
 def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
@@ -166,7 +201,8 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
             if section.data > max(MAX_DATA_RANKS, min_data):
                 data = max(min_data, 2)
                 about.append(f"{data} data ranks instead of {section.data} (--processes)")
-        section = section.model_copy(update={"data": data})
+        data, expert = _data_ranks_of_experts(section, data, about)
+        section = section.model_copy(update={"data": data, "expert": expert})
         world = data * section.tensor
     layout = layout_of(section, world)
     if layout.world == 1:
@@ -175,6 +211,23 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
             "parallel=zero3, or --processes 2"
         )
     return recipe.model_copy(update={"parallel": section}), layout
+
+
+def _data_ranks_of_experts(section: sections.Parallel, data: int, about: list[str]) -> tuple[int, int]:
+    """(data ranks, of which experts are distributed among so many): the fewest, at least `data`, that show both.
+
+    With shards two ranks have the same experts, so that these are sharded too.
+    """
+    if section.expert == 1:
+        return data, 1
+    copies, expert = (1 if section.shard == "none" else section.replicate), section.expert
+    if copies * expert > MAX_DATA_RANKS and section.data == "auto":
+        expert = next(degree for degree in divisors(expert) if degree > 1)
+        about.append(f"experts are distributed among {expert} ranks instead of {section.expert} (--processes)")
+    unit = copies * expert
+    if section.shard != "none" and section.data == "auto" and 2 * unit <= MAX_DATA_RANKS:
+        data = max(data, 2 * unit)
+    return -(-data // unit) * unit, expert
 
 
 def _device(recipe: Recipe, layout: Layout) -> str:

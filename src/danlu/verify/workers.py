@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from danlu.types import Item
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.proxy import Proxy, ProxyTraining
+from danlu.verify.routes import RoutingMargin
 from danlu.verify.trace import (
     Trace,
     gradients_by_item,
@@ -97,6 +98,14 @@ def run_task(task: Task) -> Traces:
         traffic=results["layout", 0][1],
         reshards=task.reshards,
     )
+
+
+def routing_margin(task: Task) -> float:
+    """The least relative margin of any route in one process's steps and evaluation (`routes.RoutingMargin`).
+
+    Raises as `run_task` does.
+    """
+    return _run(task, [("routes", 0)])["routes", 0][0].routing_margin
 
 
 def fake_world_traffic(task: Task) -> StepTraffic:
@@ -186,7 +195,8 @@ def _work(folder: Path, role: str, rank: int) -> None:
         task: Task = pickle.loads((folder / "task").read_bytes())  # noqa: S301 - written by our own process
         if task.recipe.numerics == "exact":
             batch_invariant.enable()
-        result = _ROLES[role](task, folder, rank)
+        with _setting(task):
+            result = _ROLES[role](task, folder, rank)
         done = _file(folder, role, rank)
         torch.save(result, done.with_suffix(".part"))
         done.with_suffix(".part").rename(done)
@@ -238,6 +248,16 @@ def _reference(task: Task, folder: Path, rank: int) -> Result:
     return trace, None
 
 
+def _routes(task: Task, folder: Path, rank: int) -> Result:
+    """The reference, of which only its routes are looked at."""
+    margin = RoutingMargin()
+    training, run = _start(task, reference_recipe(task.recipe), Ranks(), torch.device(task.device), folder / "routes")
+    with margin.watched():
+        trace_training(training, run, len(task.steps) - 1, task.held_out)
+        trace_step(training, run)
+    return Trace(routing_margin=margin.least), None
+
+
 def _perturbed(task: Task, folder: Path, rank: int) -> Result:
     """The reference with initial weights that differ by rounding; without checkpoints."""
     recipe = reference_recipe(task.recipe)
@@ -248,7 +268,18 @@ def _perturbed(task: Task, folder: Path, rank: int) -> Result:
     return trace, None
 
 
-_ROLES = {"layout": _layout_rank, "reference": _reference, "perturbed": _perturbed, "fake_world": _fake_world}
+def _setting(task: Task) -> AbstractContextManager[None]:
+    """What the injected mistake needs in all processes, those without it too, so that it can show."""
+    return nullcontext() if task.fault is None else FAULTS[task.fault].setting()
+
+
+_ROLES = {
+    "layout": _layout_rank,
+    "reference": _reference,
+    "perturbed": _perturbed,
+    "routes": _routes,
+    "fake_world": _fake_world,
+}
 
 
 def reference_recipe(recipe: Recipe) -> Recipe:

@@ -1,0 +1,79 @@
+"""Layouts of models with experts are verified, and what they are known to get wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.small_experts import KINDS, experts_config
+from builders.tiny_world import tiny_world
+
+from danlu.recipe import Recipe, load
+from danlu.verify import decoder_proxy
+from danlu.verify.verification import Options, verify
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "expert 2": ("qwen2-moe", ["parallel={expert: 2}"], "data 2 x expert 2"),
+    "zero3, expert 2": ("deepseek-v3", ["parallel={shard: zero3, expert: 2}"], "zero3, data 4 x expert 2"),
+    "expert 2 x tensor 2": (
+        "mixtral",
+        ["parallel={expert: 2, tensor: 2}", "router={balance: sequence, sequence: 0.01, z: 0.001}"],
+        "data 2 x expert 2 x tensor 2",
+    ),
+    "zero3, expert 2, recompute full": (
+        "mixtral",
+        ["parallel={shard: zero3, expert: 2}", "memory=full", "router={balance: step, rate: 0.01}"],
+        "zero3, data 4 x expert 2, recompute full",
+    ),
+}
+BALANCED = "router={balance: sequence, sequence: 0.01, z: 0.001}"
+MISTAKES: dict[str, tuple[list[str], str | None, str]] = {
+    "balance-on-each-tensor-rank": (["parallel={tensor: 2}", BALANCED], "embed_tokens.weight", "each tensor rank adds"),
+    "counted-filler": (["parallel={expert: 2}"], "layers.0.mlp.router", "fill a batch up"),
+    "counts-of-one-rank": (["parallel={expert: 2}"], "layers.0.mlp.router", "its own tokens alone"),
+    "counts-of-recomputed-rows": (["parallel={expert: 2}", "memory=full"], "layers.0.mlp.router", "recomputed"),
+    "expert-gradients-times-expert": (
+        ["parallel={shard: zero2, expert: 2}"],
+        "layers.0.mlp.experts.gate_proj.weight",
+        "nor times the 2 ranks that have others",
+    ),
+    "experts-not-in-norm": (["parallel={expert: 2}"], None, "squares of experts are not in the norm"),
+    "idle-expert-without-gradient": (
+        ["parallel={expert: 2}", "optimizer={kind: adamw, weight_decay: 0.1}"],
+        "layers.0.mlp.experts.gate_proj.weight",
+        "that no token went to",
+    ),
+    "router-by-balance-alone": (["parallel={expert: 2}", BALANCED], "embed_tokens.weight", "trains the router alone"),
+}
+
+
+def recipe(folder: Path, kind: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    def config(*args: Any) -> Any:
+        return experts_config(KINDS[kind], vocab_size=400)
+
+    monkeypatch.setattr(decoder_proxy, "_config", config)
+    return load(tiny_world().recipe(folder / "run", folder / "recipe.yaml"), overrides).recipe
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_right_layout_is_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, overrides, layout = LAYOUTS[name]
+    report, rows = verify("r.yaml", recipe(tmp_path, kind, overrides, monkeypatch), Options(steps=2, traffic=True))
+    assert report.finding is None and all(check.holds for check in report.checks), report.finding
+    assert report.layout == layout
+    errors = {check.what: check.error for check in report.checks}
+    assert errors["expert counts"] == 0 and errors["saved weights, loaded"] == 0 and errors["gradients"] < 1e-5
+    assert rows and all(row.agrees for row in rows)
+    assert any("the nearest are" in line for line in report.about)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides, parameter, cause = MISTAKES[name]
+    report, _ = verify("r.yaml", recipe(tmp_path, "mixtral", overrides, monkeypatch), Options(steps=2, fault=name))
+    assert report.finding is not None
+    assert report.finding.parameter == parameter
+    assert cause in report.finding.cause
