@@ -171,6 +171,66 @@ CASES |= {
 """Families whose layers differ from each other, or from Llama's."""
 
 
+CASES |= {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "intermediate_size": 24, "sliding_window": None},
+    "mixtral-windows": {"model_type": "mixtral", "num_local_experts": 3, "sliding_window": 6, "rope_theta": 1e4},
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 36,
+        "mlp_only_layers": [1],
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20},
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 20,
+    },
+}
+"""Families with mixtures of experts."""
+
+CASES |= {
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "sliding_window": 6,
+        "swiglu_limit": 0.5,
+        "rope_theta": 150000,
+        "rope_scaling": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+}
+
+
 @pytest.fixture(scope="session")
 def tiny_values() -> Callable[[str], dict[str, Any]]:
     """Name of a case -> the config.json of its tiny model."""

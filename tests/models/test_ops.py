@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from danlu.models import ops
+from danlu.models.layer_spec import ClampedSwiGLU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -75,6 +76,30 @@ def test_activation_without_gradients_has_the_same_bits(dtype: torch.dtype, kind
         assert torch.equal(ops.gated_mlp_activation(gate, up, kind), with_gradients)
         assert not torch.equal(ops.gated_mlp_activation(up, gate, kind), with_gradients)  # control
     assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_activation_and_its_gradients(dtype: torch.dtype) -> None:
+    """Against autograd over gpt-oss' formula in float64; some numbers are beyond the limit on either side."""
+    kind = ClampedSwiGLU(alpha=1.7, limit=0.625)
+    inputs = drawn(40, 16, dtype=dtype).requires_grad_(), drawn(40, 16, dtype=dtype, seed=1).requires_grad_()
+    gate, up = (each.detach().double().requires_grad_() for each in inputs)
+    towards = drawn(40, 16, dtype=dtype, seed=2)
+
+    def formula(limit: float) -> torch.Tensor:
+        clamped = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * clamped * torch.sigmoid(1.7 * clamped)
+
+    got = ops.gated_mlp_activation(*inputs, kind)
+    want = formula(0.625)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert (got.double() - want).norm() <= tolerance * want.norm()
+    assert (got.double() - formula(7.0)).norm() > 0.1 * want.norm()
+    gradients = torch.autograd.grad(got, inputs, towards)
+    expected = torch.autograd.grad(want, (gate, up), towards.double())
+    for one, other in zip(gradients, expected, strict=True):
+        assert one.dtype == dtype and (other == 0).any()
+        assert (one.double() - other).norm() <= tolerance * other.norm()
 
 
 def test_gradients_of_a_frequent_word_in_half_precision_are_summed_in_float32() -> None:

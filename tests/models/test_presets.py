@@ -43,7 +43,10 @@ def test_the_tokenizer_decides_vocabulary_and_ids(tmp_path: Path) -> None:
 def test_wrong_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="the tokenizer has 300 tokens, the model embeds only 256"):
         from_scratch(Model(config=LLAMA | {"vocab_size": 256}), 300)
-    with pytest.raises(ModelError, match=r"model.config: model_type is missing; it is one of gemma2, gemma3_text, gra"):
+    with pytest.raises(
+        ModelError,
+        match=r"model.config: model_type is missing; it is one of gemma2, gemma3_text, glm4_moe, gpt_oss, gra",
+    ):
         from_scratch(Model(config={"hidden_size": 64}), 300)
     with pytest.raises(ModelError, match="needs `preset` or `config`"):
         from_scratch(Model(path="somewhere"), 300)

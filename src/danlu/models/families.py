@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
-from danlu.models import family_layers
+from danlu.models import family_experts, family_layers
 from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.family import (
     ARCHITECTURE_ENDINGS,
@@ -48,7 +48,7 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
     hf = HFValues(values, family.defaults, where)
-    _refuse_unsupported(hf)
+    _refuse_unsupported(hf, family)
     layers = hf.integer("num_hidden_layers")
     if layers > MAX_LAYERS:  # before lists of so many are made
         raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MAX_LAYERS:,} can be built")
@@ -114,7 +114,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "num_attention_heads": first.mixer.heads,
         "num_key_value_heads": first.mixer.kv_heads,
         "head_dim": first.mixer.head_dim,
-        "hidden_act": HF_ACTIVATIONS[first.feed.activation],
+        "hidden_act": HF_ACTIVATIONS.get(first.feed.activation, "silu"),
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         **(write_rope(config.ropes[0], first.mixer.head_dim) if config.ropes else {}),
@@ -143,7 +143,7 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling")
 """Which a family that writes rope_parameters takes out."""
 
 
-def _refuse_unsupported(hf: HFValues) -> None:
+def _refuse_unsupported(hf: HFValues, family: Family) -> None:
     if "quantization_config" in hf:
         method = hf.section("quantization_config").get("quant_method", "unknown method")
         if method != "bitsandbytes":
@@ -151,8 +151,8 @@ def _refuse_unsupported(hf: HFValues) -> None:
                 "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
             )
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if key in hf and hf.integer(key) > 1:
-            raise hf.error(key, "mixtures of experts are not supported")
+        if not family.has_experts and key in hf and hf.integer(key) > 1:
+            raise hf.error(key, "mixtures of experts are not supported for this family")
     if hf.flag("use_bidirectional_attention"):
         raise hf.error("use_bidirectional_attention", "only causal attention is supported")
 
@@ -205,6 +205,47 @@ FAMILIES: dict[str, Family] = {
             "tie_word_embeddings": True,
         },
     ),
+    "glm4_moe": Family(
+        architecture="Glm4Moe",
+        architectures={"sequence-classification": None, "token-classification": None},
+        has_experts=True,
+        read=family_experts.read_glm4_moe,
+        write=family_experts.write_glm4_moe,
+        modules=family_experts.DEEPSEEK_MOE_MODULES,
+        defaults={
+            **_COMMON,
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+    ),
+    "gpt_oss": Family(
+        architecture="GptOss",
+        has_experts=True,
+        read=family_experts.read_gpt_oss,
+        write=family_experts.write_gpt_oss,
+        modules=family_experts.GPT_OSS_MODULES,
+        rope=family_experts.GPT_OSS_ROPE,
+        defaults={
+            **_COMMON,
+            "attention_bias": True,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": family_experts.GPT_OSS_ROPE_PARAMETERS,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+    ),
     "granite": Family(
         architecture="Granite",
         architectures={"sequence-classification": None, "token-classification": None},
@@ -234,6 +275,23 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": None,
         },
     ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2",
+        architectures={"sequence-classification": None, "token-classification": None},
+        has_experts=True,
+        read=family_experts.read_minimax_m2,
+        write=family_experts.write_minimax_m2,
+        modules=family_experts.MIXTRAL_MODULES,
+        rope=family_experts.MINIMAX_ROPE,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "ministral3": Family(
         architecture="Ministral3",
         read=family_layers.read_ministral3,
@@ -261,6 +319,23 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 2,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
+        },
+    ),
+    "mixtral": Family(
+        architecture="Mixtral",
+        has_experts=True,
+        read=family_experts.read_mixtral,
+        write=family_experts.write_mixtral,
+        modules=family_experts.MIXTRAL_MODULES,
+        rope=family_experts.MIXTRAL_ROPE,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "olmo2": Family(
@@ -296,6 +371,24 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
     ),
+    "olmoe": Family(
+        architecture="Olmoe",
+        architectures={"sequence-classification": None, "token-classification": None},
+        has_experts=True,
+        read=family_experts.read_olmoe,
+        write=family_experts.write_olmoe,
+        modules=family_experts.QWEN_MOE_MODULES,
+        defaults={
+            **_COMMON,
+            "eos_token_id": 50279,
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": None,
+            "pad_token_id": 1,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "phi3": Family(
         architecture="Phi3",
         read=family_layers.read_windowed,
@@ -318,6 +411,24 @@ FAMILIES: dict[str, Family] = {
         write=family_layers.write_qwen2,
         defaults={**_COMMON, "max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096},
     ),
+    "qwen2_moe": Family(
+        architecture="Qwen2Moe",
+        has_experts=True,
+        read=family_experts.read_qwen2_moe,
+        write=family_experts.write_qwen2_moe,
+        modules=family_experts.QWEN_MOE_MODULES,
+        defaults={
+            **_COMMON,
+            "decoder_sparse_step": 1,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "qkv_bias": True,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 4096,
+        },
+    ),
     "qwen3": Family(
         architecture="Qwen3",
         read=family_layers.read_qwen3,
@@ -327,6 +438,20 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 128,
             "max_position_embeddings": 32768,
             "max_window_layers": 28,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3Moe",
+        has_experts=True,
+        read=family_experts.read_qwen3_moe,
+        write=family_experts.write_qwen3_moe,
+        modules=family_experts.QWEN_MOE_MODULES,
+        defaults={
+            **_COMMON,
+            "decoder_sparse_step": 1,
+            "max_position_embeddings": 32768,
+            "num_experts_per_tok": 8,
             "sliding_window": 4096,
         },
     ),

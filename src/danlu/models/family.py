@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
 
 ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
 HF_ACTIVATIONS: dict[Activation, str] = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+"""Not of clamped ones, which a family writes as more keys than this one."""
 
 ARCHITECTURE_ENDINGS: dict[Task, str] = {
     "causal-lm": "ForCausalLM",
@@ -90,6 +91,7 @@ class Family:
     rope: RopeRules = field(default_factory=RopeRules)
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""
+    has_experts: bool = False
     architectures: Mapping[Task, str | None] = field(default_factory=dict)
     """Classes of transformers by task that are not called by `architecture`; None: it has none."""
 

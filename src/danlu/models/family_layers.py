@@ -61,10 +61,10 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    return with_windows(plain, _qwen_windows(hf, layers), qkv_bias=True)
+    return with_windows(plain, read_qwen_windows(hf, layers), qkv_bias=True)
 
 
-def _qwen_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
+def read_qwen_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
     if not hf.flag("use_sliding_window"):
         return (None,) * layers
     if "layer_types" in hf:
@@ -84,7 +84,7 @@ def write_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 def read_qwen3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     biased = hf.flag("attention_bias")
-    return with_windows(plain, _qwen_windows(hf, layers), qkv_bias=biased, o_bias=biased, qk_norm=True)
+    return with_windows(plain, read_qwen_windows(hf, layers), qkv_bias=biased, o_bias=biased, qk_norm=True)
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:

@@ -17,7 +17,16 @@ from typing import Any, Literal
 from danlu.errors import ModelError
 from danlu.models.rope_config import Rope
 
-Activation = Literal["silu", "gelu_tanh"]
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss' gated activation: (u + 1) g sigmoid(alpha g) of g = min(gate, limit) and up within limit, u."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
 Norms = Literal["pre", "post", "sandwich"]
 Shapes = dict[str, tuple[int, ...]]
 """Name of a parameter, without its layer -> shape."""
@@ -114,14 +123,14 @@ class Heads:
 
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass."""
-        shapes = linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
+        shapes: Shapes = {"sinks": (self.heads,)} if self.sinks else {}  # first, for it is in no module
+        shapes |= linear_shapes("q_proj", self.query_width, width, self.qkv_bias)
         shapes |= linear_shapes("k_proj", self.kv_width, width, self.qkv_bias)
         shapes |= linear_shapes("v_proj", self.kv_width, width, self.qkv_bias)
         shapes |= linear_shapes("gate_proj", self.query_width, width, False) if self.output_gate else {}
         if self.qk_norm is not None:
             queries, keys = self.normed_widths
             shapes |= {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
-        shapes |= {"sinks": (self.heads,)} if self.sinks else {}
         return shapes | linear_shapes("o_proj", width, self.query_width, self.o_bias)
 
     def pair_flops(self) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.layer_types import NormShard
-from danlu.models.layer_spec import Activation
+from danlu.models.layer_spec import Activation, ClampedSwiGLU
 from danlu.models.packed_weights import active_packed_weights
 
 
@@ -212,7 +212,10 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def gated_mlp_activation(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """silu(gate) * up (SwiGLU, arXiv:2002.05202), or gelu(gate) * up with the tanh form of gelu."""
+    """silu(gate) * up (SwiGLU, arXiv:2002.05202), gelu(gate) * up with the tanh form of gelu, or gpt-oss' form."""
+    if isinstance(kind, ClampedSwiGLU):
+        clamped: Tensor = _ClampedSwiGLU.apply(gate, up, kind.alpha, kind.limit)
+        return clamped
     if kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
     if not torch.is_grad_enabled():
@@ -240,6 +243,28 @@ class _SwiGLU(torch.autograd.Function):
         grad_up = F.silu(gate).mul_(grad)
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, grad_up
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """See `layer_spec.ClampedSwiGLU`. It saves gate and up only, where autograd would keep eight tensors as large."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.alpha, ctx.limit = alpha, limit
+        g = gate.clamp(max=limit)
+        return up.clamp(-limit, limit).add_(1) * (g * (g * alpha).sigmoid())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        g = gate.clamp(max=limit)
+        sigmoid = (g * alpha).sigmoid()
+        slope = sigmoid * (1 + alpha * g * (1 - sigmoid))  # of g sigmoid(alpha g)
+        grad_gate = (grad * slope * (up.clamp(-limit, limit) + 1)).masked_fill_(gate > limit, 0)
+        grad_up = (grad * g * sigmoid).masked_fill_(up.abs() > limit, 0)
+        return grad_gate, grad_up, None, None
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
