@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from builders.train_worker import train
 from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
 
+from danlu.errors import DataError
 from danlu.train import loop
 
 STAGES = [{"length": 32, "steps": 5}, {"length": 64, "steps": 7}]
@@ -295,6 +297,7 @@ def test_a_candidate_is_worth_what_a_model_with_its_factors_is(tiny_world: World
     documents = [held_out.sample(number) for number in range(len(held_out))]
     documents = [sample for sample in documents if sample.row in header["longrope_search"]["documents"]]
     documents = sorted(documents, key=lambda sample: -len(sample.tokens))[:2]
+    assert [len(sample.tokens) for sample in documents] == [64, 64]
 
     def loss(factors: list[float]) -> float:
         section = recipe.long_context.model_copy(update={"long_factor": factors})
@@ -312,3 +315,19 @@ def test_a_candidate_is_worth_what_a_model_with_its_factors_is(tiny_world: World
     for line in (lines[0], lines[-1]):
         assert line["loss"] == pytest.approx(loss(line["factors"]), rel=3e-6)
     assert abs(loss(lines[0]["factors"]) - loss(lines[1]["factors"])) > 1e-5 * lines[0]["loss"]
+
+
+@pytest.mark.usefixtures("tokenising_here")
+def test_documents_that_packs_cut_are_cut_for_the_search(tiny_world: World, tmp_path: Path) -> None:
+    """Of packing concatenate the samples are whole documents, which may be many times as long."""
+    from danlu.language.longrope_search import _documents
+    from danlu.recipe import load
+
+    file = search_recipe(tiny_world, tmp_path / "run")
+    for packing, longest in (("concatenate", 48), ("best-fit", 48)):
+        recipe = load(file, [f"data.packing={packing}", "data.max_length=48"]).recipe
+        documents = _documents(recipe, 32, 2, io.StringIO())
+        assert [len(document.tokens) for document in documents] == [longest] * 2
+        assert all(document.weights[0] == 0 for document in documents)
+    with pytest.raises(DataError, match="the longest held-out document has 89 tokens, and the model was trained at 90"):
+        _documents(load(file, ["data.packing=concatenate", "data.eval=90"]).recipe, 90, 2, io.StringIO())

@@ -387,9 +387,9 @@ def _parameter_counts(run: Run) -> tuple[int, int]:
 def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> str:
     parameters, trained = _parameter_counts(run)
     packs = "" if run.feed.total is None else f", {run.feed.total:,} {reader.items}"
-    counted = parameters_and_trained(parameters, trained)
+    counted, amount = parameters_and_trained(parameters, trained), reader.amount(run.feed.stretches[-1].per_step)
     return (
         f"{placed.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
-        f"{run.cadence.total:,} steps of {reader.amount(run.feed.per_step)} "
+        f"{run.cadence.total:,} steps{', at last' if len(run.feed.stretches) > 1 else ''} of {amount} "
         f"(micro-batches of {run.learner.micro}){packs}"
     )

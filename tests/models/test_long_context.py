@@ -13,7 +13,7 @@ import torch
 from danlu.errors import ModelError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.families import read_config_values
+from danlu.models.families import config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
@@ -160,3 +160,30 @@ def test_factors_are_one_for_each_pair(tiny_values: Callable[[str], dict[str, An
     config = read_config_values(tiny_values("llama-2"))
     with pytest.raises(ModelError, match=r"long_factor: 5 factors, and the model's 12 rotated .* are 6 pairs: give 6"):
         with_long_context(config, LongContext(method="longrope", long_factor=[1.0] * 5), LENGTH)
+
+
+def test_what_the_family_could_not_write_is_refused(tiny_values: Callable[[str], dict[str, Any]]) -> None:
+    phi3 = read_config_values(tiny_values("phi-4"))
+    with pytest.raises(ModelError, match=r"yarn is nothing that a phi3 config.json could say. Use none, ntk, longrope"):
+        with_long_context(phi3, section("yarn"), LENGTH)
+    for method in ("ntk", "longrope"):
+        with_long_context(phi3, section(method), LENGTH)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "olmo3", "smollm3", "phi-4", "mistral", "gemma2"])
+@pytest.mark.parametrize("method", ["linear", "ntk", "yarn", "longrope"])
+def test_every_family_can_say_what_its_model_computes(
+    case: str, method: str, tiny_values: Callable[[str], dict[str, Any]]
+) -> None:
+    config = read_config_values(tiny_values(case) | {"rope_scaling": None, "rope_parameters": None})
+    pairs = next(layer.mixer.rope.dim // 2 for layer in config.layers if layer.mixer.rope is not None)
+    factors = {"long_factor": [2.0] * pairs} if method == "longrope" else {}
+    scaled = LongContext(method=method, original_length=TRAINED, **factors)  # type: ignore[arg-type]
+    if (method == "longrope" and case in ("gemma3", "olmo3")) or (
+        method not in ("ntk", "longrope") and case == "phi-4"
+    ):
+        with pytest.raises(ModelError, match="config.json could say"):
+            with_long_context(config, scaled, LENGTH)
+        return
+    config = with_long_context(config, scaled, LENGTH)
+    assert read_config_values(config_values(config, torch_dtype="float32")) == config

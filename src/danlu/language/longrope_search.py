@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from danlu.data.packed_dataset import cut
 from danlu.data.samples import Samples
 from danlu.errors import DataError
 from danlu.language.learner import DecoderLearner
@@ -147,11 +148,12 @@ class _Judged:
 
 
 def _documents(recipe: Recipe, original: int, wanted: int, stream: TextIO) -> list[Sample]:
-    """The longest held-out documents, of at most data.max_length tokens each, longer than `original`."""
+    """The longest held-out documents that are longer than `original`, each cut to data.max_length tokens."""
     held_out: Samples | None = prepared_data(dataset_spec(recipe), stream).eval
     assert held_out is not None, "the recipe's rules ask for held-out rows"
     order = np.argsort(-held_out.lengths.astype(np.int64), kind="stable")[:wanted]
-    documents = [held_out.sample(int(number)) for number in order]
+    # Of documents that packs cut (concatenate) the samples are whole ones.
+    documents = [cut(held_out.sample(int(number)), 0, recipe.data.max_length) for number in order]
     longer = [document for document in documents if len(document.tokens) > original and document.weights.any()]
     if not longer:
         longest = int(held_out.lengths.max())

@@ -36,10 +36,17 @@ def with_long_context(config: ModelConfig, section: LongContext | None, length: 
     window of attention keep their rotation where the family's layers may differ. Up to the length that the model was
     trained at nothing is scaled, except by LongRoPE, whose factors also follow from each document's own length.
 
-    Raises ModelError for a model that is scaled in another way already, and for factors of another number of pairs.
+    Raises ModelError for a model that is scaled in another way already, for factors of another number of pairs, and for
+    a family whose config.json cannot say the method.
     """
     if section is None or section.method == "none":
         return config
+    possible = FAMILIES[config.family].rope.scalings
+    if section.method != "ntk" and section.method not in possible:
+        raise ModelError(
+            f"long_context.method: {section.method} is nothing that a {config.family} config.json could say. Use "
+            f"{', '.join(('none', 'ntk', *(name for name in _KEPT_BY_METHOD if name in possible)))}"
+        )
     ropes = [layer.mixer.rope for layer in _scaled_layers(config)]
     if not ropes:
         raise ModelError(f"long_context.method: {section.method}, but no layer of the model that sees all is rotated")
