@@ -81,6 +81,9 @@ class Attend(Protocol):
         sinks: Tensor | None = None,  # [H]: scores of one more key each, whose value is zero (gpt-oss)
     ) -> Tensor: ...  # [T, H, W]
 
+    @property
+    def runs(self) -> Any: ...  # `models.recurrent_order.RecurrentRuns`, of the same tokens: for layers with a state
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -88,6 +91,8 @@ class LayerCache:
 
     shapes: tuple[tuple[int, ...], ...]  # of each tensor, without the tokens: keys (K, C) and values (K, C)
     window: int | None  # tokens further back are not looked at again; None: all are
+    states: tuple[tuple[int, ...], ...] = ()
+    """Of each tensor that is kept of a sequence as a whole and changes with its tokens. The last one is float32."""
 
 
 class QuantizedWeight(Protocol):
@@ -245,3 +250,4 @@ class Site:
     layer: int | None
     shape: tuple[int, int]  # (O, I); (V, D) of an embedding
     module: Any
+    turns: int = 1  # how often the parts of a fused tensor take turns, each time with an equal number of their outputs

@@ -46,6 +46,12 @@ CASES: list[tuple[str, Any]] = [
     ("gemma2", sections.Lora(targets=["all-linear", "embed_tokens"])),
     ("tied", sections.Lora(modules_to_save=["embed_tokens"])),
     ("tied", sections.Lora(targets=["all-linear", "lm_head"])),
+    ("qwen3.5", sections.Lora(rank=3)),
+    ("qwen3.5", sections.Lora(rank=2, targets=["gate_proj", "v_proj"])),
+    ("qwen3.5", sections.Dora(rank=2)),
+    ("qwen3.5", sections.Pissa(rank=3)),
+    ("qwen3.5", sections.Vera(rank=3)),
+    ("qwen3.5", sections.Ia3(targets=["attention", "down_proj"], feedforward=["down_proj"])),
     ("llama", sections.Vera(rank=16, modules_to_save=["lm_head"])),
 ]
 
@@ -88,6 +94,7 @@ STARTS_OUT_OF_BASE: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"target_modules": ["qkv_proj", "down_proj"], "init_lora_weights": "olora"}),
     ("gemma2", {"target_modules": "all-linear", "init_lora_weights": "pissa"}),
     ("tied", {"target_modules": ["o_proj", "embed_tokens"], "init_lora_weights": "olora"}),
+    ("qwen3.5", {"target_modules": ["q_proj", "in_proj_qkv", "in_proj_z"], "init_lora_weights": "pissa", "r": 3}),
 ]
 PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target_modules": "all-linear"}),
@@ -104,6 +111,8 @@ PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
     ("phi3", {"target_modules": ["qkv_proj"], "use_dora": True}),
     ("gemma2", {"target_modules": "all-linear"}),
+    ("qwen3.5", {"target_modules": "all-linear", "r": 3}),
+    ("qwen3.5", {"target_modules": ["q_proj", "in_proj_qkv"], "use_dora": True, "r": 3}),
     ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),

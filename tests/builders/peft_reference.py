@@ -19,6 +19,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", "pad_token_id": 0},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
     "tied": {"tie_word_embeddings": True},
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+    },
 }
 """What makes `tiny_config` one of each."""
 TOKENS = torch.randint(0, 64, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))

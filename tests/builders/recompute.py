@@ -32,6 +32,14 @@ BOUNDARIES = (0, 20, 45, 64)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
 }
 ADAPTERS: dict[str, Any] = {

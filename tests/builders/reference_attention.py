@@ -9,6 +9,7 @@ from torch import Tensor
 
 from danlu.layer_types import Keys
 from danlu.models.attend import visible
+from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 from danlu.types import Branch
 
 BOUNDARIES = (0, 5, 6, 23, 40)
@@ -44,6 +45,12 @@ class ReferenceAttention:
     ) -> Tensor:
         k, v = keys.expanded()
         return masked_attention(q, k, v, self.mask(window, q.device), scale=scale, softcap=softcap, sinks=sinks)
+
+    @property
+    def runs(self) -> RecurrentRuns:
+        """How layers with a state go through the pack."""
+        boundaries = [0, *(branch.start for branch in self.trees if branch.parent < 0), self.trees[-1].stop]
+        return RecurrentRuns(RecurrentOrder(sorted(set(boundaries)), self.trees))
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
         """[T, T] bool: a query sees what is on its path, up to itself and no further back than the window."""

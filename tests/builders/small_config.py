@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Dense, Heads, LayerSpec
+from danlu.models.layer_spec import Delta, Dense, Heads, LayerSpec
 from danlu.models.rope_config import Rope, RopeScaling
 
 SMALL: dict[str, Any] = {
@@ -28,11 +28,13 @@ def small_config(
     windows: tuple[int | None, ...] = (),
     rope_scaling: RopeScaling | None = None,
     rope_theta: float = 10_000.0,
+    deltas: tuple[int, ...] = (),
     **changes: Any,
 ) -> ModelConfig:
     """A Llama of two layers of width 32 with 4 query heads of width 8 on 2 key/value heads.
 
-    windows: of each layer; by default none has one. changes: fields of ModelConfig, LayerSpec, Heads and Dense.
+    windows: of each layer; by default none has one. deltas: layers that have linear attention.
+    changes: fields of ModelConfig, LayerSpec, Heads and Dense.
     """
     values = SMALL | changes
     rope = Rope(rope_theta, values["head_dim"], values["max_position_embeddings"], rope_scaling)
@@ -47,5 +49,9 @@ def small_config(
     specs = tuple(
         LayerSpec(Heads(**given(Heads), rope=rope, window=window), feed, **given(LayerSpec))
         for window in windows or (None,) * layers
+    )
+    specs = tuple(
+        replace(spec, mixer=Delta(heads=4, key_heads=2, key_dim=8, value_dim=6)) if number in deltas else spec
+        for number, spec in enumerate(specs)
     )
     return ModelConfig(**given(ModelConfig), layers=specs)

@@ -40,7 +40,7 @@ def twin(values: dict[str, Any], folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name or "bias" in name else 0.15))
-            if "norm" in name and not values["model_type"].startswith("gemma"):
+            if "norm" in name and not values["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next")):
                 parameter.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -111,6 +111,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"sliding_window": 9}),
     ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
     ("smollm3-windows", {"use_sliding_window": False}),
+    ("qwen3.5", {"rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
+    ("qwen3.5-tied", {"rms_norm_eps": 1e-2}),
     ("ministral3", {"rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.0, "mscale": 1.0}}),
     ("granite", {"attention_multiplier": 0.3}),
     ("granite", {"embedding_multiplier": 1.0}),

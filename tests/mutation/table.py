@@ -135,6 +135,49 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- models
     Mutation(
+        "models/delta_rule.py",
+        "grad_log_decay[:, -1] += written.sum(-1) + last",
+        "grad_log_decay[:, -1] += written.sum(-1)",
+        "models/test_delta_rule.py",
+    ),
+    Mutation(
+        "models/delta_rule.py",
+        "cut.masked_fill_(chunks.fill[:, None, :, None], 0)",
+        "pass",
+        "models/test_delta_rule.py",
+    ),
+    Mutation(
+        "models/recurrent_order.py",
+        "is_last = None if len(last) == len(level) else",
+        "is_last = None if last else",
+        "models/test_delta_rule.py",
+    ),
+    Mutation(
+        "models/causal_conv.py",
+        "grad_x.index_add_(0, tokens, grad_rows.index_select(0, of_rows))",
+        "pass",
+        "models/test_causal_conv.py",
+    ),
+    Mutation(
+        "rollout/scheduler.py",
+        "self._state_copies.append((parent.slot, child.slot))",
+        "pass",
+        "rollout/test_state_pool.py",
+    ),
+    Mutation(
+        "rollout/state_pool.py",
+        "each.index_fill_(0, beginning, 0)",
+        "pass",
+        "rollout/test_state_pool.py",
+    ),
+    Mutation(
+        "adapters/hf_layers.py",
+        "turns = self.parts[0].turns",
+        "turns = 1",
+        "adapters/test_peft_folder.py",
+        "qwen3",
+    ),
+    Mutation(
         "models/hf_parts.py", "values[self.axis] *= self.stride", "values[self.axis] *= 1", "models/test_hf_parts.py"
     ),
     Mutation("models/hf_layout.py", "at[0] = each", "at[0] = 0", "models/test_hf_parts.py"),

@@ -19,6 +19,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.families import config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
+from danlu.models.layer_spec import Heads
 from danlu.models.loading import build
 from danlu.models.loading import load as load_model
 from danlu.parallel.layout import Layout, problems
@@ -88,6 +89,15 @@ LARGE: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 32000,
     },
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 248320,
+    },
     "phi3": {
         "model_type": "phi3",
         "hidden_size": 3072,
@@ -149,12 +159,14 @@ def test_what_decides_how_it_is_cut_is_kept(name: str, layout: Layout, quantized
     assert small.parameter_count() < 3_000_000 < 100 * 3_000_000 < large.parameter_count()
     degree = layout.tensor * layout.data
     assert small.vocab_size % degree == large.vocab_size % degree
-    mine, its = small.layers[0].mixer, large.layers[0].mixer
+    mine, its = (
+        next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Heads)) for config in (small, large)
+    )
     assert (mine.kv_heads < layout.tensor) == (its.kv_heads < layout.tensor)
     assert (its.heads // its.kv_heads) % (mine.heads // mine.kv_heads) == 0
     for kept in ("family", "tie_word_embeddings", "norm_offset"):
         assert getattr(small, kept) == getattr(large, kept)
-    sizes = {"heads", "kv_heads", "head_dim", "rope", "scale", "window"}
+    sizes = {"heads", "kv_heads", "head_dim", "rope", "scale", "window", "key_heads", "key_dim", "value_dim"}
     differences = {f"mixer.{name}" for name in sizes} | {"feed.intermediate_size"}
     assert set(small.layers[0].differences(large.layers[0])) <= differences
     windows = {layer.mixer.window for layer in small.layers}

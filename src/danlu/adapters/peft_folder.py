@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from danlu import __version__
 from danlu.adapters.adapter_config import CONFIG, DANLU, TASK_TYPES, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
+from danlu.adapters.hf_layers import HFLayer
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
@@ -236,7 +237,7 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
             "quantized here, so its value is another. Leave out `quantization`, or merge the adapter into the base "
             "(`danlu merge`) and quantize the result"
         )
-    return torch.cat([part for part in parts if part is not None])
+    return HFLayer(module, tuple(sites)).assembled([part for part in parts if part is not None])
 
 
 def _trained_copies(adapters: AdapterSet, added: AddedAdapter) -> tuple[list[str], dict[str, Tensor]]:

@@ -245,7 +245,7 @@ def _layer_factors(layer: HFLayer, modules: Mapping[str, nn.Module]) -> Factors:
         if (part := by_site.get(site.name)) is not None:
             b[rows, column : column + part.rank] = part.b * (part.scale / scale)
             column += part.rank
-    return Factors(a, b, scale, torch.cat(magnitudes) if magnitudes else None)
+    return Factors(a, b, scale, layer.assembled(magnitudes) if magnitudes else None)
 
 
 def _site_factors(module: nn.Module) -> Factors:

@@ -31,6 +31,11 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
         if unused := unmatched(sites, getattr(section, key, {})):
             raise RecipeError(f"adapter.{key}: {unused[0]!r} matches no layer of this model")
     chosen = select(sites, targets_of(section))
+    if isinstance(section, sections.Prefix) and any(site.name.endswith(".attention.a_proj") for site in sites):
+        raise RecipeError(
+            "adapter.kind: prefix stands in the place of keys and values of tokens, which this model's linear "
+            "attention do not keep. Use another kind"
+        )
     for site in chosen:
         _check_kind(site, section)
         if isinstance(section, sections.LowRank) and check_ranks:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.dropout import Dropout
-from danlu.adapters.hf_layers import HFLayer, adapted_layers, hf_layers
+from danlu.adapters.hf_layers import HFLayer, Rows, adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.errors import ModelError
 from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
@@ -65,7 +65,7 @@ class Vera(Adapter):
     def __init__(
         self,
         projection: Projection,
-        rows: slice,
+        rows: Rows,
         inputs: int,
         dropout: Dropout,
         *,
@@ -78,7 +78,7 @@ class Vera(Adapter):
         self.rows = rows
         self.dropout = dropout
         self.vera_lambda_d = nn.Parameter(a.new_full((len(a),), initial_d)) if lambda_d is None else lambda_d
-        self.vera_lambda_b = nn.Parameter(b.new_zeros(rows.stop - rows.start))
+        self.vera_lambda_b = nn.Parameter(b.new_zeros(len(b[:, 0][rows])))
         self.projection = projection
 
     @property
@@ -96,8 +96,11 @@ class Vera(Adapter):
         return {"vera_lambda_b": ("outputs",)}
 
     def narrow(self, shard: LinearShard) -> None:
-        first = self.rows.start
-        self.rows = slice(first + shard.outputs.start, first + shard.outputs.stop)
+        if isinstance(self.rows, slice):
+            first = self.rows.start
+            self.rows = slice(first + shard.outputs.start, first + shard.outputs.stop)
+        else:
+            self.rows = self.rows[shard.outputs]
         self.columns = shard.inputs
         self.dropout.first_feature = shard.inputs.start
 

@@ -9,21 +9,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.errors import ModelError
 from danlu.layer_types import Absorb, Keys
 from danlu.models.attention_kernels import FlashWithSinks, Kernels, copy_to, documents_mask, kernels_of
 from danlu.models.block_attention import BlockAttention, BlockSettings
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
+from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 from danlu.models.segments import Document, Segment, documents_of
 from danlu.types import Batch, Branch
 
 # Rows of a long branch that one call of torch's kernel takes: it needs a mask, and looks at all of it.
 BRANCH_ROWS = 512
+NOT_EXACT = (
+    "numerics: exact does not hold for linear attention: its state sums tokens in chunks in training and one by one in "
+    "decoding, which rounds differently. Use numerics: fast"
+)
 
 
 class PackedAttention:
@@ -48,6 +55,12 @@ class PackedAttention:
         self._dealt: dict[tuple[Any, ...], list[_Part]] = {}  # see `_parts`
         self._masks: dict[int | None, Any] = {}  # by window, for flex attention
         self._branch_mask: Tensor | None = None  # see `_mask_of_branches`
+        self._trees = trees
+
+    @cached_property
+    def runs(self) -> RecurrentRuns:
+        """How layers with a state go through the pack."""
+        return RecurrentRuns(RecurrentOrder(self.boundaries, self._trees))
 
     def __call__(
         self,
@@ -153,6 +166,11 @@ class BlockwiseAttention:
     def __init__(self, boundaries: tuple[int, ...], trees: tuple[Branch, ...] = ()) -> None:
         self._packed = PackedAttention(boundaries, trees)
         self._queries: BlockwiseQueries | None = None
+
+    @property
+    def runs(self) -> RecurrentRuns:
+        """Raises ModelError."""
+        raise ModelError(NOT_EXACT)
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from danlu.errors import ModelError
 from danlu.models.layer_spec import MAXIMUMS as LAYER_MAXIMUMS
-from danlu.models.layer_spec import Experts, LayerSpec, Shapes, check_sizes
+from danlu.models.layer_spec import Delta, Experts, LayerSpec, Shapes, check_sizes
 from danlu.models.rope_config import Rope
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
@@ -82,6 +82,11 @@ class ModelConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of its layers that differ from each other, in the order in which they first occur."""
         return tuple(dict.fromkeys(kind.mixer.rope for kind in self.kinds if kind.mixer.rope is not None))
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of a sequence as a whole, which tokens change and cannot be taken from."""
+        return any(isinstance(kind.mixer, Delta) for kind in self.kinds)
 
     @property
     def rotates_by_length(self) -> bool:

@@ -21,7 +21,8 @@ from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.config import ModelConfig
 from danlu.models.experts import MoE, leave_experts_uncompiled
-from danlu.models.layer_spec import Experts
+from danlu.models.gated_delta_net import GatedDeltaNet, leave_recurrence_uncompiled
+from danlu.models.layer_spec import Delta, Experts, Mixer
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.rope import Rotation, rotary_tables
@@ -62,7 +63,7 @@ class Layer(nn.Module):
         spec = config.layers[layer]
         before, behind = spec.norms != "post", spec.norms != "pre"
         self.attention_norm = RMSNorm(config.hidden_size, config) if before else None
-        self.attention = Attention(config, spec.mixer, layer)
+        self.attention = mixer_of(config, spec.mixer, layer)
         self.post_attention_norm = RMSNorm(config.hidden_size, config) if behind else None
         self.mlp_norm = RMSNorm(config.hidden_size, config) if before else None
         self.mlp = MoE(config, spec.feed) if isinstance(spec.feed, Experts) else MLP(config, spec.feed)
@@ -91,6 +92,11 @@ class Layer(nn.Module):
     def _join(self, x: Tensor, branch: Tensor) -> Tensor:
         """The residual stream behind a half."""
         return x + branch if self.multiplier == 1.0 else x + branch * self.multiplier
+
+
+def mixer_of(config: ModelConfig, spec: Mixer, layer: int) -> AttentionSublayer:
+    """What mixes a layer's tokens."""
+    return GatedDeltaNet(config, spec, layer) if isinstance(spec, Delta) else Attention(config, spec, layer)
 
 
 class Decoder(nn.Module):
@@ -126,6 +132,7 @@ class Decoder(nn.Module):
     def compiled(self) -> Callable[..., Tensor]:
         """`forward` under torch.compile, except attention and experts: documents and routes of each pack differ."""
         leave_attention_uncompiled()
+        leave_recurrence_uncompiled()
         leave_experts_uncompiled()
         return torch.compile(self, dynamic=True)
 

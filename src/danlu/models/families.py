@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
-from danlu.models import family_experts, family_layers
+from danlu.models import family_experts, family_layers, family_linear
 from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.family import (
     ARCHITECTURE_ENDINGS,
@@ -25,6 +25,7 @@ from danlu.models.family import (
 )
 from danlu.models.hf_rope import write_rope
 from danlu.models.hf_values import HFValues
+from danlu.models.layer_spec import Heads
 from danlu.models.multimodal import MULTIMODAL, text_values
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
@@ -101,6 +102,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     """
     config = replace(config, multimodal=None)
     family, first = FAMILIES[config.family], config.layers[0]
+    heads = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Heads))
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
@@ -111,13 +113,13 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": first.feed.intermediate_size,
         "num_hidden_layers": len(config.layers),
-        "num_attention_heads": first.mixer.heads,
-        "num_key_value_heads": first.mixer.kv_heads,
-        "head_dim": first.mixer.head_dim,
+        "num_attention_heads": heads.heads,
+        "num_key_value_heads": heads.kv_heads,
+        "head_dim": heads.head_dim,
         "hidden_act": HF_ACTIVATIONS.get(first.feed.activation, "silu"),
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        **(write_rope(config.ropes[0], first.mixer.head_dim) if config.ropes else {}),
+        **(write_rope(config.ropes[0], heads.head_dim) if config.ropes else {}),
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -441,6 +443,28 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
     ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5Moe",
+        architectures={"sequence-classification": None, "token-classification": None},
+        has_experts=True,
+        read=family_linear.read_qwen3_5_moe,
+        write=family_linear.write_qwen3_5_moe,
+        modules=family_linear.GATED_HEADS_MODULES,
+        linear_modules=family_linear.QWEN3_5_DELTA_MODULES,
+        defaults={**_COMMON, **family_linear.DEFAULTS, **family_linear.QWEN3_5_MOE_DEFAULTS},
+    ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5",
+        architectures={
+            "sequence-classification": "Qwen3_5TextForSequenceClassification",
+            "token-classification": None,
+        },
+        read=family_linear.read_linear,
+        write=family_linear.write_linear,
+        modules=family_linear.GATED_HEADS_MODULES,
+        linear_modules=family_linear.QWEN3_5_DELTA_MODULES,
+        defaults={**_COMMON, **family_linear.DEFAULTS},
+    ),
     "qwen3_moe": Family(
         architecture="Qwen3Moe",
         has_experts=True,
@@ -453,6 +477,20 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 32768,
             "num_experts_per_tok": 8,
             "sliding_window": 4096,
+        },
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3Next",
+        has_experts=True,
+        read=family_linear.read_linear_moe,
+        write=family_linear.write_linear_moe,
+        modules=family_linear.GATED_HEADS_MODULES,
+        linear_modules=family_linear.QWEN3_NEXT_DELTA_MODULES,
+        defaults={
+            **_COMMON,
+            **family_linear.DEFAULTS,
+            **family_linear.QWEN3_NEXT_DEFAULTS,
+            "num_key_value_heads": 2,
         },
     ),
     "smollm3": Family(

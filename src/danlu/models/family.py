@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.models.config import ModelConfig
 from danlu.models.hf_rope import RopeRules, read_rope
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import Activation, Dense, Heads, LayerSpec, check_sizes
+from danlu.models.layer_spec import Activation, Delta, Dense, Heads, LayerSpec, check_sizes
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task
@@ -88,17 +88,25 @@ class Family:
     defaults: Mapping[str, Any]
     """What transformers (5.23) takes for absent keys. A key/value head count is always asked for where it guesses."""
     modules: Mapping[str, str | Stored] = field(default_factory=lambda: LLAMA_MODULES)
+    linear_modules: Mapping[str, str | Stored] | None = None
+    """What `modules` is for layers with linear attention."""
     rope: RopeRules = field(default_factory=RopeRules)
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""
     has_experts: bool = False
     architectures: Mapping[Task, str | None] = field(default_factory=dict)
     """Classes of transformers by task that are not called by `architecture`; None: it has none."""
-
     has_mtp: bool = False
     """Whether folders may hold layers that predict further tokens (MTP), behind the last layer or under `mtp.`."""
     mtp_keys: Sequence[str] = ()
     """The keys of config.json that tell of them."""
+
+    def modules_of(self, layer: LayerSpec) -> Mapping[str, str | Stored]:
+        """Modules inside a layer, here -> on disk."""
+        if not isinstance(layer.mixer, Delta):
+            return self.modules
+        assert self.linear_modules is not None, f"{self.architecture} has no linear attention"
+        return self.linear_modules
 
     def architecture_of(self, task: Task) -> str | None:
         """The class of transformers that loads it for a task; None where there is none."""
@@ -132,7 +140,7 @@ def windows_by_type(hf: HFValues, layers: int) -> tuple[int | None, ...]:
 
 def with_windows(plain: LayerSpec, windows: Sequence[int | None], **mixer: Any) -> dict[str, Any]:
     """Layers that are alike but for their windows; mixer: what else is not as in `plain`."""
-    return {"layers": tuple(replace(plain, mixer=replace(plain.mixer, window=each, **mixer)) for each in windows)}
+    return {"layers": tuple(replace(plain, mixer=replace(plain.attention, window=each, **mixer)) for each in windows)}
 
 
 def windows_of(config: ModelConfig) -> list[int | None]:

@@ -129,14 +129,28 @@ def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen2_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    experts = replace(
-        _qwen_experts(hf, plain),
+    windows = _qwen2_moe_windows(hf, layers)
+    plain_layers = with_windows(plain, windows, qkv_bias=hf.flag("qkv_bias"))["layers"]
+    return {"layers": with_feeds(plain_layers, sparse_layers(hf, plain, gated_shared_experts(hf, plain), layers))}
+
+
+def gated_shared_experts(hf: HFValues, plain: LayerSpec) -> Experts:
+    """Experts of Qwen's later models: beside those of the router one that all tokens go through, with a gate."""
+    return replace(
+        qwen_experts(hf, plain),
         shared=Dense(hf.integer("shared_expert_intermediate_size"), plain.feed.activation),
         shared_gate=True,
     )
-    windows = _qwen2_moe_windows(hf, layers)
-    plain_layers = with_windows(plain, windows, qkv_bias=hf.flag("qkv_bias"))["layers"]
-    return {"layers": with_feeds(plain_layers, _sparse_layers(hf, plain, experts, layers))}
+
+
+def gated_shared_keys(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `gated_shared_experts`, and of which layers have them."""
+    experts = experts_of(config)
+    return {
+        **qwen_keys(config),
+        "num_experts": experts.num_experts,
+        "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.intermediate_size,
+    }
 
 
 def _qwen2_moe_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
@@ -148,27 +162,20 @@ def _qwen2_moe_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
 
 
 def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
-    experts = experts_of(config)
-    return {
-        **write_qwen2(config),
-        **_qwen_keys(config),
-        "qkv_bias": config.layers[0].mixer.qkv_bias,
-        "num_experts": experts.num_experts,
-        "shared_expert_intermediate_size": None if experts.shared is None else experts.shared.intermediate_size,
-    }
+    return {**write_qwen2(config), **gated_shared_keys(config), "qkv_bias": config.layers[0].attention.qkv_bias}
 
 
 def read_qwen3_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     biased = hf.flag("attention_bias")
     window = hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
     plain_layers = with_windows(plain, [window] * layers, qkv_bias=biased, o_bias=biased, qk_norm="head")["layers"]
-    return {"layers": with_feeds(plain_layers, _sparse_layers(hf, plain, _qwen_experts(hf, plain), layers))}
+    return {"layers": with_feeds(plain_layers, sparse_layers(hf, plain, qwen_experts(hf, plain), layers))}
 
 
 def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    first = config.layers[0].mixer
+    first = config.layers[0].attention
     return {
-        **_qwen_keys(config),
+        **qwen_keys(config),
         "num_experts": experts_of(config).num_experts,
         "attention_bias": first.qkv_bias,
         "use_sliding_window": first.window is not None,
@@ -176,7 +183,7 @@ def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _qwen_experts(hf: HFValues, plain: LayerSpec) -> Experts:
+def qwen_experts(hf: HFValues, plain: LayerSpec) -> Experts:
     return Experts(
         num_experts=num_experts(hf),
         top_k=hf.integer("num_experts_per_tok"),
@@ -186,7 +193,7 @@ def _qwen_experts(hf: HFValues, plain: LayerSpec) -> Experts:
     )
 
 
-def _sparse_layers(hf: HFValues, plain: LayerSpec, experts: Experts, layers: int) -> list[Dense | Experts]:
+def sparse_layers(hf: HFValues, plain: LayerSpec, experts: Experts, layers: int) -> list[Dense | Experts]:
     """The feed-forward network of each layer: of each `decoder_sparse_step`-th experts, but for `mlp_only_layers`."""
     step, dense = hf.integer("decoder_sparse_step"), hf.raw("mlp_only_layers") or []
     if step < 1:
@@ -201,7 +208,7 @@ def _sparse_layers(hf: HFValues, plain: LayerSpec, experts: Experts, layers: int
     return feeds
 
 
-def _qwen_keys(config: ModelConfig) -> dict[str, Any]:
+def qwen_keys(config: ModelConfig) -> dict[str, Any]:
     experts = experts_of(config)
     return {
         "num_experts_per_tok": experts.top_k,
@@ -225,7 +232,7 @@ def read_olmoe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 def write_olmoe(config: ModelConfig) -> dict[str, Any]:
     experts = experts_of(config)
     return {
-        "attention_bias": config.layers[0].mixer.qkv_bias,
+        "attention_bias": config.layers[0].attention.qkv_bias,
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
         "norm_topk_prob": experts.router.normalise,
@@ -258,7 +265,7 @@ def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     assert isinstance(activation, ClampedSwiGLU), "gpt_oss has no other"
     return {
         **_mixtral_keys(config),
-        "attention_bias": config.layers[0].mixer.qkv_bias,
+        "attention_bias": config.layers[0].attention.qkv_bias,
         "sliding_window": one_window(config),
         "layer_types": layer_types_of(config),
         "swiglu_alpha": activation.alpha,
@@ -342,5 +349,5 @@ def read_glm4_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]
 
 
 def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
-    first = config.layers[0].mixer
+    first = config.layers[0].attention
     return {**deepseek_keys(config), "attention_bias": first.qkv_bias, "use_qk_norm": first.qk_norm is not None}

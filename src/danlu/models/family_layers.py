@@ -35,7 +35,7 @@ def read_llama(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 
 def write_llama(config: ModelConfig) -> dict[str, Any]:
     first = config.layers[0]
-    return {"attention_bias": first.mixer.qkv_bias, "mlp_bias": first.feed.bias}
+    return {"attention_bias": first.attention.qkv_bias, "mlp_bias": first.feed.bias}
 
 
 def read_windowed(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def read_qwen3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.layers[0].mixer.qkv_bias, **write_qwen2(config)}
+    return {"attention_bias": config.layers[0].attention.qkv_bias, **write_qwen2(config)}
 
 
 def read_gemma2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def read_gemma2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
     first = config.layers[0]
     return {
-        "attention_bias": first.mixer.qkv_bias,
+        "attention_bias": first.attention.qkv_bias,
         "hidden_activation": HF_ACTIVATIONS[first.feed.activation],
         "sliding_window": one_window(config),
         "layer_types": layer_types_of(config),
-        "attn_logit_softcapping": first.mixer.softcap,
+        "attn_logit_softcapping": first.attention.softcap,
         "final_logit_softcapping": config.final_softcap,
         "query_pre_attn_scalar": _query_pre_attn_scalar(config),
     }
@@ -132,7 +132,7 @@ def _gemma_scale(hf: HFValues) -> float:
 
 def _query_pre_attn_scalar(config: ModelConfig) -> float:
     """Of whose root attention's scale is one over; transformers 5 wants an integer where it is one."""
-    scalar = round(config.layers[0].mixer.attention_scale ** -2, 9)
+    scalar = round(config.layers[0].attention.attention_scale ** -2, 9)
     return int(scalar) if scalar == int(scalar) else scalar
 
 
@@ -148,7 +148,7 @@ def read_gemma3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     if every < 1:
         raise hf.error("sliding_window_pattern", f"{every} is no number of layers")
     repeated = [window if (layer + 1) % every else None for layer in range(layers)]
-    ropes = read_ropes_by_type(hf, plain.mixer.head_dim, GEMMA3_ROPE, local_theta=_GEMMA3_LOCAL_THETA)
+    ropes = read_ropes_by_type(hf, plain.attention.head_dim, GEMMA3_ROPE, local_theta=_GEMMA3_LOCAL_THETA)
     feed = replace(plain.feed, activation=activation_of(hf, "hidden_activation"))
     return {
         "layers": _with_ropes(
@@ -169,11 +169,11 @@ def read_gemma3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     first, (full, sliding) = config.layers[0], _ropes_by_type(config)
     local_key, local_theta = _GEMMA3_LOCAL_THETA
-    written = {} if full is None else write_rope(full, first.mixer.head_dim)
+    written = {} if full is None else write_rope(full, first.attention.head_dim)
     return {
         **written,
         local_key: local_theta if sliding is None else sliding.theta,
-        "attention_bias": first.mixer.qkv_bias,
+        "attention_bias": first.attention.qkv_bias,
         "hidden_activation": HF_ACTIVATIONS[first.feed.activation],
         "sliding_window": one_window(config),
         "layer_types": layer_types_of(config),
@@ -188,7 +188,7 @@ def _with_ropes(
     """Layers whose rotary embedding goes by whether they have a window. ropes: of `read_ropes_by_type`."""
     kinds = {windowed: ropes["sliding_attention" if windowed else "full_attention"] for windowed in (False, True)}
     return tuple(
-        replace(plain, mixer=replace(plain.mixer, window=window, rope=kinds[window is not None], **mixer))
+        replace(plain, mixer=replace(plain.attention, window=window, rope=kinds[window is not None], **mixer))
         for window in windows
     )
 
@@ -206,7 +206,7 @@ def read_olmo2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 
 
 def write_olmo2(config: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": config.layers[0].mixer.qkv_bias}
+    return {"attention_bias": config.layers[0].attention.qkv_bias}
 
 
 OLMO3_ROPE = RopeRules(("linear", "dynamic", "llama3", "yarn"), theta=500_000.0)
@@ -217,7 +217,7 @@ def read_olmo3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     if "rope_theta" in hf and hf.number("rope_theta") != OLMO3_ROPE.theta:
         # transformers 4 turns all layers by it, transformers 5 only those without a window.
         raise hf.error("rope_theta", "is ambiguous for this family; say it for each type of layer in rope_parameters")
-    ropes = read_ropes_by_type(hf, plain.mixer.head_dim, OLMO3_ROPE, local_theta=("rope_theta", OLMO3_ROPE.theta))
+    ropes = read_ropes_by_type(hf, plain.attention.head_dim, OLMO3_ROPE, local_theta=("rope_theta", OLMO3_ROPE.theta))
     repeated = [window if (layer + 1) % 4 else None for layer in range(layers)]
     windows = windows_by_type(hf, layers) if "layer_types" in hf else repeated
     plain = replace(plain, norms="post")
@@ -226,14 +226,14 @@ def read_olmo3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 
 def write_olmo3(config: ModelConfig) -> dict[str, Any]:
     full, sliding = _ropes_by_type(config)
-    head_dim = config.layers[0].mixer.head_dim
+    head_dim = config.layers[0].attention.head_dim
     by_type = {"full_attention": full, "sliding_attention": sliding}
     given = {kind: write_rope_parameters(rope, head_dim) for kind, rope in by_type.items() if rope is not None}
     return {
         "rope_theta": None,
         "rope_scaling": None,
         "rope_parameters": given,
-        "attention_bias": config.layers[0].mixer.qkv_bias,
+        "attention_bias": config.layers[0].attention.qkv_bias,
         "sliding_window": one_window(config),
         "layer_types": layer_types_of(config),
     }
@@ -260,7 +260,7 @@ def read_smollm3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     all_rotated: tuple[LayerSpec, ...] = with_windows(plain, windows, qkv_bias=biased, o_bias=biased)["layers"]
     return {
         "layers": tuple(
-            layer if turned else replace(layer, mixer=replace(layer.mixer, rope=None))
+            layer if turned else replace(layer, mixer=replace(layer.attention, rope=None))
             for layer, turned in zip(all_rotated, rotated, strict=False)
         )
     }
@@ -302,7 +302,7 @@ def read_ministral3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, An
 
 
 def write_ministral3(config: ModelConfig) -> dict[str, Any]:
-    mixer = config.layers[0].mixer
+    mixer = config.layers[0].attention
     written = {} if mixer.rope is None else write_rope_parameters(mixer.rope, mixer.head_dim)
     return {"rope_theta": None, "rope_scaling": None, "rope_parameters": written, **write_windowed(config)}
 
@@ -314,7 +314,7 @@ def read_granite(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     llama = read_llama(hf, plain, layers)["layers"]
     scale = hf.number("attention_multiplier")
     return {
-        "layers": tuple(replace(layer, mixer=replace(layer.mixer, scale=scale)) for layer in llama),
+        "layers": tuple(replace(layer, mixer=replace(layer.attention, scale=scale)) for layer in llama),
         "embedding_multiplier": hf.number("embedding_multiplier"),
         "residual_multiplier": hf.number("residual_multiplier"),
         "logits_divisor": divisor,
@@ -324,7 +324,7 @@ def read_granite(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 def write_granite(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_llama(config),
-        "attention_multiplier": config.layers[0].mixer.attention_scale,
+        "attention_multiplier": config.layers[0].attention.attention_scale,
         "embedding_multiplier": config.embedding_multiplier,
         "residual_multiplier": config.residual_multiplier,
         "logits_scaling": config.logits_divisor,

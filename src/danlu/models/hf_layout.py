@@ -27,7 +27,6 @@ def hf_tensors(config: ModelConfig) -> list[HFTensor]:
     """The tensors of this model's folder, in the order of the forward pass; those of experts one expert after the
     other. A tied head is not stored.
     """
-    modules = FAMILIES[config.family].modules
     shapes = parameter_shapes(config)
     sharing: dict[str, list[str]] = {}
     for name in shapes:
@@ -37,7 +36,7 @@ def hf_tensors(config: ModelConfig) -> list[HFTensor]:
     for number, (name, parameters) in enumerate(sharing.items()):
         stored, turns = Stored(name), 1
         first, *path = parameters[0].split(".")
-        if first == "layers" and not isinstance(entry := _entry(path[1:], modules)[0], str):
+        if first == "layers" and not isinstance(entry := _entry(path[1:], _modules(config, path[0]))[0], str):
             stored, turns = entry, entry.turns(config.layers[int(path[0])])
         own = {parameter: shapes[parameter] for parameter in parameters}
         before, is_by_expert, _ = name.partition("*")
@@ -112,7 +111,10 @@ def config_sites(config: ModelConfig) -> list[Site]:
         first, *rest = name.split(".")
         is_linear = kind == "weight" and len(sides) == 2 and not name.endswith(".router")
         if first == "layers" and is_linear:
-            sites.append(Site(name, hf_name(name, config), rest[1], int(rest[0]), (sides[0], sides[1]), None))
+            stored = _entry(rest[1:], _modules(config, rest[0]))[0]
+            turns = 1 if isinstance(stored, str) else stored.turns(config.layers[int(rest[0])])
+            index, outputs_inputs = int(rest[0]), (sides[0], sides[1])
+            sites.append(Site(name, hf_name(name, config), rest[1], index, outputs_inputs, None, turns))
     if config.task != "causal-lm":
         return sites
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
@@ -129,8 +131,12 @@ def hf_name(parameter: str, config: ModelConfig) -> str:
     if head != "layers":
         return parameter if head == "lm_head" else f"{prefix}.{parameter}"
     index, *path = rest
-    entry, cut = _entry(path, FAMILIES[config.family].modules)
+    entry, cut = _entry(path, _modules(config, index))
     return ".".join((prefix, "layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))
+
+
+def _modules(config: ModelConfig, index: str) -> Mapping[str, str | Stored]:
+    return FAMILIES[config.family].modules_of(config.layers[int(index)])
 
 
 def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:

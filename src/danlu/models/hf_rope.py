@@ -25,6 +25,8 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
+# How positions in images are dealt to features; those of a text are the same along each of them.
+_NOT_OF_SCALING |= {"mrope_section", "mrope_interleaved"}
 _TYPES = ("full_attention", "sliding_attention")
 _TEMPERATURE = "llama_4_scaling_beta"
 

@@ -12,10 +12,13 @@ embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, 
                                there would start with logits of std sqrt(D)
 norms                          scale one (Gemma stores zero, the difference from one)
 biases                         zero
+convolutions over time         uniform, up to 1 / sqrt(tokens they see)
+decay of linear attention      A uniform from 0 to 16; softplus(dt_bias) log-uniform from 0.001 to 0.1
 =============================  =====================================================
 
 The paper reaches the large shortcut by multiplying embeddings by sqrt(D); Llama-shaped models have no such multiplier,
-so an untied embedding carries the scale itself. A tied one cannot, and keeps the paper's small shortcut.
+so an untied embedding carries the scale itself. A tied one cannot, and keeps the paper's small shortcut. Linear
+attention begins as in flash-linear-attention: its heads forget at rates of all magnitudes.
 """
 
 from __future__ import annotations
@@ -46,6 +49,12 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
     A parameter is drawn whole, for its box depends on the elements before it; of stacked experts each by itself, so
     that no process draws experts of others.
     """
+    module, kind = name.split(".")[-2:]
+    if module.endswith("conv1d") or kind in ("A_log", "dt_bias"):
+        uniform = torch.rand(box.global_shape, generator=named_generator(seed, name))
+        return box.view_of(_of_linear_attention(kind, uniform))
+    if module == "o_norm":  # of what linear attention says: its weight is no difference from the model's offset
+        return torch.ones(box.sizes)
     std = _initial_std(config, name)
     if std is None:
         return torch.full(box.sizes, 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0)
@@ -57,6 +66,16 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
         matrix.normal_(std=std, generator=named_generator(seed, f"{name}[{expert}]"))
         values[index] = matrix[box.slices[1:]]
     return values
+
+
+def _of_linear_attention(kind: str, uniform: Tensor) -> Tensor:
+    """First values of a convolution [F, 1, W], or of what decay follows from [H], of numbers from 0 to 1."""
+    if kind == "A_log":
+        return (uniform * 16).clamp_(min=1e-2).log_()  # zero would have no logarithm
+    if kind == "dt_bias":
+        step = (uniform * math.log(100) + math.log(1e-3)).exp_()
+        return step + torch.log(-torch.expm1(-step))  # softplus of which is the step
+    return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:

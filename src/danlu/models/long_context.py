@@ -59,7 +59,7 @@ def with_long_context(config: ModelConfig, section: LongContext | None, length: 
         if rope is None:
             return layer
         scaled = by_rope[rope] if _is_scaled(layer, config) else replace(rope, max_position_embeddings=positions)
-        return replace(layer, mixer=replace(layer.mixer, rope=scaled))
+        return replace(layer, mixer=replace(layer.attention, rope=scaled))
 
     return replace(config.with_layers(changed), max_position_embeddings=positions)
 

@@ -132,16 +132,17 @@ class GroupedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x [.., width] -> x / sqrt(mean(x^2) + eps) * (weight + offset), in x's dtype; `offset` is 1 in Gemma, else 0.
+    """x [.., width] -> x / sqrt(mean(x^2) + eps) * (weight + offset), in x's dtype.
 
-    Where its features are cut over processes, `shard` says so: the mean is over those of all processes.
+    offset: the model's by default, which is 1 in Gemma. Where its features are cut over processes, `shard` says so: the
+    mean is over those of all processes.
     """
 
-    def __init__(self, width: int, config: ModelConfig) -> None:
+    def __init__(self, width: int, config: ModelConfig, *, offset: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = config.rms_norm_eps
-        self.offset = config.norm_offset
+        self.offset = config.norm_offset if offset is None else offset
         self.shard: NormShard | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -167,6 +168,30 @@ class RecurrentOrder:
             tuple(levels),
             copy_to(torch.tensor(roots), device),
         )
+
+
+class RecurrentCache(Protocol):
+    """States that some tokens of a pass continue: of one sequence or several."""
+
+    @property
+    def tokens(self) -> slice: ...  # of the pass
+
+    @property
+    def order(self) -> RecurrentOrder | None: ...  # of these tokens, a run of each sequence; None: each has one token
+
+    def read(self, layer: int) -> Sequence[Tensor]: ...  # [sequences, *shape] of each of `LayerCache.states`
+
+    def write(self, layer: int, *states: Tensor) -> None: ...  # likewise, behind these tokens
+
+
+@dataclass(frozen=True)
+class RecurrentRuns:
+    """How layers with a state go through the tokens of a forward pass; `runs` of an `Attend`."""
+
+    order: RecurrentOrder
+    """Of all tokens, where states begin anew in each document."""
+    caches: Sequence[RecurrentCache] | None = None
+    """In a rollout: parts of the tokens, in order, which continue what is cached."""
 
 
 def _tokens_before(run: Segment, most: int) -> list[int]:

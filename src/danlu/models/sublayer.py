@@ -36,7 +36,7 @@ class Sublayer(Protocol):
     """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
 
     tensor_slots: ClassVar[Mapping[str, str]]
-    """Slot of an adapter, or parameter [H] -> the linear layer along whose outputs, or heads, it is cut."""
+    """Slot of an adapter, parameter [H], or convolution -> the linear layer with whose outputs, or heads, it is cut."""
     recompute_points: ClassVar[RecomputePoints]
 
     @property

@@ -30,6 +30,7 @@ from danlu.adapters.slot import Slot
 from danlu.errors import RecipeError
 from danlu.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.gated_delta_net import CausalConv
 from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
 from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, subgroup_of
@@ -175,7 +176,9 @@ class Cutter:
             self._linear(linear, shard, replicas)
             for slot in (slot for slot, source in sublayer.tensor_slots.items() if source == part):
                 filling = getattr(sublayer, slot)
-                if isinstance(filling, nn.Parameter):
+                if isinstance(filling, CausalConv):
+                    self._parameters(filling, filling.tensor_axes, shard, replicas)
+                elif isinstance(filling, nn.Parameter):
                     self._of_heads(sublayer, slot, slice(features.start // unit, features.stop // unit), replicas)
                 else:
                     self._adapters(filling, shard, replicas)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import LayerSpec, Mixer
+from danlu.models.layer_spec import Delta, LayerSpec, Mixer
 from danlu.plan.flops import attention_pairs
 
 KeepsScores = Callable[[int, Mixer], bool]
@@ -117,7 +117,8 @@ def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: Act
     width = hidden_size / (plan.tensor if plan.sequence else 1)
     mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(hidden_size, plan.tensor)
     documents = [length for length in lengths if plan.keeps_scores(length, layer.mixer)]
-    scores = layer.mixer.heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
+    heads = 0 if isinstance(layer.mixer, Delta) else layer.mixer.heads
+    scores = heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
     return {
         "none": tokens * (4 * width + mixer["none"] + feed["none"]) + scores,
         "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]) + scores,

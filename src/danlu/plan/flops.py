@@ -34,8 +34,8 @@ def forward_flops(config: ModelConfig, lengths: Sequence[int], targets: int) -> 
     """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a loss)."""
     linear = 2 * sum(lengths) * layer_parameters(config)
     of_kind = {kind: kind.mixer.pair_flops() * attention_pairs(lengths, kind.mixer.window) for kind in config.kinds}
-    attention = sum(of_kind[layer] for layer in config.layers)
-    return linear + attention + 2 * targets * config.hidden_size * config.vocab_size
+    mixing = sum(of_kind[layer] + sum(lengths) * layer.token_flops() for layer in config.layers)
+    return linear + mixing + 2 * targets * config.hidden_size * config.vocab_size
 
 
 def training_flops(config: ModelConfig, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:

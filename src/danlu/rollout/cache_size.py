@@ -10,6 +10,7 @@ import torch
 from danlu.models.decoder import Decoder, Layer
 from danlu.rollout.engine import EngineOptions
 from danlu.rollout.pool import CachePool
+from danlu.rollout.state_pool import StatePool
 
 GIB = 2**30
 
@@ -21,5 +22,8 @@ def cache_gib(model: Decoder, dtype: torch.dtype, lengths: Iterable[int], option
     """
     layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
     context = model.config.context_length
+    lengths = list(lengths)
     blocks = sum(-(-min(length, context) // options.block) for length in lengths)
-    return blocks * CachePool.block_bytes(layers, options.block, dtype) / GIB
+    state_bytes = min(len(lengths), options.sequences) * StatePool.slot_bytes(layers, dtype)
+    # States may take half of the cache: see `ModelRunner.running_limit`.
+    return max(2 * state_bytes, state_bytes + blocks * CachePool.block_bytes(layers, options.block, dtype)) / GIB

@@ -187,6 +187,12 @@ def speculation_of(
     the engine's hold as many tokens. Raises as `DraftModelProposer` does."""
     if options.draft is None:
         return None, options
+    for decoder, whose in ((model, "the model"), (draft_model, "the draft model")):
+        if decoder is not None and decoder.config.has_states:
+            raise ModelError(
+                f"draft: {whose} has linear attention, whose state cannot go back to before a token that is not kept. "
+                "Leave draft out"
+            )
     if options.draft.kind == "ngram":
         return Speculation(NgramProposer(options.draft.longest)), options
     assert draft_model is not None, "options.draft asks for a draft model: give it"

@@ -304,11 +304,13 @@ class EmbeddedEngine:
             BlockPool(self._runner.pool.blocks),
             block=self.options.block,
             batch_tokens=self.options.batch_tokens,
-            running_limit=self.options.sequences,
-            preempt=self.options.preempt,
+            running_limit=self._runner.running_limit,
+            # States are not swapped out: a sequence that had to make room is read again.
+            preempt="recompute" if self._config.has_states else self.options.preempt,
             host=BlockPool(self._runner.pool.host_blocks),
             counters=self._counters,
             window=self._runner.window,
+            has_states=self._config.has_states,
         )
 
     def _enqueue(self, answers: Sequence[Answer]) -> None:
@@ -331,6 +333,8 @@ class EmbeddedEngine:
     def _new_sequence(self, answer: Answer) -> SequenceState:
         is_long = rotated_by_length(self._config.ropes, answer.rotary_length)
         shares = self.options.prefix_sharing and not (is_long and self._config.rotates_by_growth)
+        # A state is there behind the last token alone: answers to one prompt have copies of it, and no more is shared.
+        shares &= not self._config.has_states
         shares &= not answer.request.prompt_logprobs  # hidden states are needed, which the cache does not keep
         root = root_digest(answer.request.adapter, self.version)
         digests = [long_root_digest(root) if is_long else root] if shares else None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from danlu.errors import ModelError
 from danlu.layer_types import Keys
-from danlu.models.attend import absorbed_keys
+from danlu.models.attend import NOT_EXACT, absorbed_keys
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
+from danlu.models.recurrent_order import RecurrentRuns
 from danlu.rollout.scheduler import Plan
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ class ExactPagedAttention:
             for chunk, start in zip(plan.chunks, starts, strict=False)
         ]
         self._queries = BlockwiseQueries(runs, pool.device)
+
+    @property
+    def runs(self) -> RecurrentRuns:
+        """Raises ModelError."""
+        raise ModelError(NOT_EXACT)
 
     def __call__(
         self,

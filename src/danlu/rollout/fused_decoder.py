@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.layer_spec import Heads
 from danlu.models.mlp import MLP
 from danlu.models.modules import Linear, RMSNorm
 from danlu.models.packed_weights import PackedWeights, Product
@@ -68,7 +69,7 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, dtype: torch.dtype, layers: list[_FusedLayer]) -> None:
         (spec,) = model.config.kinds
-        mixer, scale, rope = spec.mixer, spec.mixer.attention_scale, spec.mixer.rope
+        mixer, scale, rope = spec.attention, spec.attention.attention_scale, spec.attention.rope
         assert rope is not None, "`_is_plain` has looked"
         self._model, self._dtype, self._layers, self._rope = model, dtype, layers, rope
         self._parameters = list(model.parameters())
@@ -111,7 +112,7 @@ class FusedDecoder:
             qkv, o, gate_up, down = (product for product in products if product is not None)
             head_norm = None
             if attention.q_norm is not None and attention.k_norm is not None:
-                mixer = model.config.kinds[0].mixer
+                mixer = model.config.kinds[0].attention
                 of_heads = [attention.q_norm] * mixer.heads + [attention.k_norm] * mixer.kv_heads
                 head_norm = _Norm.of(*of_heads)
             assert layer.attention_norm is not None and layer.mlp_norm is not None, "`_is_plain` has looked"
@@ -177,7 +178,12 @@ def _is_plain(model: Decoder) -> bool:
     if config.residual_multiplier != 1.0 or config.logits_divisor != 1.0:
         return False
     mixer = config.kinds[0].mixer
-    if mixer.rope is None or mixer.rope.dim != mixer.head_dim or mixer.rope.temperature is not None:
+    if (
+        not isinstance(mixer, Heads)
+        or mixer.rope is None
+        or mixer.rope.dim != mixer.head_dim
+        or mixer.rope.temperature is not None
+    ):
         return False
     if mixer.qk_norm == "full":
         return False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from danlu.errors import ModelError, ResourceError
+from danlu.models.attend import NOT_EXACT
 from danlu.models.attention_kernels import copy_to
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.packed_weights import PackedWeights
@@ -28,6 +29,7 @@ from danlu.rollout.pool import CachePool
 from danlu.rollout.sampling import Drawn, DrawRow, draw, score
 from danlu.rollout.scheduler import Chunk, Plan
 from danlu.rollout.speculative import DraftSequence, Speculation
+from danlu.rollout.state_pool import StatePool
 from danlu.spelling import did_you_mean
 
 GIB = 2**30
@@ -64,25 +66,40 @@ class ModelRunner:
         self._fused: FusedDecoder | None = None
         self._fused_is_known = False
         if self.exact:
+            if model.config.has_states:
+                raise ModelError(NOT_EXACT)
             batch_invariant.enable()
         self._lengths_matter = model.config.rotates_by_length
         self._lengths_grow = model.config.rotates_by_growth
         layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
-        windows = [layer.window for layer in layers]
-        self.window = None if None in windows else max(window for window in windows if window is not None)
+        windows = [layer.window for layer in layers if layer.shapes]
+        self.window = None if None in windows else max((window for window in windows if window is not None), default=1)
         """The largest of all layers' attention windows, in tokens; None where a layer sees everything."""
         self.block_bytes = CachePool.block_bytes(layers, options.block, self.dtype)
-        most = options.sequences * -(-model.config.context_length // options.block)  # with every context full
-        blocks = min(most, int(options.cache_gib * GIB) // self.block_bytes)
-        if blocks == 0:
+        state_bytes, cache_bytes = StatePool.slot_bytes(layers, self.dtype), int(options.cache_gib * GIB)
+        self.running_limit = options.sequences
+        """Sequences that are computed at a time; where layers have states, those may take half of the cache."""
+        if state_bytes:
+            self.running_limit = min(options.sequences, max(1, cache_bytes // 2 // state_bytes))
+            cache_bytes -= self.running_limit * state_bytes
+        most = self.running_limit * -(-model.config.context_length // options.block)  # with every context full
+        blocks = min(most, cache_bytes // self.block_bytes) if self.block_bytes and cache_bytes > 0 else 0
+        if blocks == 0 and (self.block_bytes or cache_bytes <= 0):
+            state = f" beside the state of a sequence ({gib(state_bytes)} GiB)" if state_bytes else ""
             raise ResourceError(
                 f"rollout.cache_gib: {options.cache_gib} does not hold one block of {options.block} tokens "
-                f"({gib(self.block_bytes)} GiB). Raise it, or lower rollout.block"
+                f"({gib(self.block_bytes)} GiB){state}. Raise it, or lower rollout.block"
             )
-        host_bytes = int(options.swap_gib * GIB) if options.preempt == "swap" else 0
-        host_blocks = min(most, host_bytes // self.block_bytes)
+        host_bytes = int(options.swap_gib * GIB) if options.preempt == "swap" and not state_bytes else 0
+        host_blocks = min(most, host_bytes // self.block_bytes) if host_bytes else 0
         self.pool = CachePool(
-            layers, blocks=blocks, block=options.block, dtype=self.dtype, device=self.device, host_blocks=host_blocks
+            layers,
+            blocks=blocks or most,  # which take no memory where no layer keeps anything of single tokens
+            block=options.block,
+            dtype=self.dtype,
+            device=self.device,
+            host_blocks=host_blocks,
+            slots=self.running_limit if state_bytes else 0,
         )
 
     def run(

@@ -22,6 +22,7 @@ from danlu.layer_types import Expand, Keys
 from danlu.models.attend import PackedAttention, absorbed_keys
 from danlu.models.attention_kernels import copy_to
 from danlu.models.block_attention import BlockAttention, BlockSettings, attention_scores
+from danlu.models.recurrent_order import RecurrentRuns
 from danlu.models.segments import Segment
 from danlu.rollout.scheduler import Chunk, Plan
 
@@ -72,6 +73,12 @@ class PagedAttention:
                 for chunk, (first, stop) in zip(chunks, itertools.pairwise(stops), strict=True):
                     self._runs.append((slice(first, stop), _OfSequence(chunk, pool)))
             start = stops[-1]
+
+    @cached_property
+    def runs(self) -> RecurrentRuns:
+        """How layers with a state go on from what is cached of the chunks' sequences."""
+        assert self.pool.states is not None, "the pool keeps no states"
+        return self.pool.states.runs(self._plan)
 
     def __call__(
         self,

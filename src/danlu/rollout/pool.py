@@ -19,6 +19,7 @@ from danlu.models.attention_kernels import copy_to
 from danlu.rollout.decode_buffers import DecodeBuffers, DecodeRows
 from danlu.rollout.paged import PagedAttention
 from danlu.rollout.scheduler import Plan
+from danlu.rollout.state_pool import StatePool
 
 ALIGNMENT = 64
 """In bytes, of a cache line and of the widest vector registers; numpy's own is 16."""
@@ -31,7 +32,8 @@ class CachePool:
     [N, *lead, B, C]: the keys of a head in a block are one matrix, and a block is contiguous. Those of like shape, over
     all layers, lie in one tensor [layers and kinds, N, *lead, B, C], so that moving blocks takes few calls.
 
-    host_blocks: of a second pool in the host's memory, for blocks that are swapped out.
+    host_blocks: of a second pool in the host's memory, for blocks that are swapped out. slots: of states, a slot for
+    each sequence that runs, where layers keep some (`states`).
     """
 
     def __init__(
@@ -43,7 +45,10 @@ class CachePool:
         dtype: torch.dtype,
         device: torch.device,
         host_blocks: int = 0,
+        slots: int = 0,
     ) -> None:
+        self.slots = slots
+        self.states: StatePool | None = None
         self.layers = tuple(layers)
         self.blocks, self.block, self.host_blocks = blocks, block, host_blocks
         self.dtype, self.device = dtype, device
@@ -72,10 +77,12 @@ class CachePool:
                 self._host[shape] = _host_zeros(of_host, self.dtype, pinned=self.device.type == "cuda")
         next_of: dict[tuple[int, ...], Iterator[Tensor]] = {shape: iter(x) for shape, x in self._storage.items()}
         self._views = [tuple(next(next_of[shape]) for shape in layer.shapes) for layer in self.layers]
+        if self.slots:
+            self.states = StatePool(self.layers, self.slots, self.dtype, self.device)
 
     def release(self) -> None:
         """Gives the memory back, with all that was cached, until `allocate`."""
-        self._storage, self._host, self._views = {}, {}, []
+        self._storage, self._host, self._views, self.states = {}, {}, [], None
         self.decode_buffers.clear()
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
@@ -96,6 +103,9 @@ class CachePool:
             source, target = (self.index(numbers) for numbers in zip(*plan.copies, strict=True))
             for blocks in self._storage.values():
                 blocks.index_copy_(1, target, blocks.index_select(1, source))
+        if plan.state_copies:
+            assert self.states is not None, "sequences have no states"
+            self.states.copy(plan.state_copies)
         if plan.fresh:  # what was left there may be NaN, and a probability of 0 times NaN is NaN
             fresh = self.index(plan.fresh)
             for blocks in self._storage.values():

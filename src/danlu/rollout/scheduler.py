@@ -29,6 +29,8 @@ class Chunk(NamedTuple):
     own position + 1, as when it was drawn."""
     rotary_length: int = 0
     """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
+    slot: int = -1
+    """Of the pool of states, where layers have them: the sequence's own."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Plan:
     """(block of the host's pool, block of the pool): copied back."""
     copies: tuple[tuple[int, int], ...] = ()
     """(from, to): blocks that several sequences share and that one is about to write in."""
+    state_copies: tuple[tuple[int, int], ...] = ()
+    """(from, to): slots of sequences that go on from another one's states."""
     fresh: tuple[int, ...] = ()
     """Blocks that are written in from their beginning: cleared, since what was left in them may be NaN."""
     chunks: tuple[Chunk, ...] = ()
@@ -73,6 +77,7 @@ class _PlanBuilder:
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
+        self.state_copies: list[tuple[int, int]] = []
         self.fresh: list[int] = []
         self.chunks: list[Chunk] = []
         self.preempted: list[int] = []
@@ -81,7 +86,9 @@ class _PlanBuilder:
     def add(self, sequence: SequenceState, stop: int) -> None:
         """Takes a sequence's tokens up to `stop` into the pass."""
         start, length = sequence.computed, sequence.prompt_length
-        self.chunks.append(Chunk(sequence.number, start, stop, sequence.blocks, length, sequence.rotary_length))
+        self.chunks.append(
+            Chunk(sequence.number, start, stop, sequence.blocks, length, sequence.rotary_length, sequence.slot)
+        )
         self.planned.add(sequence.number)
         self.budget -= stop - start
 
@@ -91,6 +98,7 @@ class _PlanBuilder:
             tuple(self.swapped_out),
             tuple(self.swapped_in),
             tuple(self.copies),
+            tuple(self.state_copies),
             tuple(self.fresh),
             tuple(self.chunks),
             tuple(self.preempted),
@@ -109,6 +117,7 @@ class Scheduler:
         preempt: what becomes of a sequence that has to make room.
         window: the largest of all layers' attention windows, in tokens; None where a layer has none. Blocks that it has
             passed are given back.
+        has_states: whether layers keep a state of each sequence that runs. One that makes room is read again then.
     """
 
     def __init__(
@@ -122,8 +131,12 @@ class Scheduler:
         host: BlockPool | None = None,
         counters: Counters | None = None,
         window: int | None = None,
+        has_states: bool = False,
     ) -> None:
+        assert not has_states or preempt == "recompute", "states are not swapped out"
         self.window = window
+        self._free_slots: list[int] | None = list(range(running_limit))[::-1] if has_states else None
+        self._state_copies: list[tuple[int, int]] = []
         self.pool, self.host = pool, host or BlockPool(0)
         self.block, self.batch_tokens, self.running_limit = block, batch_tokens, running_limit
         self.preempt = preempt
@@ -154,6 +167,9 @@ class Scheduler:
             child.remembered = parent.remembered
             for block in child.own_blocks:
                 self.pool.share(block)
+            self._take_slot(child)
+            if child.slot >= 0:
+                self._state_copies.append((parent.slot, child.slot))
             self.counters.prompt_tokens_reused += child.computed
             insort(self.running, child, key=_number)
 
@@ -170,6 +186,7 @@ class Scheduler:
         It has a chunk whenever there is a sequence. What it takes of the pool is taken already.
         """
         builder = _PlanBuilder(self.batch_tokens)
+        builder.state_copies, self._state_copies = self._state_copies, []
         growing = [sequence for sequence in self.running if sequence.uncomputed == 1]
         reading = [sequence for sequence in self.running if sequence.uncomputed > 1]
         for sequence in growing:
@@ -272,7 +289,8 @@ class Scheduler:
             promised += self._promised(sequence)
 
     def _bring_in(self, sequence: SequenceState, cached: list[int], builder: _PlanBuilder) -> None:
-        """Gives a sequence that is let in its blocks back from the host, or those of the prefix cache."""
+        """Gives a sequence that is let in its blocks back from the host, or those of the prefix cache; and a slot."""
+        self._take_slot(sequence)
         if sequence.host_blocks:
             blocks = [self.pool.allocate() for _ in sequence.host_blocks]
             builder.swapped_in += zip(sequence.host_blocks, blocks, strict=True)
@@ -310,7 +328,15 @@ class Scheduler:
         # The end first: of the prefix cache, beginnings are kept longest.
         for block in reversed(sequence.own_blocks):
             self.pool.release(block)
+        if self._free_slots is not None and sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
         sequence.blocks, sequence.remembered = [], 0
+
+    def _take_slot(self, sequence: SequenceState) -> None:
+        """There is one for each sequence that may run."""
+        if self._free_slots is not None:
+            sequence.slot = self._free_slots.pop()
 
     def _give_back_passed(self, sequence: SequenceState) -> None:
         """Releases the blocks that no token to come can see."""

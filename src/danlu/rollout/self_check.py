@@ -75,6 +75,8 @@ def variant_operation(
             "its rotary frequencies follow the length of the text (dynamic rotary scaling), which a rollout does not "
             "know beforehand"
         )
+    if config.has_states:
+        return "its linear attention sums tokens in chunks in training and one by one in decoding"
     if model.vocab_shard is not None:
         return "the head is cut over tensor ranks, whose sums over the vocabulary are added in another order"
     with batch_invariant.batch_invariant(), torch.no_grad():

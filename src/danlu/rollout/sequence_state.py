@@ -35,6 +35,8 @@ class SequenceState:
     """While it is swapped out: blocks of the host's pool, for those that were not given back."""
     rotary_length: int = 0
     """Tokens that it may have at last, by which LongRoPE rotates all of them."""
+    slot: int = -1
+    """Of the pool of states, while it runs and where layers have states."""
     remembered: int = 0
     """Full blocks that were offered to the prefix cache, or come from it."""
 

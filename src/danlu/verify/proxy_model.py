@@ -13,7 +13,7 @@ from pathlib import Path
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG
-from danlu.models.layer_spec import Dense, Feed, Heads, LayerSpec
+from danlu.models.layer_spec import Delta, Dense, Feed, Heads, LayerSpec, Mixer
 from danlu.models.rope_config import LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import ActivationPlan, activation_bytes
@@ -49,7 +49,7 @@ def proxy_config(
     """
     tensor = layout.tensor
     large = _sample_layers(config.layers, 4 if deep or len(config.kinds) > 1 else 2)
-    mixers = [_small_heads(layer.mixer, tensor, quantized=quantized) for layer in large]
+    mixers = [_small_mixer(layer.mixer, tensor, quantized=quantized) for layer in large]
     unit = BLOCK * tensor if quantized else 8
     hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, unit)
     hidden += unit if hidden == other_width else 0
@@ -68,6 +68,20 @@ def proxy_config(
         eos_token_ids=(2,),
         pad_token_id=None,
     )
+
+
+def _small_mixer(large: Mixer, tensor: int, *, quantized: bool) -> Mixer:
+    if isinstance(large, Delta):
+        return _small_delta(large, tensor, quantized=quantized)
+    return _small_heads(large, tensor, quantized=quantized)
+
+
+def _small_delta(large: Delta, tensor: int, *, quantized: bool) -> Delta:
+    """Few and narrow heads of linear attention, several to a key head where there were."""
+    key_heads = min(large.key_heads, tensor * (2 if tensor <= 2 else 1))
+    shared = min(2, large.heads // large.key_heads)
+    width = 16 if quantized else 8
+    return replace(large, heads=key_heads * shared, key_heads=key_heads, key_dim=width, value_dim=width)
 
 
 def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
