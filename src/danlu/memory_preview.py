@@ -42,6 +42,7 @@ from danlu.models.loading import meta_decoder
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.optim.build import build as build_optimizer
+from danlu.parallel.expert import expert_names
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parameter_count import parameters_of
 from danlu.placing import kept_whole
@@ -97,7 +98,8 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
         config = _config(recipe, tokenizer)
         if config is None:
             return []
-        data = 1 if section.data == "auto" or section.workers == "threads" else section.data
+        fewest = section.expert * section.replicate
+        data = fewest if section.data == "auto" or section.workers == "threads" else section.data
         layout = layout_of(section, data * section.tensor)
         device_type = "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
         of_one_pack = estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=1)
@@ -108,7 +110,8 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
     estimate = estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=micro)
     lines = estimate.lines(estimate.available(0))
     if section.shard != "none" and section.data == "auto":
-        lines.append("memory: parallel.data tells here how many processes share the model; one is taken")
+        taken = "one is taken" if data == 1 else f"{data} are taken"
+        lines.append(f"memory: parallel.data tells here how many processes share the model; {taken}")
     return lines
 
 
@@ -122,11 +125,19 @@ def estimate_from_config(
     """
     meta = _meta_model(recipe, config)
     whole = kept_whole(meta.model)
-    shards, tensor = layout.shard, layout.tensor
+    shards, tensor, experts = layout.shard, layout.tensor, expert_names(meta.model)
+
+    def cut(name: str, size: int) -> int:
+        """What is left of a parameter of so many bytes before data ranks that have the same shard it."""
+        return size // (tensor * (layout.expert if name in experts else 1))
+
+    def shards_of(name: str) -> int:
+        """Among how many data ranks it is sharded: of experts those that have the same ones."""
+        return shards // layout.expert if name in experts and shards > 1 else shards
 
     def local(name: str, size: int) -> int:
         """What one process has of a parameter of so many bytes."""
-        return size if name in whole else -(-(size // tensor) // shards)
+        return size if name in whole else -(-cut(name, size) // shards_of(name))
 
     beside = [spec for spec in STAGES[recipe.stage].models(recipe).values() if isinstance(spec, ModelSpec)]
     frozen = sum(_frozen_model_bytes(recipe, spec, config) for spec in beside)
@@ -139,10 +150,10 @@ def estimate_from_config(
     for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
         stored = meta.frozen_bytes.get(name, parameter.nbytes)
         weights += local(name, stored)
-        if shards > 1 and name not in whole and isinstance(parameter, nn.Parameter):
+        if shards_of(name) > 1 and name not in whole and isinstance(parameter, nn.Parameter):
             count, is_frozen = parameter.numel(), name in meta.frozen_bytes
             size = stored if is_frozen else count * gathered_element_bytes(recipe, parameter)
-            gathered[name] = (size // tensor, count // tensor if parameter.requires_grad else 0)
+            gathered[name] = (cut(name, size), cut(name, count) if parameter.requires_grad else 0)
     trained = sum(local(name, parameter.nbytes) for name, parameter in meta.trained)
     average = trained if recipe.ema is not None else 0
     optimizer = build_optimizer(meta.trained, _without_pages(recipe.optimizer))

@@ -10,13 +10,26 @@ import torch
 
 from builders.parallel_steps import steps_of
 from builders.small_experts import KINDS, experts_config
+from danlu.language.placed import PlacedDecoder
+from danlu.memory_preview import estimate_from_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.placing import optimizer_of
 from danlu.recipe import load
+from danlu.train.memory_parts import MemoryParts
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.decoder_proxy import DecoderProxy
 from danlu.verify.proxy import ProxyTraining
-from danlu.verify.trace import Trace, trace_training
+from danlu.verify.trace import (
+    LocalShards,
+    StepTrace,
+    Trace,
+    local_shards,
+    save_checkpoint,
+    trace_resumed_step,
+    trace_step,
+    trace_training,
+)
 
 Case = tuple[str, str]
 """A recipe's file, and the kind of experts of its model."""
@@ -40,11 +53,43 @@ def traffic(cases: Sequence[Case], packs: int, micro: int) -> list[StepTraffic]:
     return [measure_step_traffic(_training(*case, micro, None), steps_of(1, packs)[0]) for case in cases]
 
 
-def _training(file: str, kind: str, micro: int, world: int | None) -> ProxyTraining:
+def memory(cases: Sequence[Case]) -> list[tuple[MemoryParts, MemoryParts]]:
+    """Worker: what a step of each case holds on this process, counted of the placed model, and foreseen."""
+    torch.set_num_threads(1)
+    found = []
+    for file, kind in cases:
+        training = _training(file, kind, 1, None)
+        placed, layout = training.placed, training.ranks.layout
+        assert isinstance(placed, PlacedDecoder)
+        counted = placed.estimate(optimizer_of(placed.parameters(), training.recipe, torch.device("cpu")), 1)
+        config = placed.model.config
+        foreseen = estimate_from_config(training.recipe, config, layout=layout, device_type="cpu", micro=1)
+        found.append((counted.parts, foreseen.parts))
+    return found
+
+
+def resumed(first: str, second: str, kind: str, folder: str) -> tuple[LocalShards, StepTrace, Trace]:
+    """Worker: the weights that one layout saved, its next step, and what another made of its checkpoint."""
+    torch.set_num_threads(1)
+    steps = steps_of(2, 5)
+    training = _training(first, kind, 1, None)
+    run = training.run(steps, Path(folder))
+    trace_step(training, run)
+    saved = local_shards(training.placed, weights=True)
+    checkpoint = save_checkpoint(run)
+    following = trace_step(training, run)
+    other = _training(second, kind, 1, None, resumed=checkpoint)
+    trace = Trace()
+    trace_resumed_step(other, other.run(steps), checkpoint, trace)
+    return saved, following, trace
+
+
+def _training(file: str, kind: str, micro: int, world: int | None, resumed: Path | None = None) -> ProxyTraining:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     config = experts_config(KINDS[kind], vocab_size=400)
-    return ProxyTraining(recipe, DecoderProxy(config), _groups(layout), torch.device("cpu"), micro=micro)
+    device = torch.device("cpu")
+    return ProxyTraining(recipe, DecoderProxy(config), _groups(layout), device, micro=micro, resumed=resumed)
 
 
 @functools.cache

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import expert_steps
-from builders.equal_traces import differences
+from builders.equal_shards import assemble_equal
+from builders.equal_traces import differences, distance
 from builders.parallel_steps import recipe_file
 from builders.process_group import run_group
 from builders.tiny_world import World
@@ -101,6 +103,40 @@ def test_what_is_sent_is_what_the_formulas_say(tiny_world: World, tmp_path: Path
                 )
                 exchanged = [row for row in rows if row.kind == "all-to-all"]
                 assert bool(exchanged) == (CASES[name][1].get("expert", 1) > 1)
+
+
+def test_shapes_alone_tell_what_distributed_experts_hold(tiny_world: World, tmp_path: Path) -> None:
+    names = ["ddp, expert 4", "zero3 of four, expert 2", "zero3 of four, expert 4", "expert 2 x tensor 2"]
+    files = [recipe_file(tiny_world, tmp_path, name, parallel=CASES[name][1]) for name in names]
+    for found in run_group(expert_steps.memory, 4, [(file, "mixtral") for file in files]):
+        for name, (counted, foreseen) in zip(names, found, strict=True):
+            # Optimizer state has a step counter for each tensor besides, of which shards are no smaller.
+            assert counted.optimizer == pytest.approx(foreseen.optimizer, rel=1e-3)
+            assert vars(replace(counted, optimizer=0)) == vars(replace(foreseen, optimizer=0)), name
+        assert (
+            found[0][0].weights < found[3][0].weights + found[0][0].weights // 2
+        )  # control: other layouts, other bytes
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"expert": 4}, {"shard": "zero3", "expert": 2}),
+        ({"shard": "zero3", "expert": 2}, {"expert": 2, "tensor": 2}),
+    ],
+)
+def test_a_checkpoint_is_read_where_experts_lie_otherwise(
+    tiny_world: World, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    files = [recipe_file(tiny_world, tmp_path, name, parallel=one) for name, one in (("a", first), ("b", second))]
+    seen = run_group(expert_steps.resumed, 4, *files, "deepseek-v3", str(tmp_path / "checkpoints"))
+    saved, loaded = (assemble_equal(list(one)) for one in ([s[0] for s in seen], [s[2].loaded_weights for s in seen]))
+    assert saved.keys() == loaded.keys() and all(torch.equal(loaded[name], value) for name, value in saved.items())
+    following = assemble_equal([one[1].weights for one in seen])
+    steps = [one[2].resumed_step for one in seen]
+    after = assemble_equal([step.weights for step in steps if step is not None])
+    assert distance(after, following)[0] < 1e-5
+    assert distance(after, saved)[0] > 1e-3  # control: a step is more than rounding
 
 
 def test_experts_that_have_changed_places_are_seen(traces: dict[str, tuple[list[Trace], Trace]]) -> None:

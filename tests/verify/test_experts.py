@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from builders.small_experts import KINDS, experts_config
 from builders.tiny_world import tiny_world
 
+from danlu.models.families import read_config_values
 from danlu.recipe import Recipe, load
 from danlu.verify import decoder_proxy
+from danlu.verify.role_proxies import write_model
 from danlu.verify.verification import Options, verify
 
 pytestmark = pytest.mark.distributed
@@ -68,6 +71,42 @@ def test_a_right_layout_is_the_same(name: str, tmp_path: Path, monkeypatch: pyte
     assert errors["expert counts"] == 0 and errors["saved weights, loaded"] == 0 and errors["gradients"] < 1e-5
     assert rows and all(row.agrees for row in rows)
     assert any("the nearest are" in line for line in report.about)
+
+
+FROZEN = {
+    "lora": (["parallel={shard: zero3, expert: 2}", "adapter={kind: lora, targets: all-linear}"], "zero3, data 4"),
+    "qlora": (
+        ["parallel={expert: 2, tensor: 2}", "adapter={kind: lora, dropout: 0.1}", "quantization=nf4", "memory=full"],
+        "data 2",
+    ),
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_experts_of_a_folder_are_distributed_too(name: str, tmp_path: Path) -> None:
+    overrides, layout = FROZEN[name]
+    write_model(read_config_values(MIXTRAL), tmp_path / "base", 0)
+    shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
+    model = {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}
+    file = tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml", model=model)
+    report, rows = verify("r.yaml", load(file, overrides).recipe, Options(steps=1, traffic=True))
+    assert report.finding is None and all(check.holds for check in report.checks), report.finding
+    assert report.layout.startswith(f"{layout} x expert 2") and "lora" in report.layout
+    assert rows and all(row.agrees for row in rows)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

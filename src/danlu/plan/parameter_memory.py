@@ -14,10 +14,11 @@ _NESTED_BLOCK = 256
 
 def least_weight_bytes(recipe: Recipe, config: ModelConfig, processes: int) -> float:
     """Bytes that the weights alone take on one process, at the least: 4 of a trained one, 2 or half a byte of a frozen
-    one; divided where `parallel.shard` or `parallel.tensor` shares them among the processes."""
+    one; divided where `parallel.shard`, `tensor` or `expert` shares them among the processes."""
     frozen = 0.5 if recipe.quantization is not None else 2.0 if recipe.precision != "fp32" else 4.0
     total = config.parameter_count() * (frozen if recipe.adapter is not None else 4.0)
-    is_shared = recipe.parallel.shard != "none" or recipe.parallel.tensor > 1
+    parallel = recipe.parallel
+    is_shared = parallel.shard != "none" or parallel.tensor > 1 or parallel.expert > 1
     return total / processes if is_shared else total
 
 
