@@ -41,6 +41,9 @@ class Absorb(Protocol):
     @property
     def fewest_expanded(self) -> int: ...  # queries of a sequence from which on it takes less to expand its keys
 
+    @property
+    def merges_adapter(self) -> bool: ...  # whether the matrices have an adapter merged into them, without its dropout
+
     # exact: by products that give a token the same bits whatever stands beside it.
     def queries(self, q: Tensor, *, exact: bool = False) -> Tensor: ...  # [T, H, C] -> [T, H, L]
 

@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
+from danlu.models.factorized_spec import Factorized
+from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Delta, Dense, Heads, LayerSpec
 from danlu.models.rope_config import Rope, RopeScaling
 
@@ -26,6 +28,7 @@ def small_config(
     *,
     layers: int = 2,
     windows: tuple[int | None, ...] = (),
+    mixer: type[Heads | Latent | Factorized] = Heads,
     rope_scaling: RopeScaling | None = None,
     rope_theta: float = 10_000.0,
     deltas: tuple[int, ...] = (),
@@ -33,12 +36,14 @@ def small_config(
 ) -> ModelConfig:
     """A Llama of two layers of width 32 with 4 query heads of width 8 on 2 key/value heads.
 
-    windows: of each layer; by default none has one. deltas: layers that have linear attention.
-    changes: fields of ModelConfig, LayerSpec, Heads and Dense.
+    windows: of each layer; by default none has one. mixer: of all layers, the latent one with 4 rotated features.
+    deltas: layers that have linear attention. changes: fields of ModelConfig, LayerSpec, the mixer and Dense.
     """
     values = SMALL | changes
-    rope = Rope(rope_theta, values["head_dim"], values["max_position_embeddings"], rope_scaling)
-    of_part = {part: {field.name for field in fields(part)} for part in (ModelConfig, LayerSpec, Heads, Dense)}
+    rotated = 4 if mixer is Latent else values["head_dim"]
+    rope = Rope(rope_theta, rotated, values["max_position_embeddings"], rope_scaling)
+    parts = (ModelConfig, LayerSpec, Heads, mixer, Dense)
+    of_part = {part: {field.name for field in fields(part)} for part in parts}
     unknown = values.keys() - set().union(*of_part.values())
     assert not unknown, f"no part of a config has {unknown}"
 
@@ -46,10 +51,11 @@ def small_config(
         return {name: value for name, value in values.items() if name in of_part[part]}
 
     feed = Dense(**given(Dense))
-    specs = tuple(
-        LayerSpec(Heads(**given(Heads), rope=rope, window=window), feed, **given(LayerSpec))
-        for window in windows or (None,) * layers
-    )
+    if mixer is Heads:
+        mixers: list[Any] = [Heads(**given(Heads), rope=rope, window=each) for each in windows or (None,) * layers]
+    else:
+        mixers = [mixer(**given(mixer), rope=rope)] * layers
+    specs = tuple(LayerSpec(each, feed, **given(LayerSpec)) for each in mixers)
     specs = tuple(
         replace(spec, mixer=Delta(heads=4, key_heads=2, key_dim=8, value_dim=6)) if number in deltas else spec
         for number, spec in enumerate(specs)

@@ -70,6 +70,7 @@ class Case:
         torch.float64
     )  # of activations; parameters are of the same type, or float32 with a narrower one
     losses: Mapping[str, float] = field(default_factory=lambda: LOSS)
+    mixer: Mapping[str, Any] = field(default_factory=dict)  # what is changed of all layers' attention
 
 
 @dataclass
@@ -81,7 +82,8 @@ class Side:
 
 def side(case: Case) -> Side:
     """The whole model of a case; every call makes the same numbers."""
-    model = build(read_config_values({**CONFIG, **case.config}))
+    config = read_config_values({**CONFIG, **case.config})
+    model = build(config.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, **case.mixer))))
     initialize(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -312,8 +312,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "architecture": (
         lambda f: edit_json(f / "config.json", model_type="gpt_neox"),
         4,
-        "model_type 'gpt_neox' is not supported; supported: gemma2, gemma3_text, granite, llama, ministral3, "
-        "mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3",
+        "model_type 'gpt_neox' is not supported; supported: deepseek_v2, deepseek_v3, gemma2, gemma3_text, ",
     ),
     "tokenizer": (
         no_tokenizer,

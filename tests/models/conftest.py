@@ -35,6 +35,15 @@ LLAMA3 = {
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama-2": {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama-3.1": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3},
@@ -51,6 +60,28 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "num_key_value_heads": 1,
         "head_dim": 16,
+    },
+    "deepseek-v2": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "first_k_dense_replace": 3,
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek-v2-lite": {"model_type": "deepseek_v2", **LATENT, "q_lora_rank": None, "first_k_dense_replace": 9},
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "first_k_dense_replace": 3,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-3,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "deepseek-v3-halves": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "first_k_dense_replace": 3,
+        "rope_interleave": False,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
     "llama-linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
     "llama-dynamic": {
@@ -261,6 +292,31 @@ CASES |= {
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 1.7,
+    },
+    "deepseek-v2-moe": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek-v3-moe": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     },
     "minimax-m2": {
         "model_type": "minimax_m2",

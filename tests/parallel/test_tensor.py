@@ -20,6 +20,14 @@ Errors = dict[str, dict[str, float]]
 LARGEST = 1e-11
 SEEN = 1e-3  # what a fault makes of some error, at least
 
+LATENT = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 99,
+    "attention_bias": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
@@ -44,6 +52,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
+    "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 20, **LATENT},
+    "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **LATENT},
+    "mfa": {"model_type": "mfa", "head_dim": 16, "query_norm": True},
+    "mfa, key reuse": {"model_type": "mfa", "head_dim": 16, "query_rank": 20, "key_reuse": True},
     "olmo2, multi-query": {"model_type": "olmo2", "num_key_value_heads": 1, "pad_token_id": 0},
 }
 WHOLE: dict[str, Case] = {
@@ -51,6 +63,11 @@ WHOLE: dict[str, Case] = {
     **{f"{kind} recompute": Case(prepare=kind) for kind in ("full", "every", "selective")},
     "norms of all heads, full recompute": Case(FAMILIES["olmo2"], prepare="full"),
     "norms of all heads, selective recompute": Case(FAMILIES["olmo2"], prepare="selective"),
+    "latents, full recompute": Case(FAMILIES["deepseek_v3"], prepare="full"),
+    "latents, selective recompute": Case(FAMILIES["deepseek_v3"], prepare="selective"),
+    "key reuse, selective recompute": Case(FAMILIES["mfa, key reuse"], prepare="selective"),
+    "sinks and gates": Case(mixer={"sinks": True, "output_gate": True}),
+    "sinks and gates, selective recompute": Case(mixer={"sinks": True, "output_gate": True}, prepare="selective"),
     "gradients of rows": Case({"tie_word_embeddings": True}, prepare="rows"),
 }
 LINEAR = ["all-linear"]
@@ -99,6 +116,8 @@ ADAPTERS: dict[str, Case] = {
     "mora, selective recompute": case(sections.Mora(targets=LINEAR, rank=4, dropout=0.2), prepare="selective"),
     "ia3 on dora": case(sections.Dora(targets=LINEAR), sections.Ia3()),
     "norms of all heads": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["olmo2"]),
+    "lora on latents": case(sections.Lora(targets=LINEAR, dropout=0.2), config=FAMILIES["deepseek_v3"]),
+    "dora on factors": case(sections.Dora(targets=LINEAR), config=FAMILIES["mfa, key reuse"]),
     "trained in full": case(
         sections.Lora(
             targets=["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens", "0.mlp.down_proj"], bias="all"

@@ -11,19 +11,29 @@ from builders.tiny_run import tiny_model
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.models.factorized_spec import Factorized
 from danlu.models.initialize import initialize
-from danlu.models.layer_spec import Dense, Experts, Router
+from danlu.models.latent_spec import Latent
+from danlu.models.layer_spec import Dense, Experts, Heads, Mixer, Router
+from danlu.models.rope_config import Rope
 from danlu.plan.activation_memory import activation_bytes
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+ROPE = Rope(1e4, 16, 1024)
 EXPERTS = Experts(8, 2, 192, router=Router(normalise=True), shared=Dense(64), shared_gate=True)
 
 
-def saved_bytes(lengths: list[int], dtype: torch.dtype, feed: Experts | None = None) -> tuple[int, ModelConfig]:
-    """Bytes of the distinct storages kept for backward, parameters left out. feed: of all layers; None: a dense one."""
+def saved_bytes(
+    lengths: list[int], dtype: torch.dtype, feed: Experts | None = None, mixer: Mixer | None = None
+) -> tuple[int, ModelConfig]:
+    """Bytes of the distinct storages kept for backward, parameters left out. feed, mixer: of all layers; None: a dense
+    network, grouped queries."""
     model = tiny_model(**SIZES)
-    if feed is not None:
-        model = Decoder(model.config.with_layers(lambda layer: replace(layer, feed=feed)))
+    if feed is not None or mixer is not None:
+        config = model.config.with_layers(
+            lambda layer: replace(layer, feed=feed or layer.feed, mixer=mixer or layer.mixer)
+        )
+        model = Decoder(config)
         initialize(model, 0)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
@@ -47,6 +57,24 @@ def saved_bytes(lengths: list[int], dtype: torch.dtype, feed: Experts | None = N
 @pytest.mark.parametrize("lengths", [[512], [100, 156, 200, 56], [700]])
 def test_predicted_activations_hold_what_is_kept_and_not_much_more(dtype: torch.dtype, lengths: list[int]) -> None:
     real, config = saved_bytes(lengths, dtype)
+    predicted = activation_bytes(config, lengths, dtype.itemsize).kept
+    assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+
+
+MIXERS = {
+    "latent": Latent(8, 64, 16, 24, ROPE, q_lora_rank=48),
+    "latent without one of queries": Latent(8, 64, 16, 24, ROPE),
+    "factorized": Factorized(8, 32, ROPE, query_rank=32),
+    "key reuse": Factorized(8, 32, ROPE, query_rank=48, key_reuse=True, query_norm=True),
+    "sinks and gates": Heads(8, 4, 16, ROPE, sinks=True, output_gate=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MIXERS)
+def test_so_it_is_with_every_attention(name: str, dtype: torch.dtype) -> None:
+    lengths = [100, 156, 200, 56]
+    real, config = saved_bytes(lengths, dtype, mixer=MIXERS[name])
     predicted = activation_bytes(config, lengths, dtype.itemsize).kept
     assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
 

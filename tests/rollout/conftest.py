@@ -12,6 +12,8 @@ from builders.small_config import small_config
 from builders.tiny_world import World
 
 from danlu.models.decoder import Decoder
+from danlu.models.factorized_spec import Factorized
+from danlu.models.latent_spec import Latent
 from danlu.models.rope_config import RopeScaling
 from danlu.recipe import sections
 
@@ -26,6 +28,15 @@ KINDS = {
     "qk-norm": {"qk_norm": True, "kv_heads": 1},
     "delta": {"deltas": (0, 2)},
     "sinks": {"windows": (5, None, 5), "sinks": True, "output_gate": True},
+    "latent": {
+        "mixer": Latent,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 7,
+    },
+    "factorized": {"mixer": Factorized, "query_rank": 8},
+    "key-reuse": {"mixer": Factorized, "query_rank": 10, "query_norm": True, "key_reuse": True},
 }
 
 

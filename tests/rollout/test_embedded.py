@@ -15,7 +15,9 @@ from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import Request, SamplingOptions
 
 
-@pytest.mark.parametrize("kind", ["llama", "window", "softcap", "qk-norm", "sinks"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse"]
+)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
     model = small_decoder(kind)

@@ -116,7 +116,9 @@ def gap(completions: Sequence[Completion], trainer: Sequence[Sequence[float]]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "window", "sliding", "softcap", "qk-norm", "sinks"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "window", "sliding", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse"]
+)
 def test_the_gap_is_nothing(small_decoder: Any, kind: str, dtype: torch.dtype) -> None:
     model = small_decoder(kind, vocab_size=VOCABULARY)
     by_name = {
@@ -187,6 +189,17 @@ def test_the_gap_is_nothing_with_adapters_and_packed_weights(small_decoder: Any,
     assert gap(completions, values).largest == 0
     base = small_decoder("llama", vocab_size=VOCABULARY)
     assert gap(completions, trained(base, pack, completions, 0.7, dtype)).largest > 0.01
+
+
+def test_two_forms_of_latent_attention_are_seen(small_decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys expanded in decoding and absorbed in training: the same function, in other bits."""
+    model = small_decoder("latent", vocab_size=VOCABULARY)
+    asked = requests(SAMPLING["T1"])
+    with monkeypatch.context() as patch:
+        patch.setattr("danlu.rollout.exact_paged.exact_absorb", lambda keys: None)
+        completions = engine(model).generate(asked)
+    pack = as_documents(asked, completions)
+    assert 0 < gap(completions, trained(model, pack, completions, 1.0)).largest < 1e-4
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])

@@ -36,6 +36,8 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
             "adapter.kind: prefix stands in the place of keys and values of tokens, which this model's linear "
             "attention do not keep. Use another kind"
         )
+    if isinstance(section, sections.Prefix):
+        _check_keys_of_heads(sites)
     for site in chosen:
         _check_kind(site, section)
         if isinstance(section, sections.LowRank) and check_ranks:
@@ -143,6 +145,16 @@ def _check_kind(site: Site, section: Any) -> None:
         raise RecipeError(
             "adapter.dropout: the head is multiplied together with its loss and has no dropout. "
             "Leave lm_head out of adapter.targets (adapter.modules_to_save trains it in full), or set dropout: 0"
+        )
+
+
+def _check_keys_of_heads(sites: Sequence[Site]) -> None:
+    """Raises RecipeError for a prefix on a model of latent or factorized attention."""
+    names = {site.name.rpartition(".")[2] for site in sites if site.group == "attention"}
+    if in_steps := sorted(names & {"q_a_proj", "kv_a_proj"}):
+        raise RecipeError(
+            "adapter.kind: a prefix takes the place of keys and values of heads, which this model's latent or "
+            f"factorized attention has not ({', '.join(in_steps)}). Use kind: prompt, or lora"
         )
 
 

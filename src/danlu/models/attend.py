@@ -188,7 +188,7 @@ class BlockwiseAttention:
             runs = [QueryRun(segment.stop - segment.start, segment.before, segment.path) for segment in segments]
             self._queries = BlockwiseQueries(runs, q.device)
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        if (absorb := keys.absorb) is not None:
+        if (absorb := exact_absorb(keys)) is not None:
             with torch.no_grad():
                 k, v = absorbed_keys(keys.stored, absorb)
                 mixed = self._queries.attend(absorb.queries(q, exact=True), k, v, sinks=sinks, **options)
@@ -199,6 +199,12 @@ class BlockwiseAttention:
         k, v = keys.expanded()
         out = _Blockwise.apply(q, k, v, sinks, self._queries, self._packed, options)
         return out
+
+
+def exact_absorb(keys: Keys) -> Absorb | None:
+    """What takes queries to what is stored with `numerics: exact`, in training and in decoding alike; None: keys and
+    values are expanded. So they are where an adapter has dropout, perhaps, which a merged one has not."""
+    return None if keys.absorb is None or keys.absorb.merges_adapter else keys.absorb
 
 
 def absorbed_keys(stored: Sequence[Tensor], absorb: Absorb) -> tuple[Tensor, Tensor]:

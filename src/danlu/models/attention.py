@@ -121,10 +121,11 @@ class Attention(nn.Module):
 
 
 @cache
-def leave_attention_uncompiled() -> None:
-    """Excludes attention from torch.compile, which makes constants of what it reads: with document lengths among
-    them it would compile for every pack, and with the layer's number for every layer, from the ninth on (torch's limit)
-    not at all.
+def leave_attention_uncompiled(*attentions: type) -> None:
+    """Excludes `_mix` of these classes from torch.compile, which makes constants of what it reads: with document
+    lengths among them it would compile for every pack, and with the layer's number for every layer, from the ninth on
+    (torch's limit) not at all.
     """
     # No decorator of `_mix`: it would import torch._dynamo, a second that only a process which compiles should wait.
-    Attention._mix = torch.compiler.disable(Attention._mix)  # type: ignore[method-assign]
+    for attention in attentions:
+        attention._mix = torch.compiler.disable(attention._mix)  # type: ignore[attr-defined]

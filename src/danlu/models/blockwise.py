@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.models.attention_kernels import copy_to
@@ -79,6 +80,14 @@ def with_sinks(attended: Attended, sinks: Tensor) -> Attended:
     # No torch.sigmoid, and logaddexp written out: see `merge` for operations that do not ask where a number stands.
     more = (sinks - attended.lse).exp_().add_(1)
     return Attended(attended.out / more.unsqueeze(-1), attended.lse + more.log_())
+
+
+def by_head_in_tiles(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [T, H, I] times matrices [H, I, O] -> [T, H, O], in tiles of `QUERY_ROWS` tokens, the last one filled up."""
+    tokens = x.shape[0]
+    tiles = F.pad(x.transpose(0, 1), (0, 0, 0, -tokens % QUERY_ROWS)).split(QUERY_ROWS, dim=1)  # [H, QUERY_ROWS, I]
+    products = [torch.bmm(tile.contiguous(), matrices) for tile in tiles]
+    return torch.cat(products, dim=1)[:, :tokens].transpose(0, 1)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danlu.errors import ModelError
-from danlu.models.layer_spec import MAXIMUMS as LAYER_MAXIMUMS
-from danlu.models.layer_spec import Delta, Experts, LayerSpec, Shapes, check_sizes
+from danlu.models.layer_spec import Delta, Experts, LayerSpec
 from danlu.models.rope_config import Rope
+from danlu.models.spec_shapes import MAXIMUMS as LAYER_MAXIMUMS
+from danlu.models.spec_shapes import Shapes, check_sizes
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task

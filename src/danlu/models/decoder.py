@@ -21,8 +21,12 @@ from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.config import ModelConfig
 from danlu.models.experts import MoE, leave_experts_uncompiled
+from danlu.models.factorized_attention import FactorizedAttention
+from danlu.models.factorized_spec import Factorized
 from danlu.models.gated_delta_net import GatedDeltaNet, leave_recurrence_uncompiled
-from danlu.models.layer_spec import Delta, Experts, Mixer
+from danlu.models.latent_attention import LatentAttention
+from danlu.models.latent_spec import Latent
+from danlu.models.layer_spec import Delta, Experts, Heads, Mixer
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.rope import Rotation, rotary_tables
@@ -96,7 +100,15 @@ class Layer(nn.Module):
 
 def mixer_of(config: ModelConfig, spec: Mixer, layer: int) -> AttentionSublayer:
     """What mixes a layer's tokens."""
-    return GatedDeltaNet(config, spec, layer) if isinstance(spec, Delta) else Attention(config, spec, layer)
+    match spec:
+        case Heads():
+            return Attention(config, spec, layer)
+        case Latent():
+            return LatentAttention(config, spec, layer)
+        case Factorized():
+            return FactorizedAttention(config, spec, layer)
+        case Delta():
+            return GatedDeltaNet(config, spec, layer)
 
 
 class Decoder(nn.Module):
@@ -131,7 +143,7 @@ class Decoder(nn.Module):
 
     def compiled(self) -> Callable[..., Tensor]:
         """`forward` under torch.compile, except attention and experts: documents and routes of each pack differ."""
-        leave_attention_uncompiled()
+        leave_attention_uncompiled(Attention, LatentAttention, FactorizedAttention)
         leave_recurrence_uncompiled()
         leave_experts_uncompiled()
         return torch.compile(self, dynamic=True)

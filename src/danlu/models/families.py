@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
-from danlu.models import family_experts, family_layers, family_linear
+from danlu.models import family_experts, family_layers, family_linear, latent_families
 from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.family import (
     ARCHITECTURE_ENDINGS,
@@ -25,7 +25,8 @@ from danlu.models.family import (
 )
 from danlu.models.hf_rope import write_rope
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import Heads
+from danlu.models.latent_spec import Latent
+from danlu.models.layer_spec import Delta
 from danlu.models.multimodal import MULTIMODAL, text_values
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
@@ -43,6 +44,7 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
     if model_type in MULTIMODAL:
         text = read_config_values(text_values(values, where), where=where)
         return replace(text, multimodal=model_type, task=task_of(values))
+    model_type = READ_AS.get(str(model_type), model_type)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError(
@@ -102,7 +104,9 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     """
     config = replace(config, multimodal=None)
     family, first = FAMILIES[config.family], config.layers[0]
-    heads = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Heads))
+    heads = next(layer.mixer for layer in config.layers if not isinstance(layer.mixer, Delta))
+    # transformers' head_dim of latent attention is the width of what is rotated.
+    head_dim = heads.qk_rope_head_dim if isinstance(heads, Latent) else heads.head_dim
     eos: int | list[int] | None = list(config.eos_token_ids) or None
     if len(config.eos_token_ids) == 1:
         eos = config.eos_token_ids[0]
@@ -115,11 +119,11 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "num_hidden_layers": len(config.layers),
         "num_attention_heads": heads.heads,
         "num_key_value_heads": heads.kv_heads,
-        "head_dim": heads.head_dim,
+        "head_dim": head_dim,
         "hidden_act": HF_ACTIVATIONS.get(first.feed.activation, "silu"),
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        **(write_rope(config.ropes[0], heads.head_dim) if config.ropes else {}),
+        **(write_rope(config.ropes[0], head_dim) if config.ropes else {}),
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": 0.0,
         "use_cache": True,
@@ -162,6 +166,63 @@ def _refuse_unsupported(hf: HFValues, family: Family) -> None:
 _COMMON: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(
+        architecture="DeepseekV2",
+        architectures={"token-classification": None},
+        has_experts=True,
+        read=latent_families.read_deepseek_v2,
+        write=latent_families.write_deepseek_v2,
+        modules=latent_families.DEEPSEEK_MODULES,
+        ropes_differ=True,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 2048,
+            "moe_intermediate_size": 1407,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_key_value_heads": None,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "v_head_dim": 128,
+        },
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3",
+        has_experts=True,
+        read=latent_families.read_deepseek_v3,
+        write=latent_families.write_deepseek_v3,
+        modules=latent_families.DEEPSEEK_MODULES,
+        ropes_differ=True,
+        defaults={
+            **_COMMON,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "first_k_dense_replace": 3,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 4096,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": None,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rope_interleave": True,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+            "v_head_dim": 128,
+        },
+    ),
     "gemma2": Family(
         architecture="Gemma2",
         read=family_layers.read_gemma2,
@@ -276,6 +337,14 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 2048,
             "num_key_value_heads": None,
         },
+    ),
+    "mfa": Family(
+        architecture="MFA",
+        architectures={"sequence-classification": None, "token-classification": None},
+        read=latent_families.read_mfa,
+        write=latent_families.write_mfa,
+        ropes_differ=True,
+        defaults={**_COMMON, "bos_token_id": None, "eos_token_id": None, "num_key_value_heads": 1},
     ),
     "minimax_m2": Family(
         architecture="MiniMaxM2",
@@ -510,4 +579,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-"""model_type -> family. Llama covers Llama 2 and 3, TinyLlama, SmolLM2; qwen2 covers Qwen2.5; phi3 covers phi-4."""
+"""model_type -> family. Llama covers Llama 2 and 3, TinyLlama, SmolLM2; qwen2 covers Qwen2.5; phi3 covers phi-4.
+`mfa` is danlu's own: no class of transformers loads it."""
+
+READ_AS = {"kimi_k2": "deepseek_v3"}
+"""model_type of folders that bring their own code along -> the family that computes the same, as which they are
+written."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from danlu.models.config import ModelConfig
 from danlu.models.hf_rope import RopeRules, read_rope
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import Activation, Delta, Dense, Heads, LayerSpec, check_sizes
+from danlu.models.layer_spec import Activation, Delta, Dense, Heads, LayerSpec
+from danlu.models.spec_shapes import check_sizes
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task

@@ -6,12 +6,13 @@ stay bounded in depth. D = model width, N = layers:
 
 =============================  =====================================================
 matrices that read the stream  normal, std sqrt(2 / (5 D)): q, k, v, gate, up, router, untied head
+matrices that read a latent    normal, std sqrt(2 / (5 x its width)): q_b, kv_b, key reuse
 matrices that write to it      the same divided by sqrt(2 N): o_proj, down_proj
 embedding, untied              normal, std 1 / embedding multiplier: the stream starts at 1
 embedding, tied                normal, std sqrt(2 / (5 D)): it is the head too, and std 1
                                there would start with logits of std sqrt(D)
 norms                          scale one (Gemma stores zero, the difference from one)
-biases                         zero
+biases                         zero, and the gate of key reuse (arXiv:2412.19255)
 convolutions over time         uniform, up to 1 / sqrt(tokens they see)
 decay of linear attention      A uniform from 0 to 16; softplus(dt_bias) log-uniform from 0.001 to 0.1
 =============================  =====================================================
@@ -34,6 +35,8 @@ from danlu.models.decoder import Decoder
 from danlu.shard_box import ShardBox
 
 _WRITE_TO_STREAM = ("o_proj", "down_proj")
+_READ_A_LATENT = ("q_b_proj", "kv_b_proj", "key_reuse")
+_START_AT_ZERO = ("bias", "correction", "key_reuse_gate")
 
 
 def initialize(model: Decoder, seed: int) -> None:
@@ -55,7 +58,7 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
         return box.view_of(_of_linear_attention(kind, uniform))
     if module == "o_norm":  # of what linear attention says: its weight is no difference from the model's offset
         return torch.ones(box.sizes)
-    std = _initial_std(config, name)
+    std = _initial_std(config, name, box.global_shape[-1])
     if std is None:
         return torch.full(box.sizes, 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0)
     if not is_stacked(name):
@@ -84,11 +87,13 @@ def named_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
 
 
-def _initial_std(config: ModelConfig, name: str) -> float | None:
-    """Standard deviation a matrix is drawn with; None for norms, biases and corrections of routers: all constant."""
+def _initial_std(config: ModelConfig, name: str, inputs: int) -> float | None:
+    """Standard deviation a matrix is drawn with, which reads so many features; None for what starts constant."""
     module, kind = name.split(".")[-2:]
-    if kind in ("bias", "correction") or module.endswith("norm"):
+    if kind in _START_AT_ZERO or module.endswith("norm"):
         return None
+    if module in _READ_A_LATENT:
+        return math.sqrt(2 / (5 * inputs))
     small = math.sqrt(2 / (5 * config.hidden_size))
     if module in _WRITE_TO_STREAM:
         return small / math.sqrt(2 * len(config.layers))

@@ -10,12 +10,15 @@ each expert · E experts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from danlu.errors import ModelError
+from danlu.models.factorized_spec import Factorized
+from danlu.models.latent_spec import Latent
 from danlu.models.rope_config import Rope
+from danlu.models.spec_shapes import MAXIMUMS, Kept, Shapes, check_sizes, linear_shapes, stacked_shapes
 
 
 @dataclass(frozen=True)
@@ -28,46 +31,6 @@ class ClampedSwiGLU:
 
 Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
 Norms = Literal["pre", "post", "sandwich"]
-Shapes = dict[str, tuple[int, ...]]
-"""Name of a parameter, without its layer -> shape."""
-Kept = Mapping[Literal["none", "elementwise", "selective"], float]
-"""Kind of recomputation -> elements a token that are kept for the backward pass (with `none`: all that are made)."""
-
-MAXIMUMS = {
-    "heads": 2**20,
-    "kv_heads": 2**20,
-    "head_dim": 2**20,
-    "key_heads": 2**20,
-    "key_dim": 2**20,
-    "value_dim": 2**20,
-    "conv_width": 2**10,
-    "intermediate_size": 2**31 - 1,
-    "num_experts": 2**16,
-    "top_k": 2**16,
-}
-"""Bounds far above every published model, below which sizes can be multiplied and listed without harm."""
-
-
-def check_sizes(sizes: Mapping[str, Any], maximums: Mapping[str, int] = MAXIMUMS) -> None:
-    """Raises ModelError for a size below 1 or above its maximum; what has none in `maximums` is no size."""
-    for name, maximum in maximums.items():
-        size = sizes.get(name, 1)
-        if size < 1:
-            raise ModelError(f"{name} is {size}: it must be at least 1")
-        if size > maximum:
-            raise ModelError(f"{name} is {size:,}: at most {maximum:,} can be built")
-
-
-def linear_shapes(name: str, out_features: int, in_features: int, biased: bool) -> Shapes:
-    """Weight and, if it has one, bias of a linear layer."""
-    weight: Shapes = {f"{name}.weight": (out_features, in_features)}
-    return weight | {f"{name}.bias": (out_features,)} if biased else weight
-
-
-def stacked_shapes(name: str, count: int, out_features: int, in_features: int, biased: bool) -> Shapes:
-    """Weights and, if they have them, biases of as many linear layers, one tensor of each: [count, out, in]."""
-    weight: Shapes = {f"{name}.weight": (count, out_features, in_features)}
-    return weight | {f"{name}.bias": (count, out_features)} if biased else weight
 
 
 @dataclass(frozen=True)
@@ -119,6 +82,11 @@ class Heads:
     def kv_width(self) -> int:
         """Features of all keys, and of all values, K C."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers a token that a cache keeps: a key and a value of each key/value head."""
+        return 2 * self.kv_width
 
     @property
     def normed_widths(self) -> tuple[int, int]:
@@ -387,7 +355,7 @@ class Experts:
         return None if self.shared is None else self.shared.uncuttable(degree)
 
 
-Mixer = Heads | Delta
+Mixer = Heads | Latent | Factorized | Delta
 Feed = Dense | Experts
 
 
@@ -437,7 +405,7 @@ class LayerSpec:
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Names and values of its sizes, for messages about a model that is too large."""
         for half in (self.mixer, self.feed):
-            yield from ((name, getattr(half, name)) for name in MAXIMUMS if hasattr(half, name))
+            yield from ((name, size) for name in MAXIMUMS if (size := getattr(half, name, None)) is not None)
 
     def differences(self, other: LayerSpec) -> list[str]:
         """Names of what another layer has not, or has otherwise: `mixer.qk_norm`."""

@@ -134,14 +134,16 @@ class GroupedLinear(nn.Module):
 class RMSNorm(nn.Module):
     """x [.., width] -> x / sqrt(mean(x^2) + eps) * (weight + offset), in x's dtype.
 
-    offset: the model's by default, which is 1 in Gemma. Where its features are cut over processes, `shard` says so: the
-    mean is over those of all processes.
+    eps, offset: the model's by default; its offset is 1 in Gemma. Where its features are cut over processes, `shard`
+    says so: the mean is over those of all processes.
     """
 
-    def __init__(self, width: int, config: ModelConfig, *, offset: float | None = None) -> None:
+    def __init__(
+        self, width: int, config: ModelConfig, *, eps: float | None = None, offset: float | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = config.rms_norm_eps
+        self.eps = config.rms_norm_eps if eps is None else eps
         self.offset = config.norm_offset if offset is None else offset
         self.shard: NormShard | None = None
 

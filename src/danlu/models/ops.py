@@ -279,6 +279,11 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, C] as `apply_rope` rotates queries and keys; cos, sin: [T, R]."""
+    return _rotate(x, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.layer_types import Keys
-from danlu.models.attend import NOT_EXACT, absorbed_keys
+from danlu.models.attend import NOT_EXACT, absorbed_keys, exact_absorb
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.models.recurrent_order import RecurrentRuns
 from danlu.rollout.scheduler import Plan
@@ -60,13 +60,14 @@ class ExactPagedAttention:
     ) -> Tensor:  # [T, H, W]
         self._pool.write(layer, *keys.stored)
         stored = self._pool.gather(layer, self._blocks, self._tokens)
-        if keys.absorb is not None:
-            q = keys.absorb.queries(q, exact=True)
-            k, v = absorbed_keys(stored, keys.absorb)
+        absorb = exact_absorb(keys)
+        if absorb is not None:
+            q = absorb.queries(q, exact=True)
+            k, v = absorbed_keys(stored, absorb)
         else:
             k, v = stored if keys.expand is None else keys.expand(stored, self._positions)
         out = self._queries.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out if keys.absorb is None else keys.absorb.outputs(out, exact=True)
+        return out if absorb is None else absorb.outputs(out, exact=True)
 
     @cached_property
     def _positions(self) -> Tensor:

@@ -69,7 +69,8 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, dtype: torch.dtype, layers: list[_FusedLayer]) -> None:
         (spec,) = model.config.kinds
-        mixer, scale, rope = spec.attention, spec.attention.attention_scale, spec.attention.rope
+        mixer = spec.attention
+        scale, rope = mixer.attention_scale, mixer.rope
         assert rope is not None, "`_is_plain` has looked"
         self._model, self._dtype, self._layers, self._rope = model, dtype, layers, rope
         self._parameters = list(model.parameters())

@@ -248,7 +248,10 @@ class _Fingerprints:
         names = ("keys", "values") if len(keys.stored) == 2 else ("cached rows",)
         for name, rows in (("queries", q), *zip(names, keys.stored, strict=True)):
             self._record(f"{where}: its {name} (projection, adapter, norm or rotation)", rows)
+        # What makes keys of stored rows runs over what is cached, so its rows are not those of the pass.
+        tokens, self._tokens = self._tokens, -1
         out = attend(layer, q, keys, **options)
+        self._tokens = tokens
         self._record(f"{where}: attention over cached keys", out)
         return out
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
+from danlu.models.factorized_spec import Factorized
 from danlu.models.hf_folder import CONFIG
+from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Delta, Dense, Feed, Heads, LayerSpec, Mixer
 from danlu.models.rope_config import LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
@@ -71,9 +73,45 @@ def proxy_config(
 
 
 def _small_mixer(large: Mixer, tensor: int, *, quantized: bool) -> Mixer:
-    if isinstance(large, Delta):
-        return _small_delta(large, tensor, quantized=quantized)
-    return _small_heads(large, tensor, quantized=quantized)
+    """The mixer of a layer with few and narrow heads, which tensor ranks share as they share the large ones."""
+    unit = 16 if quantized else 8  # of what is cut by blocks of quantized weights
+    match large:
+        case Delta():
+            return _small_delta(large, tensor, quantized=quantized)
+        case Heads():
+            return _small_heads(large, tensor, quantized=quantized)
+        case Latent():
+            heads = _queries_per_key(large.heads, 1, tensor)
+            return replace(
+                large,
+                heads=heads,
+                kv_lora_rank=4 * unit,
+                qk_nope_head_dim=unit,
+                v_head_dim=unit if large.v_head_dim == large.qk_nope_head_dim else 2 * unit,
+                q_lora_rank=None if large.q_lora_rank is None else 6 * unit,
+                rope=_small_rope(large.rope, unit),
+            )
+        case Factorized():
+            heads = _queries_per_key(large.heads, 1, tensor)
+            share = 1.0 if large.rope is None else large.rope.dim / large.head_dim
+            head_dim = _narrow_head(share, quantized=quantized)
+            return replace(
+                large,
+                heads=heads,
+                head_dim=head_dim,
+                query_rank=head_dim if large.query_rank == large.head_dim else 2 * head_dim,
+                rope=None if large.rope is None else _small_rope(large.rope, int(head_dim * share)),
+            )
+
+
+def _narrow_head(share: float, *, quantized: bool) -> int:
+    """A width of heads of which that share, when it is rotated, is an even number of features."""
+    return next(
+        size
+        for size in (8, 16, 32, 64, 128, 256)
+        if (turned := int(size * share)) and turned % 2 == 0
+        if size >= (16 if quantized else 8)
+    )
 
 
 def _small_delta(large: Delta, tensor: int, *, quantized: bool) -> Delta:
@@ -90,12 +128,7 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
     kv_heads = large.kv_heads if large.kv_heads <= tensor else tensor * min(kv_per_rank, large.kv_heads // tensor)
     queries = _queries_per_key(large.heads // large.kv_heads, kv_heads, tensor)
     share = 1.0 if large.rope is None else large.rope.dim / large.head_dim
-    head_dim = next(
-        size
-        for size in (8, 16, 32, 64, 128, 256)
-        if (turned := int(size * share)) and turned % 2 == 0
-        if size >= (16 if quantized else 8)
-    )
+    head_dim = _narrow_head(share, quantized=quantized)
     return replace(
         large,
         heads=kv_heads * queries,
