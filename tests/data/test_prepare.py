@@ -15,8 +15,11 @@ from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.samples import Selection
 from danlu.data.tokenizer_training import train_tokenizer
+from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
 from danlu.recipe.sections import Data, Packing, Source
+
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
 NOT_STORES = ("locks", "files")  # what else is in a cache
 
@@ -26,6 +29,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(pretraining_documents(0, 300), 500, folder)
     return folder
+
+
+@pytest.fixture
+def worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are tokenised in processes of their own, as in a run."""
+    monkeypatch.setattr("danlu.data.prepare.WorkerPool", WorkerPool)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +71,7 @@ def rows_of(samples: Selection) -> list[str]:
     return [sample.row for sample in samples]
 
 
+@pytest.mark.usefixtures("worker_processes")
 def test_the_output_does_not_depend_on_the_number_of_workers(tokenizer: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "chat.jsonl", conversations(0, 2600))  # more chunks than one process is given at first
     one = ready(tokenizer, tmp_path / "one", path, workers=1)
@@ -132,7 +142,6 @@ def test_a_changed_setting_or_file_is_tokenised_anew(tokenizer: Path, tmp_path: 
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.name not in NOT_STORES]) == 3
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_another_format_of_the_same_file_is_tokenised_anew(tokenizer: Path, tmp_path: Path) -> None:
     rows = [{**row, "text": "Once upon a time."} for row in conversations(0, 3)]
     path = write(tmp_path / "both.jsonl", rows)
@@ -176,7 +185,6 @@ def test_evaluation_sources_of_their_own(tokenizer: Path, cache: Path, chat: Pat
     assert (len(prepared.train), len(prepared.eval), prepared.eval_statistics.rows) == (60, 8, 8)
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_an_evaluation_source_that_gives_no_sample_is_named(
     tokenizer: Path, cache: Path, chat: Path, tmp_path: Path
 ) -> None:
@@ -211,7 +219,6 @@ def test_a_cached_source_has_the_name_of_the_recipe_that_reads_it(tokenizer: Pat
     assert beside.train.digest() != alone.train.digest() == ready(tokenizer, cache, old).train.digest()  # type: ignore[union-attr]
 
 
-@pytest.mark.usefixtures("tokenising_here")
 @pytest.mark.parametrize("weights", [None, [1.0, 1.0]])
 def test_a_small_source_keeps_a_row_beside_those_held_out(
     tokenizer: Path, cache: Path, chat: Path, tmp_path: Path, weights: Any
@@ -253,7 +260,6 @@ def test_a_bad_row_stops_with_its_place_or_is_counted(tokenizer: Path, cache: Pa
         ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
 
 
-@pytest.mark.usefixtures("tokenising_here")
 @pytest.mark.parametrize("count", [1, 3])
 def test_where_every_row_is_bad_the_advice_is_not_to_skip(
     tokenizer: Path, cache: Path, tmp_path: Path, count: int
@@ -273,7 +279,6 @@ def test_where_every_row_is_bad_the_advice_is_not_to_skip(
         ready(tokenizer, cache, path)
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_rows_whose_text_no_encoding_takes_are_counted(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     [row] = conversations(0, 1)
     odd = {"messages": [{**row["messages"][0], "\udc80": 1}, *row["messages"][1:]]}
@@ -286,6 +291,7 @@ def test_rows_whose_text_no_encoding_takes_are_counted(tokenizer: Path, cache: P
     assert again.statistics.unread_lines()[0].encode().startswith(rb"not read: '\udc80' in 1 row")
 
 
+@pytest.mark.usefixtures("worker_processes")
 def test_rows_too_deep_for_another_process_are_bad_rows(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     [row] = conversations(0, 1)
     good = json.dumps(row)
@@ -300,7 +306,6 @@ def test_rows_too_deep_for_another_process_are_bad_rows(tokenizer: Path, cache: 
         ]
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_packed_files_are_rows_like_others(tokenizer: Path, cache: Path, chat: Path, tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl.gz"
     path.write_bytes(gzip.compress(chat.read_bytes()))
@@ -323,7 +328,6 @@ def test_rows_without_known_columns_in_front_are_bad_rows_like_others(
         ready(tokenizer, cache, path, on_bad_row="skip", bad_row_limit=1)
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_unpaired_preferences_are_refused(tokenizer: Path, cache: Path, tmp_path: Path, shared_data: Path) -> None:
     with pytest.raises(DataError, match=r"kto_en_demo\.json:2: 'label' \(True\) judges .* a stage kto"):
         ready(tokenizer, cache, shared_data / "preference" / "kto_en_demo.json")
@@ -334,7 +338,6 @@ def test_unpaired_preferences_are_refused(tokenizer: Path, cache: Path, tmp_path
             ready(tokenizer, cache, path, **skip)
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_a_weight_of_a_message_is_the_weight_of_its_tokens(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     [row] = conversations(0, 1)
     assert [turn["role"] for turn in row["messages"][-2:]] == ["user", "assistant"]
@@ -351,7 +354,6 @@ def test_a_weight_of_a_message_is_the_weight_of_its_tokens(tokenizer: Path, cach
     assert "loss_weight" in line and ready(tokenizer, cache, tmp_path / "weighted.jsonl").statistics.unread_lines()
 
 
-@pytest.mark.usefixtures("tokenising_here")
 def test_given_tokens_in_a_csv_file(tokenizer: Path, cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokens.csv"
     path.write_text('input_ids,labels,attention_mask\n"[0, 5, 6, 7]","[-100, -100, 6, 7]","[0, 1, 1, 1]"\n')
@@ -367,6 +369,7 @@ def test_a_run_that_would_train_nothing_is_refused(tokenizer: Path, cache: Path,
         ready(tokenizer, cache, path)
 
 
+@pytest.mark.usefixtures("worker_processes")
 def test_progress_is_reported(tokenizer: Path, chat: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     data = Data(train=[Source(path=str(chat))], cache=str(tmp_path))

@@ -12,10 +12,13 @@ from danlu.data.prepare import DatasetSpec
 from danlu.data.raw_rows import RawRow
 from danlu.data.stream import InterleavedRows, StreamingDataset
 from danlu.data.tokenizer_training import train_tokenizer
+from danlu.data.worker_pool import WorkerPool
 from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data, Packing, Source
 from danlu.train.position import Feed
 from danlu.types import Pack
+
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
 
 def reader(name: str, count: int) -> Callable[[], Iterator[RawRow]]:
@@ -98,7 +101,10 @@ def next_rows(packs: StreamingDataset, count: int) -> list[str]:
     return rows
 
 
-def test_a_pass_gives_every_row_once_and_shuffled(tokenizer: Path, sources: list[Path]) -> None:
+def test_a_pass_gives_every_row_once_and_shuffled(
+    tokenizer: Path, sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("danlu.data.stream.WorkerPool", WorkerPool)  # in a process of its own, as in a run
     with stream(tokenizer, sources) as packs:
         rows, again = next_rows(packs, 130), next_rows(packs, 130)
     expected = [f"{name}.jsonl:{i + 1}" for name, count in (("a", 90), ("b", 40)) for i in range(count)]
