@@ -13,7 +13,7 @@ from builders.preference_steps import OF_STEP, see
 from builders.tiny_run import SyntheticPacks, tiny_model
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
-from torch import Tensor
+from torch import Tensor, nn
 
 from danlu.errors import RecipeError
 from danlu.language.learner import DecoderLearner, ThreadedLearner
@@ -47,6 +47,14 @@ def learnt(compute: DecoderLearner) -> tuple[StepGradients, dict[str, Tensor]]:
     for parameter in compute.model.parameters():
         parameter.grad = None
     return found, {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+def test_a_parameter_that_is_none_is_none_in_a_replica() -> None:
+    linear = nn.Linear(2, 3, bias=False)  # registered as None, as sinks of attention are where a family has none
+    twin = replica(linear, CPU)
+    assert twin.bias is None and twin(torch.ones(1, 2)).equal(linear(torch.ones(1, 2)))
+    with pytest.raises(AttributeError):
+        twin.no_such_parameter  # noqa: B018 - control
 
 
 def test_replicas_learn_what_one_model_does(model: Decoder, threaded: ThreadedLearner) -> None:

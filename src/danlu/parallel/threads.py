@@ -59,7 +59,9 @@ def replica(model: nn.Module, device: torch.device) -> nn.Module:
             if child is not None:
                 twin._modules[name] = twins[child]
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is None:
+                twin._parameters[name] = None  # torch gives twins no parameters at all
+            else:
                 if parameter not in copies:  # tied parameters stay tied
                     copies[parameter] = parameter.to(device, copy=True)
                 twin._parameters.pop(name, None)
