@@ -19,6 +19,8 @@ from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.models.score_head import new_score_head
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 LORA = {"kind": "lora", "rank": 4, "dropout": 0.1}
 CRITICS: dict[str, dict[str, Any]] = {
     "base": {"adapter": LORA, "value": {"share": "base", "adapter": {**LORA, "rank": 2}}},

@@ -17,11 +17,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from builders.docs_scripts import script
-from builders.tiny_world import InThisProcess, danlu, differences
+from builders.tiny_world import danlu, differences
 
 from danlu import demo, recipe, run
 from danlu.cli import demo as verb
-from danlu.data import prepare
 from danlu.data.demo_data import Question, every_question, questions
 from danlu.demo import Answered, AnsweredSum, Result, Tally
 from danlu.demo_recipes import Place, Size
@@ -45,13 +44,11 @@ def quietly(folder: Path, *, size: Size = SMALL, stream: io.TextIOBase | None = 
 
 
 @pytest.fixture(scope="module")
-def one_process() -> Iterator[None]:
+def one_process(module_tokenises_here: None) -> Iterator[None]:
     """Everything of a demo in this process and on one thread: an extra one takes longer than its rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "WorkerPool", InThisProcess)
-        yield
+    yield
     torch.set_num_threads(before)
 
 

@@ -15,6 +15,8 @@ from test_rl_runs import FILTERED, assert_goes_on, recipe_file, run, steps
 
 from danlu.data.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 TURNS = {"data": {"max_length": 96}, "rollout": {"samples": 8, "max_new_tokens": 12, "stop_strings": ["a", "t"]}}
 ENVIRONMENT = """
 from danlu.environment import Done, Turn

@@ -14,6 +14,8 @@ from builders.train_worker import train
 
 from danlu.data.demo_data import conversations
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

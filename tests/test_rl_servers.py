@@ -22,7 +22,7 @@ from danlu.rollout.servers.canary import FIRST_NUMBER
 from danlu.rollout.servers.danlu_server import DanluServer
 from danlu.rollout.servers.fleet import ServerFleet
 
-pytestmark = pytest.mark.usefixtures("torch_products")
+pytestmark = pytest.mark.usefixtures("torch_products", "module_tokenises_here")
 
 FILTERED = {"samples": 4, "max_new_tokens": 6, "temperature": 0.7, "top_p": 0.9}
 EXACT: dict[str, Any] = {"numerics": "exact", "precision": "bf16", "steps": 4}

@@ -24,6 +24,8 @@ from danlu.recipe import load
 from danlu.stage_protocols import ModelSpec
 from danlu.stages import STAGES
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 CLOSE = 2e-5  # relative, in the 2-norm of each tensor, after the steps of a run
 TOP_K = {"objective": {"kind": "reverse", "temperature": 1.5}}
 HIDDEN = {

@@ -18,6 +18,8 @@ from builders.worst_errors import worst_relative_error
 from danlu.rollout.on_policy_rows import OnPolicyRows
 from danlu.types import Pack, Sample
 
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
 CLOSE = 1e-6  # relative, in the 2-norm of each tensor: the rows of the other run are added up in another order
 GKD: dict[str, Any] = {
     "on_policy": True,
