@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -280,7 +281,8 @@ def test_products_of_as_many_rows_as_there_are_sequences_are_seen(
     asked = requests(SAMPLING["T1"])
     with monkeypatch.context() as patch:
         patch.setattr("danlu.numerics.batch_invariant._rows_are_tokens", lambda left: False)
-        completions = engine(model).generate(asked)
+        # One at a time: some CPUs round products of two rows as those of many, but none a single row.
+        completions = engine(model, replace(EXACT, sequences=1)).generate(asked)
     pack = as_documents(asked, completions)
     assert 0 < gap(completions, trained(model, pack, completions, 1.0)).largest < 1e-4
 
