@@ -35,7 +35,7 @@ from danlu.memory_estimate import (
     gathered_element_bytes,
 )
 from danlu.models.adapter_sites import adapter_sites
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, resolve_folder
 from danlu.models.loading import meta_decoder
@@ -242,7 +242,7 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
     for name, parameter in adapters.base_parameters().items():
         if name in linears and section is not None:
             frozen_bytes[name] = packed_bytes((parameter.shape[0], parameter.shape[1]), section)
-        elif parameter.ndim == 2 and name not in whole:
+        elif is_matrix(name, parameter.ndim) and name not in whole:
             frozen_bytes[name] = parameter.numel() * activation_dtype(recipe).itemsize
     return _MetaModel(
         model,
@@ -265,7 +265,7 @@ def _frozen_model_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) ->
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and name in linears and spec.quantization is not None:
             total += packed_bytes((parameter.shape[0], parameter.shape[1]), spec.quantization)
-        elif parameter.ndim == 2 and spec.mixing is None:
+        elif is_matrix(name, parameter.ndim) and spec.mixing is None:
             total += parameter.numel() * activation_dtype(recipe).itemsize
         else:
             total += parameter.nbytes

@@ -49,6 +49,37 @@ def test_a_base_in_the_type_of_activations_gives_the_bits_of_a_float32_one(folde
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_routers_of_a_frozen_base_stay_float32_and_experts_do_not(tmp_path: Path) -> None:
+    """In bfloat16 a router would send tokens elsewhere than the float32 one does."""
+    glm4 = {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    }
+    base = tiny_model(**glm4)
+    correction = base.get_parameter("layers.1.mlp.router.correction")
+    with torch.no_grad():
+        correction.copy_(torch.linspace(0.1, 0.2, 8))
+    save(base, tmp_path / "base")
+    wide = logits(load(tmp_path / "base"), dtype=torch.bfloat16)
+    model = load_frozen(tmp_path / "base", dtype=torch.bfloat16).model
+    assert torch.equal(logits(model, dtype=torch.bfloat16), wide)
+    types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert types["layers.1.mlp.experts.up_proj.weight"] == torch.bfloat16
+    assert types["layers.1.mlp.router.weight"] == types["layers.1.mlp.router.correction"] == torch.float32
+    # The result of a run in bfloat16 keeps what moved the corrections, and so does who loads it in bfloat16.
+    save(base, tmp_path / "narrow", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "narrow" / SINGLE_FILE)
+    assert torch.equal(stored["model.layers.1.mlp.gate.e_score_correction_bias"], correction)
+    assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    narrow = load(tmp_path / "narrow", dtype=torch.bfloat16)
+    assert torch.equal(narrow.get_parameter("layers.1.mlp.router.correction"), correction)
+    assert narrow.get_parameter("layers.1.mlp.router.weight").dtype == torch.float32
+    assert not narrow.get_parameter("layers.1.mlp.router.correction").requires_grad
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
 def test_a_packed_base_computes_with_the_rounded_weights(folder: Path, section: Any) -> None:
     model = load_frozen(folder, dtype=torch.float32, quantization=section).model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from builders.adapter_folders import adapter_folder
 from builders.bigram import bigram_folder
 from builders.small_config import small_config
+from builders.small_experts import QWEN2_MOE
 from builders.tiny_world import World
 
 from danlu.models.decoder import Decoder
@@ -37,6 +39,7 @@ KINDS = {
     },
     "factorized": {"mixer": Factorized, "query_rank": 8},
     "key-reuse": {"mixer": Factorized, "query_rank": 10, "query_norm": True, "key_reuse": True},
+    "experts": {},
 }
 
 
@@ -50,11 +53,12 @@ def build(
 ) -> Decoder:
     """Three layers, 4 query heads of width 8 on 2 key/value heads; weights large enough that greedy text varies."""
     sizes = {"vocab_size": vocab_size, "max_position_embeddings": context, "rope_scaling": rope_scaling}
-    decoder = Decoder(small_config(layers=3, **sizes, **KINDS[kind]))
+    config = small_config(layers=3, **sizes, **KINDS[kind])
+    decoder = Decoder(config if kind != "experts" else config.with_layers(lambda layer: replace(layer, feed=QWEN2_MOE)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim == 2 else 0.1))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim > 1 else 0.1))
             if name.endswith("norm.weight"):
                 parameter.add_(1.0)
     return decoder.requires_grad_(False)

@@ -16,7 +16,7 @@ from danlu.rollout.request import Request, SamplingOptions
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse"]
+    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"]
 )
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_equals_a_loop_of_full_passes(small_decoder, kind, options):

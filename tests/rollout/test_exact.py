@@ -118,7 +118,8 @@ def gap(completions: Sequence[Completion], trainer: Sequence[Sequence[float]]) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kind", ["llama", "window", "sliding", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse"]
+    "kind",
+    ["llama", "window", "sliding", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"],
 )
 def test_the_gap_is_nothing(small_decoder: Any, kind: str, dtype: torch.dtype) -> None:
     model = small_decoder(kind, vocab_size=VOCABULARY)

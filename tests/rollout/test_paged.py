@@ -15,7 +15,7 @@ from danlu.rollout import paged
 from danlu.rollout.pool import CachePool
 from danlu.rollout.scheduler import Chunk, Plan
 
-KINDS = ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse"]
+KINDS = ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"]
 BLOCK, BLOCKS = 4, 96
 CPU = torch.device("cpu")
 

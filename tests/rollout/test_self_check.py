@@ -21,7 +21,7 @@ from danlu.rollout.self_check import check_exact, variant_operation
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse"]
+    "kind", ["llama", "window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "experts"]
 )
 def test_it_is_silent_where_they_hold(small_decoder: Any, kind: str, dtype: torch.dtype) -> None:
     check_exact(small_decoder(kind), dtype)

@@ -17,7 +17,7 @@ from danlu.adapters.dropout import DropoutState
 from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.dtensor import local_tensor
 from danlu.models.adapter_sites import adapter_sites
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config
 from danlu.models.hf_layout import hf_name
@@ -82,7 +82,7 @@ def load_frozen(
     layer_hook_factory: LayerHookFactory | None = None,
     config: ModelConfig | None = None,
 ) -> Adapted:
-    """Loads the model of a folder, frozen: matrices in `dtype` or quantized, norms and biases in float32.
+    """Loads the model of a folder, frozen: matrices in `dtype` or quantized; norms, biases and routers in float32.
 
     A matrix in the type of activations multiplies to the same bits as a float32 one, which is rounded to that type for
     each product. Peak memory is the result plus one weight as it is stored.
@@ -118,7 +118,7 @@ def load_frozen(
                 linear: Linear = linears[owner]
                 linear.store(quantize_weight(value, quantization, parameter))
                 return None
-        return value.to(torch.float32 if value.ndim < 2 or parameter in whole else dtype)
+        return value.to(dtype if is_matrix(parameter, value.ndim) and parameter not in whole else torch.float32)
 
     adapted = Adapted(model, adapters)
     layer_hook = None if layer_hook_factory is None else layer_hook_factory(adapted)

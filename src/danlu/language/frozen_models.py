@@ -18,7 +18,7 @@ from danlu.assembly.recipe_adapters import open_named
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import RecipeError
 from danlu.language.reader import tokenizer_of
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
 from danlu.models.initialize import initialize
@@ -133,9 +133,9 @@ def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ran
 def _narrowed(model: Decoder, dtype: torch.dtype) -> Decoder:
     """The same model, frozen, with its matrices in the type of activations."""
     narrow: dict[nn.Parameter, nn.Parameter] = {}  # tied matrices stay tied
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.ndim == 2:
+            if is_matrix(f"{path}.{name}", parameter.ndim):
                 if parameter not in narrow:
                     narrow[parameter] = nn.Parameter(parameter.detach().to(dtype))
                 setattr(module, name, narrow[parameter])

@@ -149,6 +149,19 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
+def is_matrix(parameter: str, dimensions: int) -> bool:
+    """Whether a parameter, by its name, multiplies activations in their type, and may be kept in it where it is frozen.
+
+    Not so norms and biases, also those of stacked layers, nor what a router has, which computes in float32.
+    """
+    return dimensions > 1 and not parameter.endswith(".bias") and not is_of_router(parameter)
+
+
+def is_of_router(parameter: str) -> bool:
+    """Whether a parameter, by its name, is one of a router's."""
+    return ".router." in parameter
+
+
 def is_stacked(parameter: str) -> bool:
     """Whether a parameter, by its name, has the experts of a layer in its first dimension."""
     return ".experts." in parameter

@@ -26,6 +26,7 @@ from danlu.models.hf_parts import HFTensor
 from danlu.models.hf_validation import FOUR_BIT, check_headers, own_tensors
 from danlu.models.modules import Linear
 from danlu.models.multimodal import language_name
+from danlu.models.router import Router
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
 from danlu.models.tensor_reader import Target, TensorReader
 from danlu.safetensors_format import TensorLocation
@@ -219,7 +220,8 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # `to_empty` would take meta tensors through torch's operators in Python, which import sympy for 0.2 s.
-            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            of_router = isinstance(module, Router)  # which computes in float32
+            memory = torch.empty(parameter.shape, dtype=torch.float32 if of_router else dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     return model
 

@@ -192,7 +192,12 @@ def _write_weights(
 ) -> None:
     for name, shard in shards.items():
         header = encode_header(
-            (each.name, each.dtype if isinstance(each, KeptTensor) else dtype_name(dtype), each.shape) for each in shard
+            (
+                each.name,
+                each.dtype if isinstance(each, KeptTensor) else dtype_name(_dtype_on_disk(each, dtype)),
+                each.shape,
+            )
+            for each in shard
         )
         with (folder / name).open("wb") as handle:
             handle.write(header)
@@ -203,7 +208,7 @@ def _write_weights(
                     tensor.copy_to(handle)
                 else:
                     for group in tensor.groups:
-                        _write_group(handle, start, tensor, group, value, dtype)
+                        _write_group(handle, start, tensor, group, value, _dtype_on_disk(tensor, dtype))
                 start += _size_bytes(tensor, dtype)
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
@@ -240,7 +245,12 @@ def _write_group(
 def _size_bytes(tensor: HFTensor | KeptTensor, dtype: torch.dtype) -> int:
     if isinstance(tensor, KeptTensor):
         return tensor.location.bytes
-    return math.prod(tensor.shape) * dtype.itemsize
+    return math.prod(tensor.shape) * _dtype_on_disk(tensor, dtype).itemsize
+
+
+def _dtype_on_disk(tensor: HFTensor, dtype: torch.dtype) -> torch.dtype:
+    """float32 for corrections of routers, as transformers keeps them: bfloat16 would round away what moves them."""
+    return torch.float32 if any(name.endswith(".router.correction") for name in tensor.parameters) else dtype
 
 
 def _converted(flat: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -18,11 +18,11 @@ _HEADS = frozenset({"lm_head"})
 def role(name: str, parameter: Parameter) -> Role:
     """What a parameter is to an optimizer.
 
-    vector: norms, biases, anything with fewer than two dimensions. embedding: a table that is looked up (a head tied to
-    it is the same parameter, hence an embedding too). head: an untied output projection. matrix: every other weight,
-    stacked expert weights [E, out, in] included.
+    vector: norms, biases (stacked ones too), anything with fewer than two dimensions. embedding: a table that is looked
+    up (a head tied to it is the same parameter, hence an embedding too). head: an untied output projection. matrix:
+    every other weight, stacked expert weights [E, out, in] included.
     """
-    if parameter.ndim < 2:
+    if parameter.ndim < 2 or name.endswith(".bias"):
         return "vector"
     modules = set(name.split(".")[:-1])
     if modules & _EMBEDDINGS:
