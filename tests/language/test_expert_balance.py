@@ -14,8 +14,13 @@ from torch import Tensor
 from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.errors import RecipeError
 from danlu.language.builder import check_router
+from danlu.language.placed import PlacedDecoder
+from danlu.models.decoder import Decoder
 from danlu.models.layer_spec import Experts
 from danlu.models.load_balancing import Balancing
+from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.parallel.step_parallel import StepParallel
+from danlu.placing import Placed, Subject
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Watch
 from danlu.train.loop import fit, train_step
@@ -130,9 +135,20 @@ def test_only_tokens_of_rows_are_real(tmp_path: Path) -> None:
     assert not empty.real.any() and empty.packs == (0, 2)
 
 
-def recipe(balance: str) -> Recipe:
+def recipe(balance: str, **more: object) -> Recipe:
     values = {"stage": "pretrain", "model": {"path": "m"}, "data": {"train": [{"path": "a.txt"}]}, "output": "o"}
-    return Recipe.model_validate({**values, "router": {"balance": balance}})
+    return Recipe.model_validate({**values, "router": {"balance": balance}, **more})
+
+
+@pytest.mark.parametrize("experts", [None, MIXTRAL], ids=["dense", "experts"])
+def test_that_experts_are_not_quantized_is_told(tmp_path: Path, experts: Experts | None) -> None:
+    model, cpu = tiny_run(tmp_path, experts=experts).learner.model, torch.device("cpu")
+    assert isinstance(model, Decoder)
+    placed, objective = Placed(Subject(model), StepParallel()), CrossEntropy()
+    quantized = recipe("step", quantization={"kind": "nf4"}, adapter={"kind": "lora"})
+    notes = PlacedDecoder(quantized, placed, cpu, objective, objective).notes
+    assert any("the matrices of experts are not quantized" in note for note in notes) == (experts is not None)
+    assert not PlacedDecoder(recipe("step"), placed, cpu, objective, objective).notes
 
 
 def test_a_router_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def build(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.ndim > 1 else 0.1))
+            is_matrix = parameter.ndim == 2 or ".experts." in name
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.3 if is_matrix else 0.1))
             if name.endswith("norm.weight"):
                 parameter.add_(1.0)
     return decoder.requires_grad_(False)

@@ -67,6 +67,11 @@ from danlu.train.state import Generate, Run
 from danlu.train.step import AnyLearner
 from danlu.types import HeadObjective, Objective, Pack, Role
 
+EXPERTS_STAY_WIDE = (
+    "quantization: the matrices of experts are not quantized but kept in the type of activations, 2 bytes a weight in "
+    "bf16: most of a model with experts is as large as without it"
+)
+
 
 @dataclass(frozen=True)
 class PlacedDecoder:
@@ -112,7 +117,8 @@ class PlacedDecoder:
     def notes(self) -> Sequence[str]:
         """What is worth knowing of how the models were placed, for the console."""
         unpacked = (kernel.note for kernel in unpack_kernels(self.model, self.dtype))
-        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked)
+        experts = [EXPERTS_STAY_WIDE] if self.recipe.quantization is not None and self.model.config.has_experts else []
+        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked, *experts)
 
     @property
     def dtype(self) -> torch.dtype:
