@@ -10,6 +10,7 @@ import pytest
 from builders.small_experts import KINDS, experts_config
 from builders.tiny_world import tiny_world
 
+from danlu.errors import RecipeError
 from danlu.models.families import read_config_values
 from danlu.recipe import Recipe, load
 from danlu.verify import decoder_proxy
@@ -116,3 +117,9 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypa
     assert report.finding is not None
     assert report.finding.parameter == parameter
     assert cause in report.finding.cause
+
+
+def test_a_router_that_the_family_does_not_keep_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = recipe(tmp_path, "mixtral", ["parallel={expert: 2}", "router={balance: bias}"], monkeypatch)
+    with pytest.raises(RecipeError, match="no place for the biases"):
+        verify("r.yaml", wrong, Options(steps=2))

@@ -11,7 +11,7 @@ import torch
 from danlu.assembly.recipe_adapters import check_adapters
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.errors import RecipeError
-from danlu.language.builder import placed_decoder
+from danlu.language.builder import check_router, placed_decoder
 from danlu.language.distillation import check_teachers, resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
@@ -90,13 +90,16 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     """`count` packs and a shrunken model for them; the folders that it starts from are written into `folder`.
 
     full: keep the recipe's own model and lengths.
-    Raises RecipeError for a layout that the large model cannot be cut into, ModelError for adapters of another one.
+    Raises RecipeError for a layout that the large model cannot be cut into, or a router that it has not, ModelError for
+    adapters of another one.
     """
     check_adapters(recipe.model, recipe.adapter)
     check_teachers(recipe)
+    config = _config(recipe, None)
+    check_router(recipe, config)
     max_length = recipe.data.max_length
     if not full:
-        longest = LENGTH_OF_ROUTES if _config(recipe, None).has_experts else MAX_LENGTH
+        longest = LENGTH_OF_ROUTES if config.has_experts else MAX_LENGTH
         short = min(recipe.data.max_length, longest)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
     data = proxy_data(recipe, count)
