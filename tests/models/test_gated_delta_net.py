@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders.small_config import small_config
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from danlu.errors import ModelError, RecipeError
@@ -19,7 +22,8 @@ from danlu.models.families import config_values, read_config_values
 from danlu.models.gated_delta_net import GatedDeltaNet
 from danlu.models.initialize import initialize
 from danlu.models.layer_spec import Delta
-from danlu.models.loading import build
+from danlu.models.loading import build, load
+from danlu.models.saving import save
 from danlu.plan.activation_memory import activation_bytes
 from danlu.plan.flops import forward_flops
 from danlu.types import Branch
@@ -238,3 +242,23 @@ def test_a_prefix_has_no_place_in_linear_attention(tiny_values: Callable[[str], 
     sites = config_sites(read_config_values(tiny_values("qwen3.5")))
     with pytest.raises(RecipeError, match="prefix stands in the place of keys and values"):
         choose(sites, sections.Prefix(tokens=2))
+
+
+def test_layers_that_predict_further_tokens_reach_the_result(
+    tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    values = {**tiny_values("qwen3.5"), "mtp_num_hidden_layers": 1}
+    model = build(read_config_values(values))
+    initialize(model, 0)
+    save(model, tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text(json.dumps(values))
+    further = {"mtp.fc.weight": torch.randn(3, 5).bfloat16(), "mtp.norm.weight": torch.randn(5)}
+    file = tmp_path / "base" / "model.safetensors"
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    save(load(tmp_path / "base"), tmp_path / "result", origin=tmp_path / "base")
+    result = load_file(tmp_path / "result" / "model.safetensors")
+    assert result.keys() == load_file(file).keys()
+    assert all(
+        torch.equal(result[name], tensor) and result[name].dtype == tensor.dtype for name, tensor in further.items()
+    )
+    assert json.loads((tmp_path / "result" / "config.json").read_text())["mtp_num_hidden_layers"] == 1

@@ -52,6 +52,34 @@ ROPE = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**TEXT, "sliding_window": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "depth": 1,
+            "num_heads": 2,
+            "patch_size": 14,
+            "out_hidden_size": 48,
+            "num_position_embeddings": 16,
+        },
+        "image_token_id": 120,
+        "tie_word_embeddings": False,
+    },
     "mistral3": {
         "text_config": {**TEXT, "model_type": "ministral3", "rope_parameters": ROPE},
         "vision_config": {**VISION, "head_dim": 8},
@@ -70,7 +98,7 @@ def random_model(case: str, folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name else 0.15))
-            if "norm" in name and case != "gemma3":
+            if "norm" in name and case == "mistral3":
                 parameter.add_(1.0)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}\n')
@@ -115,7 +143,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     expected = oracle(random_model(request.param, folder))
     tensors = load_file(folder / "model.safetensors")
-    name = next(name for name in tensors if "vision_tower" in name and tensors[name].ndim == 2)
+    name = next(name for name in tensors if "vis" in name and tensors[name].ndim == 2)
     save_file(tensors | {name: tensors[name].bfloat16()}, folder / "model.safetensors", metadata={"format": "pt"})
     return request.param, folder, expected
 
@@ -215,6 +243,6 @@ def test_a_head_beside_a_config_that_says_nothing_of_tying_is_its_own(
     values = json.loads((folder / "config.json").read_text())
     del values["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_config(tmp_path).tie_word_embeddings
+    assert read_config(tmp_path).tie_word_embeddings == (name != "qwen3_5")
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert read_config(tmp_path).tie_word_embeddings == (name == "gemma3")

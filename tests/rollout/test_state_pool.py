@@ -138,3 +138,43 @@ def test_a_model_of_linear_attention_alone_needs_no_blocks(small_decoder):
     asked = requests(GREEDY, 8, PROMPTS)
     for completion, request in zip(EmbeddedEngine(model).generate(asked), asked, strict=True):
         assert list(completion.tokens) == slowly(model, request)[0]
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text", "qwen3_next"])
+def test_greedy_answers_are_those_of_transformers(case, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from danlu.models.loading import load
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    config = AutoConfig.for_model(
+        case,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        **sizes,
+        **(experts if case == "qwen3_next" else {}),
+        **({"shared_expert_intermediate_size": 16} if case == "qwen3_next" else {}),
+    )
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.25)
+    theirs.save_pretrained(tmp_path)
+    asked = requests(GREEDY, 20, SHARED)
+    for completion, request in zip(EmbeddedEngine(load(tmp_path)).generate(asked), asked, strict=True):
+        prompt = torch.tensor([request.prompt])
+        expected = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert list(completion.tokens) == expected[0, len(request.prompt) :].tolist()
+        assert len(set(completion.tokens)) > 3

@@ -520,6 +520,8 @@ FAMILIES: dict[str, Family] = {
         write=family_linear.write_qwen3_5_moe,
         modules=family_linear.GATED_HEADS_MODULES,
         linear_modules=family_linear.QWEN3_5_DELTA_MODULES,
+        has_mtp_module=True,
+        mtp_keys=family_linear.MTP_KEYS,
         defaults={**_COMMON, **family_linear.DEFAULTS, **family_linear.QWEN3_5_MOE_DEFAULTS},
     ),
     "qwen3_5_text": Family(
@@ -532,6 +534,8 @@ FAMILIES: dict[str, Family] = {
         write=family_linear.write_linear,
         modules=family_linear.GATED_HEADS_MODULES,
         linear_modules=family_linear.QWEN3_5_DELTA_MODULES,
+        has_mtp_module=True,
+        mtp_keys=family_linear.MTP_KEYS,
         defaults={**_COMMON, **family_linear.DEFAULTS},
     ),
     "qwen3_moe": Family(
@@ -555,6 +559,7 @@ FAMILIES: dict[str, Family] = {
         write=family_linear.write_linear_moe,
         modules=family_linear.GATED_HEADS_MODULES,
         linear_modules=family_linear.QWEN3_NEXT_DELTA_MODULES,
+        has_mtp_module=True,
         defaults={
             **_COMMON,
             **family_linear.DEFAULTS,

@@ -99,6 +99,8 @@ class Family:
     """Classes of transformers by task that are not called by `architecture`; None: it has none."""
     has_mtp: bool = False
     """Whether folders may hold layers that predict further tokens (MTP), behind the last layer or under `mtp.`."""
+    has_mtp_module: bool = False
+    """Whether they may hold such layers under `mtp.` alone."""
     mtp_keys: Sequence[str] = ()
     """The keys of config.json that tell of them."""
 

@@ -82,6 +82,7 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "partial_rotary_factor": 0.25,
 }
+MTP_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 _TYPES = ("full_attention", "linear_attention")
 
 

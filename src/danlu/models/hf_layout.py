@@ -94,10 +94,12 @@ def own_name(stored: str, config: ModelConfig) -> str | None:
     Those are what a multimodal model has beside its language part, and layers that predict further tokens.
     """
     name = stored if config.multimodal is None else language_name(stored)
-    if name is not None and FAMILIES[config.family].has_mtp and (match := _BEYOND.match(name)) is not None:
-        number = match.group(1)
-        return name if number is not None and int(number) < len(config.layers) else None
-    return name
+    if name is None or (match := _BEYOND.match(name)) is None:
+        return name
+    family, number = FAMILIES[config.family], match.group(1)
+    if number is None:
+        return None if family.has_mtp or family.has_mtp_module else name
+    return None if family.has_mtp and int(number) >= len(config.layers) else name
 
 
 def config_sites(config: ModelConfig) -> list[Site]:

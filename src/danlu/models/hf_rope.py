@@ -25,7 +25,6 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
-# How positions in images are dealt to features; those of a text are the same along each of them.
 _NOT_OF_SCALING |= {"mrope_section", "mrope_interleaved"}
 _TYPES = ("full_attention", "sliding_attention")
 _TEMPERATURE = "llama_4_scaling_beta"
@@ -115,14 +114,23 @@ def _read(
             f"(partial_rotary_factor {share}) is not a positive even number"
         )
     if kind == "default":
-        return Rope(theta, dim, longest, temperature=_read_temperature(rope, rules, longest))
+        return Rope(theta, dim, longest, None, _read_temperature(rope, rules, longest), _read_sections(rope))
     if kind not in rules.scalings:
         supported = ", ".join(("default", *rules.scalings))
         raise values.error(key, f"rotary scaling {kind!r} is not supported for this family; supported: {supported}")
     trained = values.optional_integer("original_max_position_embeddings") or longest
     known = {_TEMPERATURE} if rules.has_temperature else set[str]()
     scaling = _read_scaling(rope, SCALINGS[kind], trained, longest, known)
-    return Rope(theta, dim, longest, scaling, _read_temperature(rope, rules, trained))
+    return Rope(theta, dim, longest, scaling, _read_temperature(rope, rules, trained), _read_sections(rope))
+
+
+def _read_sections(rope: HFValues) -> tuple[int, ...]:
+    sections = rope.raw("mrope_section") or []
+    if not isinstance(sections, list) or any(not isinstance(each, int) for each in sections):
+        raise rope.error("mrope_section", f"expected a list of numbers of pairs, found {sections!r}")
+    if sections and not rope.flag("mrope_interleaved"):
+        raise rope.error("mrope_section", "is supported with mrope_interleaved: true, as transformers computes it")
+    return tuple(sections)
 
 
 def _read_temperature(rope: HFValues, rules: RopeRules, trained: int) -> QueryTemperature | None:
@@ -188,6 +196,9 @@ def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
     if rope.temperature is not None:
         length = {"original_max_position_embeddings": rope.temperature.length, _TEMPERATURE: rope.temperature.beta}
         written["rope_scaling"] = {"rope_type": "default", **written.get("rope_scaling", {}), **length}
+    if rope.sections:
+        sections = {"mrope_section": list(rope.sections), "mrope_interleaved": True}
+        written["rope_scaling"] = {"rope_type": "default", **written.get("rope_scaling", {}), **sections}
     return written
 
 

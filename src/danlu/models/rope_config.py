@@ -151,6 +151,9 @@ class Rope:
     """Positions the model was made for, from which dynamic scaling measures how long a document is."""
     scaling: RopeScaling | None = None
     temperature: QueryTemperature | None = None
+    sections: tuple[int, ...] = ()
+    """Pairs that turn by time, height and width of an image's parts, where the model sees some. Tokens of a text have
+    the same position along all three, so that nothing but the config.json of the result depends on it."""
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
