@@ -35,6 +35,7 @@ _DTYPES = {  # the format's name -> torch's, and bytes of an element
     "F64": ("float64", 8),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
     "I16": ("int16", 2),
     "I32": ("int32", 4),
     "I64": ("int64", 8),

@@ -178,6 +178,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "qwen3",
     ),
     Mutation(
+        "models/block_scaled.py",
+        "first = at[-1] % columns",
+        "first = 0",
+        "models/test_block_scaled.py",
+    ),
+    Mutation(
+        "models/multimodal.py",
+        "return {**multimodal.defaults, **inner, **given",
+        "return {**multimodal.defaults, **given, **inner",
+        "models/test_multimodal.py",
+    ),
+    Mutation(
         "models/hf_parts.py", "values[self.axis] *= self.stride", "values[self.axis] *= 1", "models/test_hf_parts.py"
     ),
     Mutation("models/hf_layout.py", "at[0] = each", "at[0] = 0", "models/test_hf_parts.py"),

@@ -34,7 +34,9 @@ from danlu.language.rollout_processes import rollout_processes
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import CriticPass, MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
+from danlu.models.block_scaled import scaled_method
 from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
 from danlu.models.load_balancing import Balancer
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes
@@ -118,12 +120,21 @@ class PlacedDecoder:
         """What is worth knowing of how the models were placed, for the console."""
         unpacked = (kernel.note for kernel in unpack_kernels(self.model, self.dtype))
         experts = [EXPERTS_STAY_WIDE] if self.recipe.quantization is not None and self.model.config.has_experts else []
-        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked, *experts)
+        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked, *experts, *self._dense_note())
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of activations."""
         return DTYPES[self.recipe.precision]
+
+    def _dense_note(self) -> list[str]:
+        """That the result is larger than what it starts from, where that is stored with scales."""
+        path = self.recipe.model.path
+        method = None if path is None else scaled_method(read_json(resolve_folder(path) / CONFIG))
+        if method is None or self.adapters is not None:
+            return []
+        dtype = "bfloat16" if self.recipe.precision == "bf16" else "float32"
+        return [f"model.path: weights stored as {method} are dequantised; the result has them in {dtype}"]
 
     def parameters(self) -> list[tuple[str, Parameter]]:
         """What optimizers and averages work on, by name: as much of each parameter as this process has."""

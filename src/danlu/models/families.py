@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from danlu.errors import ModelError
 from danlu.models import family_experts, family_layers, family_linear, latent_families
+from danlu.models.block_scaled import METHODS
 from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.family import (
     ARCHITECTURE_ENDINGS,
@@ -152,7 +153,7 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling")
 def _refuse_unsupported(hf: HFValues, family: Family) -> None:
     if "quantization_config" in hf:
         method = hf.section("quantization_config").get("quant_method", "unknown method")
-        if method != "bitsandbytes":
+        if method not in ("bitsandbytes", *METHODS):
             raise hf.error(
                 "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
             )

@@ -7,7 +7,7 @@ knows which elements of which tensors that is. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,21 @@ class HFTensor:
             at += self.parts[at].stride
         return tuple(groups)
 
+    @property
+    def transposed(self) -> HFTensor:
+        """The same tensor with its last two dimensions the other way round on disk."""
+        last = len(self.shape) - 1
+        parts = [
+            replace(
+                part,
+                offsets=_swapped(part.offsets),
+                transposed=not part.transposed,
+                axis=2 * last - 1 - part.axis if part.stride > 1 and part.axis >= last - 1 else part.axis,
+            )
+            for part in self.parts
+        ]
+        return HFTensor(self.name, _swapped(self.shape), tuple(parts))
+
     def assembled(self, value: Callable[[str], Tensor]) -> Tensor:
         """The tensor, of whole parameters by name; a parameter itself where that is all there is to it."""
         first = self.parts[0]
@@ -101,3 +116,7 @@ class HFTensor:
             part.view_of(part.on_disk(part.box, self.shape).view_of(whole)).copy_(own)
         assert whole is not None, f"{self.name}: has no parts"
         return whole
+
+
+def _swapped(sides: tuple[int, ...]) -> tuple[int, ...]:
+    return (*sides[:-2], sides[-1], sides[-2])

@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from danlu.errors import ModelError
+from danlu.models.block_scaled import ScaledLocation, fp8_block, with_scaled
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import read_tensors
+from danlu.models.hf_folder import CONFIG, read_json, read_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, SCORE, SCORE_BIAS, hf_name, hf_tensors, own_name
+from danlu.models.hf_parts import HFTensor
 from danlu.safetensors_format import FLOAT_DTYPES, TensorLocation
 
 FOUR_BIT = "U8"  # dtype of a weight in 4 bits: its codes, two a byte; its constants are `<name>.absmax`, ...
@@ -29,21 +31,27 @@ def untouched_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLoca
     return {name: location for name, location in stored.items() if own_name(name, config) is None}
 
 
-def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict[str, TensorLocation]:
-    """Where each tensor lies that danlu trains, once index, headers and file sizes have been found to fit its config.
+def as_stored(tensor: HFTensor, location: TensorLocation | ScaledLocation | None) -> HFTensor:
+    """A tensor as it lies in a folder: MXFP4's numbers have the inputs last, which share scales."""
+    return tensor.transposed if isinstance(location, ScaledLocation) and location.is_mxfp4 else tensor
+
+
+def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict[str, TensorLocation | ScaledLocation]:
+    """Where each tensor lies that danlu trains, with the scales that it may have, once index, headers and file sizes
+    have been found to fit its config.
 
     quantized: weights may be in 4 bits. Raises one ModelError with all problems of the tensors: missing, unknown, of
     another shape or dtype; and those of `hf_folder.read_tensors`.
     """
-    stored = own_tensors(folder, config)
-    expected = hf_tensors(config)
+    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    stored, problems = with_scaled(own_tensors(folder, config), fp8_block(values, str(folder / CONFIG)))
+    expected = [as_stored(tensor, stored.get(tensor.name)) for tensor in hf_tensors(config)]
     embedding = hf_name(EMBEDDING, config)
     four_bit = {tensor.name for tensor in expected if tensor.name in stored and stored[tensor.name].dtype == FOUR_BIT}
     if four_bit and not quantized:
         raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")
     expected = [tensor for tensor in expected if tensor.name not in four_bit]
     names = {tensor.name for tensor in expected}
-    problems = []
     for tensor in expected:
         location = stored.get(tensor.name)
         if location is None and config.tie_word_embeddings and tensor.name == embedding:

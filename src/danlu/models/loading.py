@@ -23,19 +23,19 @@ from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
 from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name, hf_tensors
 from danlu.models.hf_parts import HFTensor
-from danlu.models.hf_validation import FOUR_BIT, check_headers, own_tensors
+from danlu.models.hf_validation import FOUR_BIT, as_stored, check_headers, own_tensors
 from danlu.models.modules import Linear
 from danlu.models.multimodal import language_name
 from danlu.models.router import Router
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
-from danlu.models.tensor_reader import Target, TensorReader
+from danlu.models.tensor_reader import Location, Target, TensorReader
 from danlu.safetensors_format import TensorLocation
 from danlu.shard_box import ShardBox
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""
 
-Located = tuple[HFTensor, TensorLocation]
+Located = tuple[HFTensor, Location]
 Take = Callable[[str, Tensor], Tensor | None]
 """(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
@@ -132,7 +132,7 @@ def load_into(
     values = _Values(located, whole | dict(boxes or {}))
     with TensorReader() as reader:
         for tensor, location in located:
-            if location.dtype == FOUR_BIT:
+            if isinstance(location, TensorLocation) and location.dtype == FOUR_BIT:
                 _unpack(model, tensor, location, stored, unpack)
             else:
                 for parameter, value in values.read(reader, tensor, location):
@@ -177,7 +177,7 @@ class _Values:
                 self._tensors_left[parameter] += 1
         self._begun: dict[str, Target] = {}
 
-    def read(self, reader: TensorReader, tensor: HFTensor, location: TensorLocation) -> Iterator[tuple[str, Tensor]]:
+    def read(self, reader: TensorReader, tensor: HFTensor, location: Location) -> Iterator[tuple[str, Tensor]]:
         """Reads a tensor; returns the parameters that are complete with it, by name, as they are stored."""
         for parameter in tensor.parameters:
             if parameter not in self._begun:
@@ -201,10 +201,11 @@ def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) ->
     Nothing large is read.
     """
     stored = check_headers(folder, config, quantized=True)
+    constants = {name: location for name, location in stored.items() if isinstance(location, TensorLocation)}
     for tensor in hf_tensors(config):
         location = stored.get(tensor.name)
-        if location is not None and location.dtype == FOUR_BIT:
-            shape = describe(tensor.name, _with_constants(tensor.name, stored, _SMALL_BYTES), str(location.file))
+        if isinstance(location, TensorLocation) and location.dtype == FOUR_BIT:
+            shape = describe(tensor.name, _with_constants(tensor.name, constants, _SMALL_BYTES), str(location.file))
             _check_shape(tensor.name, location, shape, tensor.shape)
 
 
@@ -248,9 +249,12 @@ def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Locat
     """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
     stored = check_headers(folder, config, quantized=quantized)
     embedding = hf_name(EMBEDDING, config)
-    if config.task == "causal-lm" and config.tie_word_embeddings and HEAD in stored and embedding in stored:
-        _check_same(embedding, stored[embedding], stored[HEAD])
-    located = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in hf_tensors(config)]
+    if config.task == "causal-lm" and config.tie_word_embeddings:
+        matrix, head = stored.get(embedding), stored.get(HEAD)
+        if isinstance(matrix, TensorLocation) and isinstance(head, TensorLocation):
+            _check_same(embedding, matrix, head)
+    pairs = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in hf_tensors(config)]
+    located = [(as_stored(tensor, location), location) for tensor, location in pairs]
     return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))
 
 

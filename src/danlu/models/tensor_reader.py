@@ -13,11 +13,13 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.models import safetensors_io
+from danlu.models.block_scaled import ScaledLocation
 from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.safetensors_io import DTYPES, is_finite, ranges, read_exactly
-from danlu.safetensors_format import TensorLocation
+from danlu.safetensors_format import TensorLocation, torch_dtype
 from danlu.shard_box import ShardBox
 
+Location = TensorLocation | ScaledLocation
 Target = tuple[Tensor, ShardBox]
 """What is filled, and which box of the parameter it is."""
 
@@ -39,7 +41,7 @@ class TensorReader:
         self._close()
 
     @torch.no_grad()
-    def fill(self, tensor: HFTensor, location: TensorLocation, targets: Mapping[str, Target]) -> None:
+    def fill(self, tensor: HFTensor, location: Location, targets: Mapping[str, Target]) -> None:
         """Fills what is wanted of a tensor's parts, converted to the targets' dtypes.
 
         targets: by parameter; of those that are not there nothing is read. Raises ModelError for a file that ends
@@ -50,8 +52,11 @@ class TensorReader:
             if not wanted:
                 continue
             boxes = [part.on_disk(box, tensor.shape) for part, box, _ in wanted]
-            if group[0].is_plain and (view := wanted[0][2]).is_contiguous():
-                self._fill(view, location, boxes[0], tensor.name)
+            if isinstance(location, TensorLocation) and group[0].is_plain and wanted[0][2].is_contiguous():
+                self._fill(wanted[0][2], location, boxes[0], tensor.name)
+                continue
+            if group[0].is_plain:
+                self._fill_rows(wanted[0][2], location, boxes[0], tensor.name)
                 continue
             cover = _cover(boxes)
             values = self.read(location, cover, tensor.name)
@@ -59,11 +64,41 @@ class TensorReader:
                 _copy(part.view_of(box.relative_to(cover).view_of(values)), view, location, tensor.name)
 
     @torch.no_grad()
-    def read(self, location: TensorLocation, box: ShardBox, name: str) -> Tensor:
-        """A box of a tensor as it is stored. Raises ModelError as `fill`."""
+    def read(self, location: Location, box: ShardBox, name: str) -> Tensor:
+        """A box of a tensor as it is stored, or as its scales make it. Raises ModelError as `fill`."""
+        if isinstance(location, ScaledLocation):
+            of_values, of_scales = location.boxes(box)
+            numbers, scales = self._raw(location.values, of_values, name), self._raw(location.scales, of_scales, name)
+            values = location.dequantized(numbers, scales, box)
+            if not is_finite(values):
+                raise ModelError(f"{location.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
+            return values
         values = torch.empty(box.sizes, dtype=DTYPES[location.dtype])
         self._fill(values, location, box, name)
         return values
+
+    def _fill_rows(self, target: Tensor, location: Location, box: ShardBox, name: str) -> None:
+        """Fills what has the elements of a box in their order, rows of the tensor at a time."""
+        rows = target.reshape(box.sizes) if target.is_contiguous() else target[(0,) * (target.ndim - len(box.sizes))]
+        step = max(1, safetensors_io.BUFFER_BYTES // 4 // max(1, box.numel // box.sizes[0]))
+        for start, end in ranges(box.sizes[0], step):
+            first, sizes = (box.offsets[0] + start, *box.offsets[1:]), (end - start, *box.sizes[1:])
+            values = self.read(location, ShardBox(box.global_shape, first, sizes), name)
+            _copy(values, rows[start:end], location, name)
+
+    def _raw(self, location: TensorLocation, box: ShardBox, name: str) -> Tensor:
+        """A box of a tensor of any type."""
+        values = torch.empty(box.sizes, dtype=torch_dtype(location.dtype))
+        flat, start, width = values.view(-1), 0, values.dtype.itemsize
+        for offset, count in box.contiguous_ranges():
+            handle = self._at(location.file, location.offset + offset * width)
+            self._read(handle, flat[start : start + count], location, name)
+            start += count
+        return values
+
+    def _read(self, handle: FileIO, values: Tensor, location: TensorLocation, name: str) -> None:
+        if missing := read_exactly(handle, values):
+            raise ModelError(f"{location.file}: tensor {name}: the file ended {missing} bytes early while it was read")
 
     def _fill(self, target: Tensor, location: TensorLocation, box: ShardBox, name: str) -> None:
         """Reads a box of the tensor at `location` into contiguous memory with as many elements."""
@@ -77,10 +112,7 @@ class TensorReader:
             read = 0
             for first, length in batch:
                 handle = self._at(location.file, location.offset + first * dtype.itemsize)
-                if missing := read_exactly(handle, values[read : read + length]):
-                    raise ModelError(
-                        f"{location.file}: tensor {name}: the file ended {missing} bytes early while it was read"
-                    )
+                self._read(handle, values[read : read + length], location, name)
                 read += length
             if not is_finite(values):
                 raise ModelError(f"{location.file}: tensor {name} holds NaN or infinity; the weights are spoilt")
@@ -133,7 +165,7 @@ def _batches(box: ShardBox, elements: int) -> Iterator[list[tuple[int, int]]]:
         yield batch
 
 
-def _copy(values: Tensor, target: Tensor, location: TensorLocation, name: str) -> None:
+def _copy(values: Tensor, target: Tensor, location: Location, name: str) -> None:
     target.copy_(values)
     if values.dtype != target.dtype and not is_finite(target):
         raise ModelError(f"{location.file}: tensor {name} has values too large for {target.dtype}")
