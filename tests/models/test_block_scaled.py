@@ -15,6 +15,7 @@ from torch import Tensor
 from danlu.assembly.frozen_base import check_frozen, load_frozen
 from danlu.errors import ModelError
 from danlu.models import hf_validation, tensor_reader
+from danlu.models.attend import PackedAttention
 from danlu.models.block_scaled import dequantize_fp8, dequantize_mxfp4, with_scaled
 from danlu.models.decoder import Decoder
 from danlu.models.families import read_config_values
@@ -173,6 +174,36 @@ def test_transformers_reads_the_same_from_a_folder_in_fp8(tiny_model: Callable[.
     assert mine.keys() <= named.keys() and len(mine) > 10
     # transformers leaves what is not quantized in the type it is stored in, here float32.
     assert [name for name, value in mine.items() if not torch.equal(named[name].to(value.dtype), value)] == []
+
+
+def test_gpt_oss_in_mxfp4_is_transformers_dense_model(tiny_model: Callable[..., Decoder], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    save(tiny_model("gpt-oss", hidden_size=64, intermediate_size=32), tmp_path)
+    tensors, draw = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
+        tensors[f"{name}_scales"] = torch.randint(120, 126, shape[:-1], dtype=torch.uint8, generator=draw)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    settings = Mxfp4Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=settings, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model, tokens = load(tmp_path), torch.arange(3, 30)
+    named = dict(theirs.named_parameters())
+    gate = "layers.1.mlp.experts.gate_proj.weight"
+    assert torch.equal(model.get_parameter(gate), named["model.layers.1.mlp.experts.gate_up_proj"][..., 0::2].mT)
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        mine = model.logits(model(tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens)))))
+    torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)
+    save(model, tmp_path / "dense", dtype=torch.bfloat16, origin=tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32, attn_implementation="eager")
+    assert all(torch.equal(value.bfloat16(), named[name].bfloat16()) for name, value in dense.named_parameters())
 
 
 Change = Callable[[dict[str, Tensor]], object]

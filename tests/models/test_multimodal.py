@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,21 @@ def test_a_head_beside_a_config_that_says_nothing_of_tying_is_its_own(
     assert read_config(tmp_path).tie_word_embeddings == (name != "qwen3_5")
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert read_config(tmp_path).tie_word_embeddings == (name == "gemma3")
+
+
+def test_layers_that_predict_further_tokens_are_untouched(tiny_model: Callable[..., Decoder], tmp_path: Path) -> None:
+    folder, result = tmp_path / "model", tmp_path / "result"
+    model = tiny_model("glm4-moe")
+    save(model, folder)
+    beyond = f"model.layers.{len(model.config.layers)}."
+    further = {f"{beyond}eh_proj.weight": torch.randn(4, 8).bfloat16(), f"{beyond}enorm.weight": torch.randn(4)}
+    save_file(
+        load_file(folder / "model.safetensors") | further, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    values = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(values))
+    save(load(folder), result, origin=folder)
+    assert stored_bytes(result) == stored_bytes(folder) and further.keys() <= stored_bytes(result).keys()
+    assert json.loads((result / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    save(load(folder), tmp_path / "alone")
+    assert not further.keys() & stored_bytes(tmp_path / "alone").keys()

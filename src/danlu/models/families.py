@@ -29,6 +29,7 @@ from danlu.models.hf_values import HFValues
 from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Delta
 from danlu.models.multimodal import MULTIMODAL, text_values
+from danlu.models.unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.types import Task
@@ -37,16 +38,18 @@ if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
 def read_config_values(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
     """A ModelConfig from the content of a config.json; `where` names it in messages.
 
-    Raises ModelError for an unknown model_type (listing the known ones) and for anything the decoder would not compute
-    as the model was trained. Dropout is left out: danlu trains without it. `pretraining_tp` too: it only sums the same
-    products in another order.
+    Raises ModelError for an unknown model_type (listing the known ones), for one that danlu does not train (saying
+    why) and for anything the decoder would not compute as the model was trained. Dropout is left out: danlu trains
+    without it. `pretraining_tp` too: it only sums the same products in another order.
     """
     model_type = values.get("model_type")
-    if model_type in MULTIMODAL:
+    if isinstance(model_type, str) and model_type in MULTIMODAL:
         text = read_config_values(text_values(values, where), where=where)
         return replace(text, multimodal=model_type, task=task_of(values))
     model_type = READ_AS.get(str(model_type), model_type)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None and model_type in UNSUPPORTED:
+        raise ModelError(f"{where}: model_type {model_type!r} is not supported: {UNSUPPORTED[model_type]}")
     if family is None:
         raise ModelError(
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
@@ -276,6 +279,8 @@ FAMILIES: dict[str, Family] = {
         read=family_experts.read_glm4_moe,
         write=family_experts.write_glm4_moe,
         modules=family_experts.DEEPSEEK_MOE_MODULES,
+        has_mtp=True,
+        mtp_keys=("num_nextn_predict_layers",),
         defaults={
             **_COMMON,
             "first_k_dense_replace": 1,
