@@ -200,6 +200,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         architecture="DeepseekV3",
         has_experts=True,
+        has_mtp=True,
+        mtp_keys=("num_nextn_predict_layers",),
         read=latent_families.read_deepseek_v3,
         write=latent_families.write_deepseek_v3,
         modules=latent_families.DEEPSEEK_MODULES,
@@ -561,6 +563,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         architecture="Qwen3Next",
         has_experts=True,
+        has_mtp=True,
         read=family_linear.read_linear_moe,
         write=family_linear.write_linear_moe,
         modules=family_linear.GATED_HEADS_MODULES,
