@@ -22,8 +22,9 @@ LONG = [5 + number % 40 for number in range(40)]
 SHARED = [[*LONG[:24], 1, 2], [*LONG[:24], 3], LONG[:20], [7, 8], LONG]
 
 
-def test_answers_do_not_hang_on_pool_blocks_budget_or_neighbours(small_decoder):
-    model, asked = small_decoder("window"), requests(SAMPLED, 20, SHARED, samples=2)
+@pytest.mark.parametrize("kind", ["window", "latent", "key-reuse"])
+def test_answers_do_not_hang_on_pool_blocks_budget_or_neighbours(small_decoder, kind):
+    model, asked = small_decoder(kind), requests(SAMPLED, 20, SHARED, samples=2)
     expected = EmbeddedEngine(model).generate(asked)
     for options in (
         EngineOptions(block=1, batch_tokens=5),
