@@ -95,8 +95,13 @@ def test_the_answers_are_the_same_without(small_decoder):
 @pytest.mark.usefixtures("torch_products")
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_was_drawn_is_scored_as_it_was_drawn(small_decoder, exact):
-    """An answer as part of a prompt; to the last bit where numerics are exact."""
+    """An answer as part of a prompt; to the last bit where numerics are exact.
+
+    Otherwise in float64, whose rounding the float32 of log-probabilities does not show: how far float32 passes of other
+    shapes lie apart is the CPU's affair.
+    """
     model, sampling = small_decoder(), SamplingOptions(temperature=0.7, top_k=20, seed=1)
+    model = model if exact else model.double()
     engine = EmbeddedEngine(model, EngineOptions(exact=exact, batch_tokens=16))
     answers = engine.generate([Request(number, prompt, sampling, 20) for number, prompt in enumerate(PROMPTS)])
     whole = [
@@ -109,7 +114,7 @@ def test_what_was_drawn_is_scored_as_it_was_drawn(small_decoder, exact):
         assert scored == drawn
     else:
         for one, other in zip(scored, drawn, strict=True):
-            assert one == pytest.approx(other, abs=1e-5)
+            assert one == pytest.approx(other, abs=1e-6)
 
 
 def test_other_weights_score_the_whole_prompt_and_a_state_goes_on(small_decoder):
