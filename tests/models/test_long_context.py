@@ -187,3 +187,25 @@ def test_every_family_can_say_what_its_model_computes(
         return
     config = with_long_context(config, scaled, LENGTH)
     assert read_config_values(config_values(config, torch_dtype="float32")) == config
+
+
+def test_latent_and_linear_attention_are_scaled_where_they_are_rotated(
+    tiny_values: Callable[[str], dict[str, Any]],
+) -> None:
+    stages = [LengthStage(length=32, steps=1), LengthStage(length=LENGTH, steps=1)]
+    for case in ("deepseek-v3", "qwen3-next"):
+        values = tiny_values(case) | {"rope_scaling": None, "rope_parameters": None}
+        config = read_config_values(values)
+        for before, after in zip(config.layers, with_long_context(config, section("yarn"), LENGTH).layers, strict=True):
+            rope = after.mixer.rope
+            assert (rope is None) == (before.mixer.rope is None)
+            assert rope is None or rope.scaling == YarnScaling(3.0, TRAINED)
+        assert list(ropes_by_length(config, section("yarn", stages=stages))) == [32, LENGTH]
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale": 1.0}
+    values["rope_scaling"] = {**yarn, "mscale_all_dim": 1.0}
+    deepseek = read_config_values(tiny_values("deepseek-v3") | {"rope_scaling": values["rope_scaling"]})
+    assert with_long_context(deepseek, section("yarn"), LENGTH).layers[0].mixer.attention_scale > (
+        deepseek.layers[0].mixer.attention_scale
+    )
+    with pytest.raises(ModelError, match="at 32 tokens the model's mscale_all_dim would scale scores in another way"):
+        ropes_by_length(deepseek, section("yarn", stages=stages))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Delta, LayerSpec
 from danlu.models.rope_config import (
     DynamicScaling,
     LinearScaling,
@@ -55,11 +55,12 @@ def with_long_context(config: ModelConfig, section: LongContext | None, length: 
     positions = max(rope.max_position_embeddings for rope in by_rope.values())
 
     def changed(layer: LayerSpec) -> LayerSpec:
-        rope = layer.mixer.rope
-        if rope is None:
+        mixer = layer.mixer
+        if isinstance(mixer, Delta) or mixer.rope is None:
             return layer
+        rope = mixer.rope
         scaled = by_rope[rope] if _is_scaled(layer, config) else replace(rope, max_position_embeddings=positions)
-        return replace(layer, mixer=replace(layer.attention, rope=scaled))
+        return replace(layer, mixer=replace(mixer, rope=scaled))
 
     return replace(config.with_layers(changed), max_position_embeddings=positions)
 
@@ -86,7 +87,8 @@ def original_length(config: ModelConfig, method: str) -> int:
 def ropes_by_length(config: ModelConfig, section: LongContext | None) -> dict[int, tuple[Rope, ...]]:
     """The rotary embeddings of each stage of lengths, in the order of `ropes` of the config for the longest stage.
 
-    config: before scaling. Empty where there are no stages.
+    config: before scaling. Empty where there are no stages. Raises ModelError where stages would scale scores
+    differently (`YarnScaling.score_scale`): a model has one scale of scores, not one for each stage.
     """
     if section is None or not section.stages:
         return {}
@@ -94,6 +96,11 @@ def ropes_by_length(config: ModelConfig, section: LongContext | None) -> dict[in
     by_length = {}
     for length in dict.fromkeys(stage.length for stage in section.stages):
         staged = with_long_context(config, section, length)
+        if _score_scales(staged) != _score_scales(longest):
+            raise ModelError(
+                f"long_context.stages: at {length:,} tokens the model's mscale_all_dim would scale scores in another "
+                "way than at the longest length, and a run has one scale. Train each length in a run of its own"
+            )
         pairs = zip(longest.layers, staged.layers, strict=True)
         own = {at_last.mixer.rope: now.mixer.rope for at_last, now in pairs}
         by_length[length] = tuple(rope for last in longest.ropes if (rope := own[last]) is not None)
@@ -132,6 +139,10 @@ def _scaled(rope: Rope, section: LongContext, original: int, length: int) -> Rop
             return replace(rope, max_position_embeddings=length, scaling=yarn)
         case _:
             raise AssertionError(f"no method {section.method}")
+
+
+def _score_scales(config: ModelConfig) -> list[float]:
+    return [layer.mixer.attention_scale for layer in config.layers if not isinstance(layer.mixer, Delta)]
 
 
 def _scaled_layers(config: ModelConfig) -> Sequence[LayerSpec]:
