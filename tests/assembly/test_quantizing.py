@@ -193,6 +193,22 @@ def test_quantizing_twice_is_refused(bases: dict[str, Path], tmp_path: Path) -> 
     assert not (tmp_path / "twice").exists()
 
 
+def test_what_would_be_left_out_is_told(tmp_path: Path) -> None:
+    alone, folder = tmp_path / "alone", tmp_path / "model"
+    save(tiny_model(model_type="mistral", hidden_size=64, intermediate_size=128), alone)
+    folder.mkdir()
+    text = json.loads((alone / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({"model_type": "mistral3", "text_config": text}))
+    own = {f"language_model.{name}": tensor for name, tensor in load_file(alone / SINGLE_FILE).items()}
+    vision = {"vision_tower.patch_conv.weight": torch.ones(2, 3)}
+    save_file(own | vision, folder / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has 1 tensors beside the language model, vision_tower\.patch_conv\.weight"):
+        quantize(folder, tmp_path / "small", sections.Nf4())
+    assert not (tmp_path / "small").exists()
+    save_file(own, folder / SINGLE_FILE, metadata={"format": "pt"})
+    assert quantize(folder, tmp_path / "small", sections.Nf4()).quantized  # control
+
+
 def test_nothing_is_written_over(bases: dict[str, Path], tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in bases["phi3"].iterdir()}
     with pytest.raises(ResourceError, match="is there already. Choose an empty or new folder"):

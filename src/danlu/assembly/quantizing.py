@@ -23,6 +23,7 @@ from danlu.models.families import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_parts import HFTensor
+from danlu.models.hf_validation import untouched_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json
@@ -71,14 +72,20 @@ def quantize(
 
     dtype: of what stays, and of products; by default the one it is stored in. Codes are made of what is stored.
 
-    The folder appears whole or not at all. Raises ModelError for a model that is quantized already and for weights that
-    are not finite, and ResourceError if `target` holds anything or the disk is full.
+    The folder appears whole or not at all. Raises ModelError for a model that is quantized already, for one with parts
+    beside the language model and for weights that are not finite, and ResourceError if `target` holds anything or the
+    disk is full.
     """
     refuse_existing(target)
     refuse_quantized(folder, ADVICE)
     config = read_config(folder)
     if config.task != "causal-lm":
         raise ModelError(f"{folder}: a reward model is not quantized; quantize the language model that it starts from")
+    if untouched := untouched_tensors(folder, config):
+        raise ModelError(
+            f"{folder}: has {len(untouched)} tensors beside the language model, {next(iter(untouched))} among them, "
+            "which would be left out. Train from it with `quantization: nf4`, which quantizes while it reads"
+        )
     model = meta_decoder(config)
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     kept = dtype or stored_dtype(folder)
