@@ -88,6 +88,8 @@ class DecoderBuilder:
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
             config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
             where = recipe.model.preset or "model.config"
+            # Whether it can be cut is told where it is known.
+            self._check_layout(replace(config, vocab_size=max(config.vocab_size, recipe.parallel.tensor)))
             check_router(recipe, config)
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
