@@ -12,6 +12,8 @@ from builders.parallel_steps import steps_of
 from builders.small_experts import KINDS, experts_config
 from danlu.language.placed import PlacedDecoder
 from danlu.memory_preview import estimate_from_config
+from danlu.parallel.comm import Group
+from danlu.parallel.expert import Exchange
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.placing import optimizer_of
@@ -90,6 +92,39 @@ def _training(file: str, kind: str, micro: int, world: int | None, resumed: Path
     config = experts_config(KINDS[kind], vocab_size=400)
     device = torch.device("cpu")
     return ProxyTraining(recipe, DecoderProxy(config), _groups(layout), device, micro=micro, resumed=resumed)
+
+
+def exchanged(tokens_by_rank: Sequence[int], num_experts: int) -> dict[str, bool]:
+    """Worker: what comes of rows that each rank sends to experts which multiply by their number plus one."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    exchange = Exchange(Group("expert", tuple(range(size)), rank, torch.distributed.group.WORLD))
+    generator = torch.Generator().manual_seed(rank)
+    # The second expert of all gets nothing from anybody.
+    experts = torch.randint(0, num_experts - 1, (tokens_by_rank[rank],), generator=generator)
+    experts = (experts + (experts > 0)).sort().values
+    rows = torch.randn(len(experts), 3, generator=generator, dtype=torch.float64).requires_grad_()
+    counts = torch.bincount(experts, minlength=num_experts)
+    arrived, here = exchange.dispatch(rows, counts)
+    local = num_experts // size
+    factors = torch.repeat_interleave(torch.arange(local) + local * rank + 1, here).double().unsqueeze(1)
+    returned = exchange.combine(arrived * factors)
+    returned.backward(torch.arange(returned.numel()).view_as(returned).double())
+    assert rows.grad is not None
+    wanted = (experts + 1).unsqueeze(1)
+    weights = torch.arange(rows.numel()).view_as(rows).double()
+    every_count = torch.stack(_all_counts(counts, size))
+    return {
+        "rows come back in their places": torch.equal(returned, rows * wanted),
+        "gradients come back in their places": torch.equal(rows.grad, weights * wanted),
+        "counts are those of all ranks": torch.equal(here, every_count.sum(0)[local * rank : local * (rank + 1)]),
+        "rows have been elsewhere": not torch.equal(arrived, rows) if len(rows) else True,
+    }
+
+
+def _all_counts(counts: torch.Tensor, size: int) -> list[torch.Tensor]:
+    every = [torch.empty_like(counts) for _ in range(size)]
+    torch.distributed.all_gather(every, counts)
+    return every
 
 
 @functools.cache

@@ -86,6 +86,13 @@ def test_no_rank_has_anothers_experts(traces: dict[str, tuple[list[Trace], Trace
         assert box.sizes[0] <= box.global_shape[0] // layout["expert"]
 
 
+@pytest.mark.parametrize("tokens", [(7, 0, 12, 3), (0, 0, 0, 0), (0, 0, 0, 5)])
+def test_rows_and_gradients_come_back_to_the_bit(tokens: tuple[int, ...]) -> None:
+    """Uneven shares, experts without rows, and ranks without tokens, which take part all the same."""
+    for facts in run_group(expert_steps.exchanged, 4, tokens, 8):
+        assert all(facts.values()), facts
+
+
 def test_what_is_sent_is_what_the_formulas_say(tiny_world: World, tmp_path: Path) -> None:
     """To the byte, for the rows that each rank really exchanges: uneven, and other rows in other layers."""
     files = {
