@@ -488,6 +488,16 @@ CASES = [
         recipe(optimizer={"kind": "muon"}, parallel="zero3"),
     ),
     Case(
+        "muon on distributed experts",
+        TRAIN,
+        2,
+        (
+            "optimizer.kind: muon works on whole matrices, and here each process has a part",
+            "or parallel: {}, which keeps them whole",
+        ),
+        recipe(optimizer={"kind": "muon"}, parallel={"expert": 2}),
+    ),
+    Case(
         "streaming without steps",
         TRAIN,
         2,

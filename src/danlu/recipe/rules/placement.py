@@ -8,7 +8,7 @@ from danlu.recipe.sections import Adafactor, AdamW, AdamW8bit, GaLore, Muon, Pag
 from danlu.recipe.yaml_tree import Problem
 
 WHOLE_MATRIX_OPTIMIZERS = (Muon, GaLore, Adafactor)
-"""Their updates need all of a matrix: its singular vectors, or the means of its rows and columns."""
+"""Their updates need all of a matrix, or of all experts' together: its singular vectors, or means of its numbers."""
 
 
 def layout_is_supported(recipe: Recipe) -> Iterator[Problem]:
@@ -40,13 +40,14 @@ def layout_is_supported(recipe: Recipe) -> Iterator[Problem]:
             key = "memory.offload" if offloads else "memory.recompute.kind"
             message = "threads run copies of the model at the same time, of which nothing is recomputed or offloaded"
             yield Problem(key, f"{message}. Leave it out, or use workers: processes", reads=("parallel.workers",))
-    if isinstance(optimizer, WHOLE_MATRIX_OPTIMIZERS) and (parallel.shard != "none" or parallel.tensor > 1):
-        layout = "parallel.shard: none" if parallel.tensor == 1 else "parallel: {}, which keeps them whole"
+    is_cut = parallel.tensor > 1 or parallel.expert > 1
+    if isinstance(optimizer, WHOLE_MATRIX_OPTIMIZERS) and (parallel.shard != "none" or is_cut):
+        layout = "parallel: {}, which keeps them whole" if is_cut else "parallel.shard: none"
         message = (
             f"{optimizer.kind} works on whole matrices, and here each process has a part of them. "
             f"Use adamw, adamw8bit, lion or sgd, or {layout}"
         )
-        yield Problem("optimizer.kind", message, reads=("parallel.shard", "parallel.tensor"))
+        yield Problem("optimizer.kind", message, reads=("parallel.shard", "parallel.tensor", "parallel.expert"))
     if recipe.compile and parallel.tensor > 1:
         message = "torch.compile does not follow the collectives of tensor parallelism. Leave it out"
         yield Problem("compile", message, reads=("parallel.tensor",))
