@@ -74,39 +74,65 @@ def test_a_right_layout_is_the_same(name: str, tmp_path: Path, monkeypatch: pyte
     assert any("the nearest are" in line for line in report.about)
 
 
-FROZEN = {
-    "lora": (["parallel={shard: zero3, expert: 2}", "adapter={kind: lora, targets: all-linear}"], "zero3, data 4"),
+FOLDERS = {
+    "lora": (
+        "mixtral",
+        ["parallel={shard: zero3, expert: 2}", "adapter={kind: lora, targets: all-linear}"],
+        "zero3, data 4 x expert 2, lora",
+    ),
     "qlora": (
+        "mixtral",
         ["parallel={expert: 2, tensor: 2}", "adapter={kind: lora, dropout: 0.1}", "quantization=nf4", "memory=full"],
-        "data 2",
+        "data 2 x expert 2 x tensor 2, recompute full, lora, nf4",
+    ),
+    "latent attention": (
+        "deepseek_v3",
+        ["parallel={expert: 2, tensor: 2}", "router={balance: bias, sequence: 0.01, z: 0.001}"],
+        "data 2 x expert 2 x tensor 2",
     ),
 }
-MIXTRAL = {
-    "model_type": "mixtral",
+SIZES = {
     "vocab_size": 400,
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}
 
 
-@pytest.mark.parametrize("name", FROZEN)
-def test_frozen_experts_of_a_folder_are_distributed_too(name: str, tmp_path: Path) -> None:
-    overrides, layout = FROZEN[name]
-    write_model(read_config_values(MIXTRAL), tmp_path / "base", 0)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_experts_of_a_folder_are_distributed_too(name: str, tmp_path: Path) -> None:
+    family, overrides, layout = FOLDERS[name]
+    write_model(read_config_values({"model_type": family, **SIZES, **CONFIGS[family]}), tmp_path / "base", 0)
     shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
     model = {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}
     file = tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml", model=model)
     report, rows = verify("r.yaml", load(file, overrides).recipe, Options(steps=1, traffic=True))
     assert report.finding is None and all(check.holds for check in report.checks), report.finding
-    assert report.layout.startswith(f"{layout} x expert 2") and "lora" in report.layout
+    assert report.layout == layout
     assert rows and all(row.agrees for row in rows)
 
 
