@@ -284,11 +284,11 @@ def test_an_adapter_is_scored_alike_by_peft_and_merged(
 
 
 CLASSLESS = [
-    ("granite", {}, "sequence-classification", "gemma2, gemma3_text, llama"),
-    ("granite", STEPWISE, "token-classification", "gemma2, llama"),
-    ("gemma3_text", STEPWISE, "token-classification", "gemma2, llama"),
-    ("olmo2", STEPWISE, "token-classification", "gemma2, llama"),
-    ("olmo3", STEPWISE, "token-classification", "gemma2, llama"),
+    ("granite", {}, "sequence-classification", "gemma2, gemma3_text"),
+    ("granite", STEPWISE, "token-classification", "gemma2"),
+    ("gemma3_text", STEPWISE, "token-classification", "gemma2"),
+    ("olmo2", STEPWISE, "token-classification", "gemma2"),
+    ("olmo3", STEPWISE, "token-classification", "gemma2"),
 ]
 
 
@@ -305,7 +305,9 @@ def test_a_family_without_a_class_for_scores_is_refused_before_rows_are_read(
             load(Path(recipe(tiny_world, tmp_path, "run", **changes))), say=lambda line: None, stream=io.StringIO()
         )
 
-    with pytest.raises(RecipeError, match=f"no class for {task} with a {family} model, .* has one for {others}"):
+    with pytest.raises(
+        RecipeError, match=f"no class for {task} with a {family} model, .* has one for .*{others}, .*llama"
+    ):
         start(family)
     with pytest.raises(DataError, match="broken JSON"):  # control: a family that has one comes to its rows
         start("llama")

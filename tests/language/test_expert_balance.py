@@ -145,10 +145,12 @@ def test_that_experts_are_not_quantized_is_told(tmp_path: Path, experts: Experts
     model, cpu = tiny_run(tmp_path, experts=experts).learner.model, torch.device("cpu")
     assert isinstance(model, Decoder)
     placed, objective = Placed(Subject(model), StepParallel()), CrossEntropy()
-    quantized = recipe("step", quantization={"kind": "nf4"}, adapter={"kind": "lora"})
+    (tmp_path / "config.json").write_text("{}")
+    folder = {"model": {"path": str(tmp_path)}}
+    quantized = recipe("step", quantization={"kind": "nf4"}, adapter={"kind": "lora"}, **folder)
     notes = PlacedDecoder(quantized, placed, cpu, objective, objective).notes
     assert any("the matrices of experts are not quantized" in note for note in notes) == (experts is not None)
-    assert not PlacedDecoder(recipe("step"), placed, cpu, objective, objective).notes
+    assert not PlacedDecoder(recipe("step", **folder), placed, cpu, objective, objective).notes
 
 
 def test_a_router_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:

@@ -32,13 +32,15 @@ class Learner(DecoderLearner):
     seen: dict[Role, Outputs]
     restarts = False
 
-    def outputs(self, batch: Batch, gradient_scale: float, roles: Any = None) -> dict[Role, Outputs]:
+    def outputs(
+        self, batch: Batch, gradient_scale: float, roles: Any = None, totals: Totals | None = None
+    ) -> dict[Role, Outputs]:
         if self.restarts:
             starts = torch.zeros_like(batch.positions)
             for branch in batch.trees:
                 starts[branch.start : branch.stop] = branch.start
             batch = replace(batch, positions=torch.arange(len(starts)) - starts)
-        outputs = super().outputs(batch, gradient_scale, roles)
+        outputs = super().outputs(batch, gradient_scale, roles, totals)
         object.__setattr__(self, "seen", outputs)
         return outputs
 

@@ -152,9 +152,9 @@ def test_documents_without_trees_are_scored_at_their_ends_and_values_where_targe
     said = learner.outputs(batch, 1.0)["policy"]
     torch.testing.assert_close(said.scores(), vectors.tensors["scores"][:3, 0], rtol=CLOSE, atol=CLOSE)
     every = learner.score_head(said.hidden()).squeeze(1)
-    assert torch.equal(said.values(), every[batch.logits_indices]) and not torch.equal(
-        said.values(), every[batch.logits_indices + 1]
-    )
+    # Not to the bit: a CPU may round a product of fewer rows otherwise.
+    torch.testing.assert_close(said.values(), every[batch.logits_indices], rtol=CLOSE, atol=CLOSE)
+    assert (said.values() - every[batch.logits_indices + 1]).abs().max() > 1e-2  # control
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

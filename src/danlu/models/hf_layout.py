@@ -102,6 +102,12 @@ def own_name(stored: str, config: ModelConfig) -> str | None:
     return None if family.has_mtp and int(number) >= len(config.layers) else name
 
 
+def may_have_untouched(config: ModelConfig) -> bool:
+    """Whether a folder of the model may hold tensors that have no `own_name`."""
+    family = FAMILIES[config.family]
+    return config.multimodal is not None or family.has_mtp or family.has_mtp_module
+
+
 def config_sites(config: ModelConfig) -> list[Site]:
     """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
     linear layer, the embedding and the head over the vocabulary, where it has one.

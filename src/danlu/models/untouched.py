@@ -13,7 +13,7 @@ from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors
-from danlu.models.hf_layout import own_name
+from danlu.models.hf_layout import may_have_untouched, own_name
 from danlu.models.multimodal import with_text_values
 from danlu.models.safetensors_io import BUFFER_BYTES, ranges
 from danlu.safetensors_format import TensorLocation
@@ -61,7 +61,12 @@ class Kept:
 
     @classmethod
     def of(cls, origin: Path, config: ModelConfig) -> Self | None:
-        """None where the folder holds nothing else than what danlu trains. Raises ModelError as `read_tensors`."""
+        """None where the folder holds nothing else than what danlu trains.
+
+        Most folders cannot: they are not read, and need not be there any more. Raises ModelError as `read_tensors`.
+        """
+        if not may_have_untouched(config):
+            return None
         stored = read_tensors(origin)
         named = {name: own_name(name, config) for name in stored}
         tensors = tuple(KeptTensor(name, stored[name]) for name, own in named.items() if own is None)

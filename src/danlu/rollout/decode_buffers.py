@@ -56,14 +56,15 @@ class DecodeBuffers:
         self._block, self._device = block, device
         self._layers: dict[int, _Layer] = {}
         self._storage: dict[int, Tensor] = {}  # by layer, flat; used again by other sequences
-        self._sequences: list[int | None] = []  # of each row; None for one that has ended
-        self._positions: list[int] = []
+        # Of each row its sequence, None for one that has ended, and the position it was brought last. One list, so that
+        # an interruption finds both of the same pass.
+        self._last: list[tuple[int | None, int]] = []
         self._capacity = 0
         self._pass = 0
 
     def clear(self) -> None:
         """Gives the memory back."""
-        self._layers, self._storage, self._sequences, self._positions = {}, {}, [], []
+        self._layers, self._storage, self._last = {}, {}, []
 
     def rows_of(self, chunks: Sequence[Chunk], token_bytes: int) -> DecodeRows | None:
         """The rows of a pass that brings one token to each of these sequences; None where they would be too much.
@@ -80,8 +81,7 @@ class DecodeBuffers:
             if len(chunks) * capacity * token_bytes > BUFFER_BYTES:
                 return None
             self._layers, self._capacity = {}, capacity
-        self._sequences = [None if row is None else chunks[row].sequence for row in rows]
-        self._positions = [chunks[row or 0].start for row in rows]
+        self._last = [(None, 0) if row is None else (chunks[row].sequence, chunks[row].start) for row in rows]
         self._pass += 1
         return DecodeRows(self, chunks, rows, self._capacity, self._pass)
 
@@ -90,7 +90,7 @@ class DecodeBuffers:
         chunks do not follow on the pass before, or too many rows would be nobody's."""
         rows: list[int | None] = []
         place = 0
-        for sequence, last in zip(self._sequences, self._positions, strict=True):
+        for sequence, last in self._last:
             goes_on = place < len(chunks) and chunks[place].sequence == sequence and chunks[place].start == last + 1
             rows.append(place if goes_on else None)
             place += goes_on
