@@ -253,7 +253,7 @@ def _backward(
         groups.put(grads[2], heads, grad_v)
         # Each g is in the sums of its chunk from its own place on.
         grad_g = grad_log_decay.flip(-1).cumsum(-1).flip(-1)
-        groups.put(grads[3].unsqueeze(-1), heads, grad_g.unsqueeze(-1))
+        groups.put(grads[3].unsqueeze(-1), heads, grad_g.to(g.dtype).unsqueeze(-1))
         groups.put(grads[4].unsqueeze(-1), heads, grad_beta)
     return grads  # type: ignore[return-value]
 
@@ -285,14 +285,19 @@ def _scan_back(inner: _Inner, grad_out: Tensor, chunks: Chunks, own: Tensor) -> 
 def _inner_gradients(
     inner: _Inner, states: Tensor, grad_out: Tensor, grad_values: Tensor, grad_after: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of unit q and k, v, G [b, C] and beta [b, C, 1], from those of V and of the states behind chunks."""
+    """Gradients of unit q and k, v, G [b, C] and beta [b, C, 1], from those of V and of the states behind chunks.
+
+    That of G is in float64. A term of D_ij or of exp(G_C - G_j) is in the gradient of one G with its sign and in that
+    of another without, so that of the sums over G, which are gradients of g, only what lies between the two is left.
+    In float64 the rest cancels; in float32 it leaves the rounding errors of large terms in small sums.
+    """
     # V = A^-1 R with R = beta (v - exp(G) k S).
     said = torch.bmm(inner.k, states).mul_(inner.decay)  # [b, C, V]
     values = _solved(inner.system, (inner.v - said).mul_(inner.beta))
     grad_right = torch.linalg.solve_triangular(inner.system.mT, grad_values, upper=True, unitriangular=True)  # of R
     grad_beta = (grad_right * (inner.v - said)).sum(-1, keepdim=True)
     grad_v = grad_right * inner.beta
-    grad_log_decay = -(grad_v * said).sum(-1)
+    grad_log_decay = -(grad_v * said).sum(-1, dtype=torch.float64)
     grad_k = torch.bmm((grad_v * inner.decay).neg_(), states.mT)
     # A
     grad_system = torch.bmm(grad_right, values.mT).tril_(-1).neg_()
@@ -307,18 +312,18 @@ def _inner_gradients(
     by_log_decay += grad_scores.mul_(inner.scores)
     grad_q = torch.bmm(weighted, inner.k)
     grad_k.baddbmm_(weighted.mT, inner.q)
-    grad_log_decay += by_log_decay.sum(-1)
-    grad_log_decay -= by_log_decay.sum(-2)
+    grad_log_decay += by_log_decay.sum(-1, dtype=torch.float64)
+    grad_log_decay -= by_log_decay.sum(-2, dtype=torch.float64)
     # exp(G) q S
     grad_read = torch.bmm(grad_out, states.mT).mul_(inner.decay)
-    grad_log_decay += (grad_read * inner.q).sum(-1)
+    grad_log_decay += (grad_read * inner.q).sum(-1, dtype=torch.float64)
     grad_q += grad_read
     # S' = exp(G_C) S + (exp(G_C - G) k)^T V
     grad_write = torch.bmm(values, grad_after.mT).mul_(inner.decay_after)
-    written = (grad_write * inner.k).sum(-1)  # [b, C]
+    written = (grad_write * inner.k).sum(-1, dtype=torch.float64)  # [b, C]
     grad_k += grad_write
     grad_log_decay -= written
-    last = inner.log_decay[:, -1].exp() * (states * grad_after).sum((-2, -1))
+    last = inner.log_decay[:, -1].exp() * (states * grad_after).sum((-2, -1), dtype=torch.float64)
     grad_log_decay[:, -1] += written.sum(-1) + last
     grad_q.mul_(inner.k.shape[-1] ** -0.5)  # `inner.q` is divided by the root of K
     return grad_q, grad_k, grad_v, grad_log_decay, grad_beta
