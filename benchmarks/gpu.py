@@ -131,7 +131,7 @@ def peak(device: Any) -> Iterator[dict[str, int]]:
 
 def config_of(size: str, layers: int, length: int) -> Any:
     """Llama 3's shapes of 8 billion parameters with so many layers; tiny for trying."""
-    from danlu.models.families import read_config_values
+    from danlu.models.hf_config import read_config_values
 
     shapes = {
         "8B": {

@@ -71,7 +71,7 @@ def make_folders(parent: Path, parameters: float) -> tuple[dict[str, Path], int]
     """A model of about `parameters` parameters in each stored type, and the bytes it takes in float32."""
     import torch
 
-    from danlu.models.families import read_config_values
+    from danlu.models.hf_config import read_config_values
     from danlu.models.initialize import initialize
     from danlu.models.loading import build
     from danlu.models.saving import save

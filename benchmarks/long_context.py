@@ -1,9 +1,10 @@
 """Long context: a small model trained at 256 tokens, at 256, 1,024 and 4,096, by each method, untrained and tuned.
 
     python benchmarks/long_context.py --texts text/books text/wiki_demo.txt text/wikitext2_valid.txt [--threads 2]
+    python benchmarks/long_context.py --texts ... --folder FOLDER  kept there; the same command goes on from it
     python benchmarks/long_context.py --texts ... --quick          a few steps of everything, to see that it runs
 
-A Llama of about 2.9M parameters is trained from scratch on English text with `danlu train`, cut every 256 tokens. Then
+A Llama of about 0.9M parameters is trained from scratch on English text with `danlu train`, cut every 256 tokens. Then
 each method of `long_context` is judged twice: as the base with its config.json alone (untrained), and after at most a
 tenth of the base's steps in stages of 1,024 and 4,096 tokens (tuned). LongRoPE's factors are searched by `danlu train`.
 
@@ -39,11 +40,11 @@ STEP_TOKENS = 8192
 METHODS = ("none", "linear", "ntk", "dynamic", "yarn", "longrope")
 MODEL = {
     "model_type": "llama",
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": LONGEST,  # for the method `none`; the others are told what it was trained at
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
@@ -119,12 +120,11 @@ def recipe(options: argparse.Namespace, name: str, **changes: Any) -> Path:
     values = {
         "stage": "pretrain",
         "data": {"train": str(folder / "train.jsonl"), "packing": "concatenate", "cache": str(folder / "cache")},
-        "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+        "optimizer": {"kind": "adamw", "learning_rate": 3e-3},
         "batch": {"tokens": STEP_TOKENS},
         "precision": "auto",
         "threads": options.threads,
         "log": {"tensorboard": False},
-        "checkpoint": {"every": 10**6},
         "output": str(folder / name),
         **changes,
     }
@@ -151,7 +151,7 @@ def tune(options: argparse.Namespace, method: str, base: Path) -> tuple[Path, li
     if method == "longrope":
         section["search"] = options.search
         data["eval"] = str(options.folder / "searched.jsonl")
-    more = {"optimizer": {"kind": "adamw", "learning_rate": 5e-4}, "evaluation": {"every": 10**6}}
+    more = {"optimizer": {"kind": "adamw", "learning_rate": 1e-3}, "evaluation": {"every": 10**6}}
     more = more if method == "longrope" else {"optimizer": more["optimizer"]}
     name = f"tuned-{method}"
     danlu("train", recipe(options, name, model={"path": str(base)}, data=data, long_context=section, **more))
@@ -161,13 +161,13 @@ def tune(options: argparse.Namespace, method: str, base: Path) -> tuple[Path, li
 
 def untrained(options: argparse.Namespace, method: str, base: Path, factors: list[float] | None) -> Path:
     """The base's weights beside the config of a method."""
-    from danlu.models.families import config_values
+    from danlu.models.hf_config import config_values
     from danlu.models.hf_folder import read_config
     from danlu.models.long_context import with_long_context
     from danlu.recipe.sections import LongContext
 
     folder: Path = options.folder / f"untrained-{method}"
-    shutil.copytree(base, folder)
+    shutil.copytree(base, folder, dirs_exist_ok=True)
     section = LongContext.model_validate({"method": method, "original_length": TRAINED, "long_factor": factors})
     config = with_long_context(read_config(base), section, LONGEST)
     (folder / "config.json").write_text(json.dumps(config_values(config, torch_dtype="float32")))
@@ -193,7 +193,8 @@ def measure(options: argparse.Namespace) -> None:
     write_rows(options.folder / "train.jsonl", [{"text": text} for text in train])
     write_rows(options.folder / "searched.jsonl", [{"text": text} for text in searched])
     tokenizer = options.folder / "tokenizer"
-    train_tokenizer(train, 1024, tokenizer)
+    if not tokenizer.is_dir():
+        train_tokenizer(train, 1024, tokenizer)
     files = measured_rows(tokenizer, measured, options.folder, options.documents)
     base = train_base(options, tokenizer)
     rows = []
@@ -223,10 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", nargs="+", type=Path, required=True, help="text files, or folders of them")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--steps", type=int, default=800, help=f"of the base, {STEP_TOKENS} tokens each")
-    parser.add_argument("--tune-steps", type=int, default=50, help="of each method; at most a tenth of --steps")
+    parser.add_argument("--steps", type=int, default=400, help=f"of the base, {STEP_TOKENS} tokens each")
+    parser.add_argument("--tune-steps", type=int, default=40, help="of each method; at most a tenth of --steps")
     parser.add_argument("--documents", type=int, default=12, help=f"of {LONGEST} tokens, to measure on")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where runs are kept, so that one that was interrupted goes on")
     parser.add_argument("--quick", action="store_true", help="few steps, documents and candidates")
     options = parser.parse_args()
     options.search = SEARCH
@@ -235,6 +237,10 @@ def main() -> None:
         options.search = {**SEARCH, "population": 4, "parents": 2, "mutations": 1, "crossovers": 1, "generations": 1}
     if options.tune_steps * 10 > options.steps:
         parser.error(f"--tune-steps {options.tune_steps}: more than a tenth of --steps {options.steps}")
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        measure(options)
+        return
     with tempfile.TemporaryDirectory(prefix="danlu-long-context-") as folder:
         options.folder = Path(folder)
         measure(options)

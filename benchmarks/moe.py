@@ -1,14 +1,18 @@
 """Mixtures of experts: training speed and memory beside transformers', and how evenly each kind of balance loads them.
 
-    python benchmarks/moe.py [--steps 12] [--balance-steps 300] [--only speed|balance] [--threads 2]
+    python benchmarks/moe.py [--steps 12] [--rounds 1] [--experts eager grouped_mm] [--balance-steps 300]
+                             [--precision bf16|fp32] [--documents packed|whole]
+                             [--kinds bias sequence step none] [--only speed|balance] [--threads 2]
 
-60M parameters: 8 layers of width 256 with 32 experts of width 256, four of which a token goes to, bfloat16 activations
-over float32 weights, AdamW.
+60M parameters: 8 layers of width 256 with 32 experts of width 256, four of which a token goes to, AdamW over float32
+weights, activations in bfloat16 or, for processors without products of it, in float32.
 
-speed    documents of 2048 tokens, one a step. danlu is `danlu train` in a process; transformers is its own forward and
-         backward pass and fused AdamW in a bare loop, in a process of its own, under autocast and all in bfloat16, each
-         with every experts implementation that fits ("batched_mm" does not: it copies the weights of an expert for each
-         of 8192 rows). A figure is the median over all steps but the first three; the peers take turns with danlu.
+speed    2048 tokens a step, in documents of 32 to 1024 tokens end to end (packed) or in one (whole). danlu is `danlu
+         train` in a process; transformers is its own forward and backward pass and fused AdamW in a bare loop, in a
+         process of its own, told where documents begin by `position_ids`; in float32, or under autocast and all in
+         bfloat16, each with every experts implementation that fits ("batched_mm" does not: it copies the weights of an
+         expert for each of 8192 rows). A figure is the median over all steps but the first three; the peers take turns
+         with danlu, and a ratio is the median over these turns.
 balance  the demo's documents, packed to 1024 tokens, one pack a step: for each layer the counts of its experts in the
          last 50 steps, summed; of these the largest over the mean, in the worst layer.
 """
@@ -16,6 +20,7 @@ balance  the demo's documents, packed to 1024 tokens, one pack a step: for each 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -62,7 +67,9 @@ GLM4: dict[str, Any] = {
     "first_k_dense_replace": 0,
     "use_qk_norm": True,
 }
-PEERS = [("eager", "autocast"), ("grouped_mm", "autocast"), ("eager", "bfloat16"), ("grouped_mm", "bfloat16")]
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+PEER_PRECISIONS = {"bf16": ("autocast", "bfloat16"), "fp32": ("float32",)}
+SHORTEST, LONGEST = 32, 1024  # documents that are packed
 BALANCES: dict[str, dict[str, Any]] = {
     "bias": {"balance": "bias", "rate": 0.001, "sequence": 0.0001, "z": 0.001},
     "sequence": {"balance": "sequence", "sequence": 0.01},
@@ -72,7 +79,9 @@ BALANCES: dict[str, dict[str, Any]] = {
 LAST = 50
 
 
-def recipe(folder: Path, config: dict[str, Any], steps: int, length: int, threads: int) -> dict[str, Any]:
+def recipe(
+    folder: Path, config: dict[str, Any], steps: int, length: int, threads: int, precision: str
+) -> dict[str, Any]:
     return {
         "stage": "pretrain",
         "model": {"config": config, "tokenizer": str(folder / "tokenizer")},
@@ -80,19 +89,19 @@ def recipe(folder: Path, config: dict[str, Any], steps: int, length: int, thread
         "batch": {"sequences": 1, "micro": 1},
         "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
         "steps": steps,
-        "precision": "bf16",
+        "precision": precision,
         "threads": threads,
         "log": {"every": 1, "tensorboard": False},
         "checkpoint": {"every": 100_000},
     }
 
 
-def danlu_speed(folder: Path, steps: int, threads: int) -> dict[str, float]:
+def danlu_speed(folder: Path, steps: int, threads: int, precision: str) -> dict[str, float]:
     from throughput import first_steps
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         written = Path(scratch) / "recipe.yaml"
-        values = recipe(folder, QWEN3, steps + 1000, LENGTH, threads)  # ended before it exports
+        values = recipe(folder, QWEN3, steps + 1000, LENGTH, threads, precision)  # ended before it exports
         written.write_text(json.dumps(values | {"output": f"{scratch}/run"}))
         lines = first_steps(
             [sys.executable, "-m", "danlu", "train", str(written)], Path(scratch) / "run" / "metrics.jsonl", steps
@@ -104,7 +113,18 @@ def danlu_speed(folder: Path, steps: int, threads: int) -> dict[str, float]:
     }
 
 
-def peer(implementation: str, precision: str, steps: int, threads: int) -> None:
+def document_lengths(chance: np.random.Generator, documents: str) -> list[int]:
+    """Tokens of each document of a sequence of `LENGTH`; the last is cut."""
+    if documents == "whole":
+        return [LENGTH]
+    lengths: list[int] = []
+    while sum(lengths) < LENGTH:
+        drawn = int(np.exp(chance.uniform(np.log(SHORTEST), np.log(LONGEST))))
+        lengths.append(min(drawn, LENGTH - sum(lengths)))
+    return lengths
+
+
+def peer(implementation: str, precision: str, documents: str, steps: int, threads: int) -> None:
     """Trains transformers' model and prints what it took as JSON. Nothing of danlu is imported here."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -120,9 +140,10 @@ def peer(implementation: str, precision: str, steps: int, threads: int) -> None:
     speeds = []
     for _ in range(steps):
         tokens = torch.from_numpy(chance.integers(10, 500, (1, LENGTH)))
+        positions = torch.cat([torch.arange(length) for length in document_lengths(chance, documents)])[None]
         started = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            loss = model(tokens, labels=tokens).loss
+            loss = model(tokens, position_ids=positions, labels=tokens, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -134,33 +155,35 @@ def peer(implementation: str, precision: str, steps: int, threads: int) -> None:
     print(json.dumps({"tokens_per_second": statistics.median(speeds[3:]), "rss_bytes": rss, "parameters": parameters}))
 
 
-def speed(folder: Path, steps: int, threads: int) -> None:
-    chance = np.random.default_rng(0)
+def speed(folder: Path, options: argparse.Namespace) -> None:
+    chance, steps, threads = np.random.default_rng(0), options.steps, options.threads
     with (folder / "rows.jsonl").open("w") as out:
         for _ in range(steps + 20):
-            out.write(json.dumps({"input_ids": chance.integers(10, 500, LENGTH).tolist()}) + "\n")
-    ours: list[dict[str, float]] = []
-    theirs: list[tuple[str, dict[str, float]]] = []
-    for implementation, precision in PEERS:
-        ours.append(danlu_speed(folder, steps, threads))
-        _print("danlu", ours[-1])
-        command = [sys.executable, __file__, "--peer", implementation, precision]
-        command += ["--steps", str(steps), "--threads", str(threads)]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.returncode:
-            print(f"transformers {implementation} {precision}: {answer.stderr.strip().splitlines()[-1]}")
-            continue
-        theirs.append((f"transformers {implementation} {precision}", json.loads(answer.stdout.splitlines()[-1])))
-        _print(*theirs[-1])
-    best = statistics.median(one["tokens_per_second"] for one in ours)
-    memory = statistics.median(one["rss_bytes"] for one in ours)
-    for precision in ("autocast", "bfloat16"):
-        name, fastest = max(
-            (one for one in theirs if one[0].endswith(precision)), key=lambda one: one[1]["tokens_per_second"]
-        )
+            for length in document_lengths(chance, options.documents):
+                out.write(json.dumps({"input_ids": chance.integers(10, 500, length).tolist()}) + "\n")
+    turns: dict[tuple[str, str], list[tuple[dict[str, float], dict[str, float]]]] = {}
+    for _ in range(options.rounds):
+        for precision, implementation in itertools.product(PEER_PRECISIONS[options.precision], options.experts):
+            ours = danlu_speed(folder, steps, threads, options.precision)
+            _print("danlu", ours)
+            command = [sys.executable, __file__, "--peer", implementation, precision, options.documents]
+            command += ["--steps", str(steps), "--threads", str(threads)]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False)
+            if answer.returncode:
+                print(f"transformers {implementation} {precision}: {answer.stderr.strip().splitlines()[-1]}")
+                continue
+            theirs = json.loads(answer.stdout.splitlines()[-1])
+            _print(f"transformers {implementation} {precision}", theirs)
+            turns.setdefault((precision, implementation), []).append((ours, theirs))
+    for (precision, implementation), pairs in turns.items():
+        ratios = {
+            key: [ours[key] / theirs[key] for ours, theirs in pairs] for key in ("tokens_per_second", "rss_bytes")
+        }
+        fastest, slowest = max(ratios["tokens_per_second"]), min(ratios["tokens_per_second"])
         print(
-            f"danlu / {name}: {best / fastest['tokens_per_second']:.2f}x the tokens per second, "
-            f"{memory / fastest['rss_bytes']:.2f}x the memory"
+            f"danlu / transformers {implementation} {precision}: {statistics.median(ratios['tokens_per_second']):.2f}x "
+            f"the tokens per second [{slowest:.2f}-{fastest:.2f}, {len(pairs)} turns], "
+            f"{statistics.median(ratios['rss_bytes']):.2f}x the memory"
         )
 
 
@@ -188,17 +211,18 @@ def balance_of(path: str) -> None:
     print(json.dumps({name: float(total.max() / total.mean()) for name, total in sums.items()}))
 
 
-def balance(folder: Path, steps: int, threads: int, kinds: list[str]) -> None:
+def balance(folder: Path, options: argparse.Namespace) -> None:
     from danlu.data.demo_data import pretraining_documents
 
-    length = LENGTH // 2
+    length, steps = LENGTH // 2, options.balance_steps
     with (folder / "rows.jsonl").open("w") as out:
         for text in pretraining_documents(1, steps * length // 25):
             out.write(json.dumps({"text": text}) + "\n")
-    for kind in kinds:
+    for kind in options.kinds:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             written = Path(scratch) / "recipe.yaml"
-            values = recipe(folder, GLM4, steps, length, threads) | {"router": BALANCES[kind]}
+            values = recipe(folder, GLM4, steps, length, options.threads, options.precision)
+            values["router"] = BALANCES[kind]
             written.write_text(json.dumps(values | {"output": f"{scratch}/run"}))
             command = [sys.executable, __file__, "--balance-of", str(written)]
             answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -219,11 +243,15 @@ def balance(folder: Path, steps: int, threads: int, kinds: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--experts", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--balance-steps", type=int, default=300)
     parser.add_argument("--only", choices=["speed", "balance"])
     parser.add_argument("--kinds", nargs="+", choices=list(BALANCES), default=list(BALANCES))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peer", nargs=2, metavar=("IMPLEMENTATION", "PRECISION"), help=argparse.SUPPRESS)
+    parser.add_argument("--precision", choices=list(PEER_PRECISIONS), default="bf16")
+    parser.add_argument("--documents", choices=["packed", "whole"], default="packed")
+    parser.add_argument("--peer", nargs=3, metavar=("IMPLEMENTATION", "PRECISION", "DOCUMENTS"), help=argparse.SUPPRESS)
     parser.add_argument("--balance-of", metavar="RECIPE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
@@ -240,9 +268,9 @@ def main() -> None:
         folder = Path(scratch)
         train_tokenizer(pretraining_documents(0, 500), 600, folder / "tokenizer")
         if options.only != "balance":
-            speed(folder, options.steps, options.threads)
+            speed(folder, options)
         if options.only != "speed":
-            balance(folder, options.balance_steps, options.threads, options.kinds)
+            balance(folder, options)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from danlu.data.batch import collate
 from danlu.language.learner import DecoderLearner
 from danlu.models.decoder import Decoder
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import PRESETS

@@ -1,4 +1,4 @@
-"""Memory per rank by part against what ZeRO promises, and time per step against FSDP2 in a bare script.
+"""Memory per rank by part against what ZeRO promises, and time per step against DDP or FSDP2 in a bare script.
 
     python benchmarks/parallel.py [--processes 1 2 4] [--rounds 7] [--memory-only]
 
@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from danlu.language.builder import placed_decoder
 from danlu.models.attend import PackedAttention
@@ -186,7 +188,7 @@ def kept_of(layout: str) -> int:
     compute = placed_decoder(chosen, STAGES[chosen.stage], placed, config(), device).learner(MICRO)
     accumulate(compute, packs(MICRO, 0), step=1, clip=1.0)
     assert compute.activations is not None, "a model that is not compiled has them counted"
-    return compute.activations.most
+    return compute.activations.peak_bytes
 
 
 def times_of(layout: str, rounds: int) -> list[float]:
@@ -221,13 +223,19 @@ def times_of(layout: str, rounds: int) -> list[float]:
 
 
 def bare(layout: str, everyone: list[Pack]) -> Any:
-    """FSDP2 as its tutorial has it, around the same decoder and loss."""
+    """DDP or FSDP2 as their tutorials have them, around the same decoder and loss."""
     model = build(config())
     initialize(model, 0)
+    if layout == "none":
+        return _bare_step(DistributedDataParallel(model, gradient_as_bucket_view=True), model, everyone)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers.values():
         fully_shard(layer, mp_policy=policy, reshard_after_forward=layout == "zero3")
     fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    return _bare_step(model, model, everyone)
+
+
+def _bare_step(wrapped: nn.Module, model: Decoder, everyone: list[Pack]) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     rank = dist.get_rank()
     own = everyone[rank * PACKS : (rank + 1) * PACKS]
@@ -236,10 +244,12 @@ def bare(layout: str, everyone: list[Pack]) -> Any:
     weights = torch.ones(LENGTH - 1)
 
     def step(_: int) -> None:
-        for micro in tokens:
-            hidden = model(micro, positions, attend, torch.bfloat16)
-            loss = linear_cross_entropy(hidden[:-1], model.head_weight, micro[1:], weights).total
-            (loss / (PACKS * (LENGTH - 1))).backward()
+        for number, micro in enumerate(tokens, 1):
+            waits = isinstance(wrapped, DistributedDataParallel) and number < len(tokens)
+            with wrapped.no_sync() if waits else nullcontext():
+                hidden = wrapped(micro, positions, attend, torch.bfloat16)
+                loss = linear_cross_entropy(hidden[:-1], model.head_weight, micro[1:], weights).total
+                (loss / (PACKS * (LENGTH - 1))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -293,8 +303,8 @@ def main() -> None:
             print(f"{layout:15} {world}   {kept / 2**20:6.1f} MiB  {kept / alone:.3f}", flush=True)
     if options.memory_only:
         return
-    print("\nstep time over a bare FSDP2 script: median (lowest to highest)")
-    for layout in ("zero2", "zero3"):
+    print("\nstep time over a bare DDP or FSDP2 script: median (lowest to highest)")
+    for layout in ("none", "zero2", "zero3"):
         for world in (count for count in options.processes if count > 1):
             ratios = spread(world, "times", layout, options.rounds)[0]
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)

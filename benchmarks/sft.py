@@ -44,7 +44,7 @@ def make_tokenizer(data: str, folder: Path) -> Path:
 
 def make_model(name: str, tokenizer: Path, folder: Path) -> None:
     """Random weights in the shape `name`, with a tokenizer beside them."""
-    from danlu.models.families import read_config_values
+    from danlu.models.hf_config import read_config_values
     from danlu.models.initialize import initialize
     from danlu.models.loading import build
     from danlu.models.saving import save

@@ -21,7 +21,7 @@ from danlu.data.trees import repeat_stem
 from danlu.language.learner import DecoderLearner
 from danlu.language.reference import REFERENCE, ColumnLogprobs
 from danlu.language.roles import StoredOutputs
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.objectives.preference import preference_objective

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from danlu import memory_estimate, run
 from danlu.errors import ModelError
 from danlu.models import saving
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.recipe import load
 from danlu.train.checkpoints.verification import verify
 from danlu.train.run_lock import RunLock

@@ -17,6 +17,8 @@ LAYOUTS = {
     "zero3": (2, "base", {"shard": "zero3"}),
     "tensor": (2, "none", {"tensor": 2, "sequence": True}),
     "zero2": (2, "none", {"shard": "zero2"}),
+    "context": (2, "base", {"context": 2}),
+    "ulysses, zero3": (2, "none", {"context": {"size": 2, "method": "ulysses"}, "shard": "zero3"}),
 }
 
 

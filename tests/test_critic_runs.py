@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_rl_runs import recipe_file, run, without_times
 from torch import Tensor
 
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save

@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "tokenizer_files": 0,
     "layer_types": 0,
     "types": 0,
+    "weight_gradients": 0,
     "worker_process": 0,
     "adapters": 1,
     "basics": 1,

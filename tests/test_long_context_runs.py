@@ -85,9 +85,14 @@ def test_interrupted_in_each_stage_and_resumed_equals_uninterrupted(
 
 
 @pytest.mark.usefixtures("tokenising_here")
-def test_the_result_has_the_scaling_of_the_longest_stage(tiny_world: World, tmp_path: Path) -> None:
+def test_the_result_has_the_scaling_of_the_longest_stage(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert danlu("train", recipe(tiny_world, run)) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "; 12 steps of 8 x 32 tokens, from step 6 on of 4 x 64 tokens (micro-batches of 2)" in said
+    assert "only 12 optimizer steps of 8 x 32 tokens, from step 6 on of 4 x 64 tokens" in said
     config = json.loads((run / "model" / "config.json").read_text())
     assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     assert config["max_position_embeddings"] == 64
@@ -231,6 +236,9 @@ def test_any_layout_ends_where_one_process_does(tiny_world: World, tmp_path: Pat
     assert worst_relative_error(moved, found["one"]) > 1e-2
 
 
+LORA = {"adapter": {"kind": "lora", "rank": 2}}
+
+
 def search_recipe(world: World, output: Path, **changes: Any) -> Path:
     """Rows longer than the 32 tokens that the base counts as trained at, and a search of a dozen candidates."""
     search = {"documents": 2, "population": 4, "parents": 2, "mutations": 2, "crossovers": 2, "generations": 2}
@@ -278,9 +286,12 @@ def test_factors_are_searched_once_and_written_down(
 
 
 @pytest.mark.usefixtures("tokenising_here")
-def test_a_candidate_is_worth_what_a_model_with_its_factors_is(tiny_world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["whole", "lora"])
+def test_a_candidate_is_worth_what_a_model_with_its_factors_is(
+    changes: dict[str, Any], tiny_world: World, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    assert danlu("train", search_recipe(tiny_world, run)) == 0
+    assert danlu("train", search_recipe(tiny_world, run, **changes)) == 0
     header, *lines = [json.loads(line) for line in (run / "longrope_search.jsonl").read_text().splitlines()]
 
     from danlu.data.prepare import prepare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.expert_folder import EXPERTS, expert_folder
 from builders.peak_memory import peak_in
 from builders.preference_samples import tree
 from builders.tiny_world import CONFIG, World, danlu
 
 from danlu import memory_preview, run
+from danlu.assembly.quantizing import quantize
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.errors import RecipeError
@@ -23,20 +26,22 @@ from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, find_micro_batch, keeps_scores
 from danlu.memory_preview import estimate_from_config
+from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig, parameter_shapes
-from danlu.models.families import read_config_values
+from danlu.models.heads_spec import Heads
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
-from danlu.models.layer_spec import Heads
 from danlu.models.loading import build
 from danlu.models.rope_config import Rope
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks
 from danlu.placing import optimizer_of, place, subject_of
-from danlu.recipe import Recipe, load
+from danlu.recipe import Recipe, load, sections
 from danlu.stages import STAGES
 from danlu.train import loop
+from danlu.train.memory_parts import MemoryParts
 from danlu.train.step import accumulate
 from danlu.types import Pack, Sample
 
@@ -87,6 +92,38 @@ def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path
     assert foreseen.offloaded_bytes == held.offloaded_bytes == 0
     more = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=3)
     assert more.parts.activations > held.parts.activations  # control
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["quantized while read", "stored"])
+def test_shapes_alone_tell_what_quantized_experts_hold(tiny_world: World, tmp_path: Path, is_stored: bool) -> None:
+    folder = expert_folder(tiny_world)
+    if is_stored:
+        quantize(folder, tmp_path / "nf4", sections.Nf4(), experts=False)
+        shutil.copytree(tiny_world.tokenizer, tmp_path / "nf4", dirs_exist_ok=True)
+    path = tmp_path / "nf4" if is_stored else folder
+    changes: dict[str, Any] = {
+        "model": {"path": str(path), "config": None, "tokenizer": None},
+        "adapter": "lora",
+        **({} if is_stored else {"quantization": "nf4"}),
+    }
+    recipe = load(tiny_world.recipe(tmp_path / "run", precision="bf16", **changes)).recipe
+    placed = placed_of(recipe)
+    held = placed.estimate(optimizer_of(placed.parameters(), recipe, CPU), 1)
+    config = placed.model.config
+
+    def foreseen(layout: Layout, device_type: str = "cpu") -> MemoryParts:
+        return estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=1).parts
+
+    alone, distributed = foreseen(Layout()), layout_of(sections.Parallel(expert=2), 2)
+    assert vars(alone) == vars(held.parts)
+    experts = [site for site in adapter_sites(placed.model) if site.experts is not None]
+    count = sum(site.shape[0] * site.shape[1] * EXPERTS["n_routed_experts"] for site in experts)  # type: ignore[operator]
+    own = 2 * count if is_stored else sum(site.module.quantized.stored_bytes() for site in experts)
+    assert alone.weights - foreseen(distributed).weights == own // 2
+    # A GPU makes all experts of a matrix dense at once, of those that a rank has.
+    largest = max(site.shape[0] * site.shape[1] * EXPERTS["n_routed_experts"] for site in experts)  # type: ignore[operator]
+    if not is_stored:
+        assert foreseen(Layout(), "cuda").packed == 2 * largest == 2 * foreseen(distributed, "cuda").packed
 
 
 @pytest.mark.usefixtures("tokenising_here")

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid": (4, {"shard": "zero2", "replicate": 2}),
     "tensor": (2, {"tensor": 2, "sequence": True}),
     "zero3+tensor": (4, {"shard": "zero3", "tensor": 2}),
+    "pipeline": (2, {"pipeline": 2}),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"ema": 0.9},
@@ -76,7 +77,7 @@ def undisturbed(tiny_world: World, folder: Path) -> dict[tuple[str, str], Path]:
     """Runs that nothing befell, by kind and layout."""
     found = {}
     for kind in KINDS:
-        for layout in ("one", "zero3", "ddp"):
+        for layout in ("one", "zero3", "ddp", "pipeline"):
             start(recipe(tiny_world, folder, f"{kind}-{layout}", kind, layout), layout)
             found[kind, layout] = folder / f"{kind}-{layout}"
     return found
@@ -94,7 +95,7 @@ def stopped(tiny_world: World, folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["zero3", "ddp"])
+@pytest.mark.parametrize("layout", ["zero3", "ddp", "pipeline"])
 def test_a_run_on_several_processes_ends_where_one_does(
     undisturbed: dict[tuple[str, str], Path], kind: str, layout: str
 ) -> None:
@@ -116,11 +117,12 @@ def test_a_run_on_several_processes_ends_where_one_does(
 def test_a_summary_counts_the_whole_model_and_the_memory_of_one_process(
     undisturbed: dict[tuple[str, str], Path], kind: str
 ) -> None:
-    one, ddp, zero3 = (
-        json.loads((undisturbed[kind, layout] / "summary.json").read_text()) for layout in ("one", "ddp", "zero3")
+    one, ddp, zero3, pipeline = (
+        json.loads((undisturbed[kind, layout] / "summary.json").read_text())
+        for layout in ("one", "ddp", "zero3", "pipeline")
     )
     for key in ("parameters", "trained_parameters", "tokens", "steps"):
-        assert one[key] == ddp[key] == zero3[key]
+        assert one[key] == ddp[key] == zero3[key] == pipeline[key]
     for part in ("weights", "optimizer"):
         assert ddp["memory"][part] == one["memory"][part]
         assert one["memory"][part] / 2 <= zero3["memory"][part] < one["memory"][part] * 0.75  # norms are on both
@@ -146,7 +148,7 @@ def test_a_resumed_run_ends_bit_for_bit_as_an_undisturbed_one(
     assert not all(torch.equal(found[name], one) for name, one in other.items())  # another order of sums is seen
 
 
-@pytest.mark.parametrize("layout", ["one", "hybrid", "tensor", "zero3+tensor"])
+@pytest.mark.parametrize("layout", ["one", "hybrid", "tensor", "zero3+tensor", "pipeline"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_at_another_number_of_processes_and_layout(
     tiny_world: World,

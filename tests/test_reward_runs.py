@@ -40,6 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {"shard": "zero3"}),
     "tensor": (2, {"tensor": 2}),
     "sequence": (2, {"tensor": 2, "sequence": True}),
+    "context": (2, {"context": 2}),
 }
 CLOSE = 1e-5
 STEPWISE = {"objective": {"kind": "stepwise"}}

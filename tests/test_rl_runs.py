@@ -71,24 +71,26 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMING_FIELDS} for line in lines]
 
 
-def go_back(folder: Path, step: int) -> None:
-    """Leaves of a finished run what was there after a step."""
+def go_back(folder: Path, step: int, result: str = "model") -> None:
+    """Leaves of a finished run what was there after a step. result: the folder of what it made."""
     for checkpoint in (folder / "checkpoints").glob("step-*"):
         if int(checkpoint.name[5:]) > step:
             shutil.rmtree(checkpoint)
-    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / result)
     (folder / "summary.json").unlink()
 
 
-def assert_goes_on(world: World, whole: Path, after: int, **more: Any) -> None:
+def assert_goes_on(
+    world: World, whole: Path, after: int, *, result: str = "model/model.safetensors", **more: Any
+) -> None:
     """A run that finished in `whole`, set back to a step, goes on to the same lines, weights and rollouts."""
     again = whole.with_name("again")
     shutil.copytree(whole, again)
-    go_back(again, after)
+    go_back(again, after, Path(result).parts[0])
     resolved = (again / "recipe.yaml").read_text().replace(str(whole), str(again))
     (again / "recipe.yaml").write_text(resolved)
     assert without_times(run(world, again, **more)) == without_times(steps(whole))
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (whole, again))
+    one, other = (load_file(folder / result) for folder in (whole, again))
     assert all(one[name].equal(other[name]) for name in one)
     assert (whole / "rollouts.jsonl").read_text() == (again / "rollouts.jsonl").read_text()
 
@@ -125,17 +127,17 @@ def test_rewards_that_teach_nothing_and_answers_without_an_end_are_told(
         (
             "def letters(completion): ...\nraise OSError('no such unit')",
             {"rewards": ["@:letters"]},
-            "error: rewards: @: the file raises OSError: no such unit (mine.py:2)",
+            " rewards: @: the file raises OSError: no such unit (mine.py:2)",
         ),
         (
             "class Maze:\n    def __init__(self, size): ...",
             {"rewards": None, "environment": {"kind": "python", "path": "@:Maze"}},
-            "error: environment.arguments: Maze: missing a required argument: 'size'",
+            " environment.arguments: Maze: missing a required argument: 'size'",
         ),
         (
             "def solve(maze, base_url): ...",
             {"rewards": None, "environment": {"kind": "agent", "path": "@:solve"}},
-            "error: environment: solve: missing a required argument: 'maze'",
+            " environment: solve: missing a required argument: 'maze'",
         ),
     ],
 )
@@ -251,6 +253,7 @@ LAYOUTS = {
     "zero3": (2, {"shard": "zero3"}),
     "tensor": (2, {"tensor": 2, "sequence": True}),
     "zero2+tensor": (4, {"shard": "zero2", "tensor": 2}),
+    "context": (2, {"context": 2}),
 }
 
 
@@ -312,7 +315,7 @@ def test_a_reference_is_asked_where_its_kl_counts(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["ddp", "zero3"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "context"])
 def test_ppo_learns_the_same_in_every_layout(tiny_world: World, tmp_path: Path, layout: str) -> None:
     one = run(tiny_world, tmp_path / "one", steps=4, **PPO)
     size, parallel = LAYOUTS[layout]

@@ -101,7 +101,8 @@ def train_chain(
         outcome = None
         if not dry_run or None not in inputs.values():
             _check_inputs(folder, stage, inputs, keep=not dry_run and leads)
-            outcome = run.train(stage.loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
+            with stage.loaded.naming_places():
+                outcome = run.train(stage.loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
         outcomes.append(StageOutcome(stage, outcome))
         ended(outcomes[-1])
         if outcome is not None and outcome.exit_code:

@@ -31,7 +31,7 @@ class Size:
     worked_sums: int = 2_800  # of about 45 tokens
     bare_sums: int = 4_200  # of about 29 tokens
     sums_epochs: int = 2
-    grpo_steps: int = 40
+    grpo_steps: int = 30
     prompts: int = 32  # sums of a step, each with SAMPLES answers
     held_out_sums: int = 200
 

@@ -113,6 +113,28 @@ class QuantizedWeight(Protocol):
     def product(self, x: Tensor) -> Tensor: ...  # [T, I] -> [T, O] in x's dtype, differentiable in x
 
 
+class StackedQuantizedWeight(Protocol):
+    """Frozen matrices [E, O, I], each held in few bits a number; the slot `quantized` of grouped linear layers."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...  # (O, I) of each
+
+    @property
+    def count(self) -> int: ...  # E
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [E, O, I], made anew by each call
+
+    def in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
+
+    def matrix_in_workspace(
+        self, index: int, dtype: torch.dtype
+    ) -> AbstractContextManager[Tensor]: ...  # one of them, [O, I], not to keep
+
+    def part(self, start: int, count: int) -> StackedQuantizedWeight: ...  # so many of them
+
+    def shard(self, rows: slice, columns: slice) -> StackedQuantizedWeight: ...  # some rows and columns of each
+
+
 class Recomputed(NamedTuple):
     """How the input of a linear layer is computed again in the backward pass, which then need not save it."""
 
@@ -152,6 +174,23 @@ class LinearAdapter(Protocol):
     def forward_shared(self, x: Tensor, linears: Sequence[LinearLayer]) -> tuple[Tensor, ...]: ...  # all share x
 
     def effective(self, linear: LinearLayer) -> Tensor: ...  # [O, I], differentiable: the weight with its adapter
+
+
+class GroupedLayer(Protocol):
+    """Linear layers of one shape as adapters see them, those of experts: rows of each lie together."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...  # (O, I) of each
+
+    def base(self, x: Tensor, counts: Tensor) -> Tensor: ...  # [N, I], counts [E] -> [N, O], without any adapter
+
+    def product(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor: ...  # [N, I] by rows, [E, O, I] -> [N, O]
+
+
+class GroupedAdapter(Protocol):
+    """What takes over the product of grouped linear layers."""
+
+    def __call__(self, x: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor: ...  # [N, I], [E] -> [N, O]
 
 
 class EmbeddingLayer(Protocol):
@@ -249,8 +288,14 @@ class Site:
 
     name: str  # of the module: "layers.0.attention.q_proj"
     hf_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
-    group: str  # the sublayer that a linear layer belongs to ("attention", "mlp"), or "embedding" or "head"
+    group: str  # what it belongs to: "attention", "mlp", "experts", "embedding" or "head"
     layer: int | None
     shape: tuple[int, int]  # (O, I); (V, D) of an embedding
     module: Any
     turns: int = 1  # how often the parts of a fused tensor take turns, each time with an equal number of their outputs
+    experts: int | None = None  # how many layers of this shape it is, stacked, each a part of an expert
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is one linear layer of a decoder's layers: not embedding, head, or the stacked ones of experts."""
+        return self.layer is not None and self.experts is None

@@ -19,6 +19,7 @@ from danlu.errors import ModelError, RecipeError
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
+from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Mixer
 from danlu.objectives.linear_cross_entropy import workspace_bytes
@@ -86,6 +87,8 @@ class MemoryEstimate:
     processes: int
     device_type: str
     critic: CriticPass | None = None
+    in_flight: float = 1.0
+    """Micro-batches whose activations a stage of a pipeline keeps at once."""
 
     def available(self, resident_bytes: int) -> int | None:
         """Bytes that tensors of one process may take; None where the system does not tell.
@@ -120,7 +123,7 @@ class MemoryEstimate:
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
         own = self.plan if plan is None else plan
-        activations = _activations(self.recipe, self.config, 1, own, self.device_type)
+        activations = _activations(self.recipe, self.config, 1, own, self.device_type, self.in_flight)
         if self.critic is not None:
             activations = _with_critic(activations, self.recipe, self.critic, 1, plan, self.device_type)
         return StepMemory(
@@ -143,19 +146,30 @@ def estimate_of(
     offloaded_bytes: int = 0,
     processes: int = 1,
     critic: CriticPass | None = None,
+    in_flight: float = 1.0,
 ) -> MemoryEstimate:
     """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
 
     fixed: without activations and logits. micro: packed sequences, each one document of full length. critic: the pass
-    of a model of values, whose activations are kept beside the policy's.
+    of a model of values, whose activations are kept beside the policy's. config, in_flight: of a stage of a pipeline
+    the layers that it has, and how many micro-batches it keeps activations of.
     """
     sequences = max(micro, _most_paths(recipe))
     logits = _loss_workspace(recipe, config, sequences, device_type)
-    activations = _activations(recipe, config, sequences, plan, device_type)
+    activations = _activations(recipe, config, sequences, plan, device_type, in_flight)
     if critic is not None:
         activations = _with_critic(activations, recipe, critic, sequences, None, device_type)
     parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
-    return MemoryEstimate(recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic)
+    return MemoryEstimate(
+        recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic, in_flight
+    )
+
+
+def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
+    """The config of a model with the layers of one stage of a pipeline alone."""
+    if chunks.last == 0:
+        return config
+    return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))
 
 
 def _most_paths(recipe: Recipe) -> int:
@@ -207,9 +221,14 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
 
 
 def _activations(
-    recipe: Recipe, config: ModelConfig, micro: int, plan: Sequence[LayerPlan], device_type: str
+    recipe: Recipe,
+    config: ModelConfig,
+    micro: int,
+    plan: Sequence[LayerPlan],
+    device_type: str,
+    in_flight: float = 1.0,
 ) -> ActivationBytes:
-    """Bytes of a micro-batch of so many packed sequences, each one document of full length."""
+    """Bytes of micro-batches of so many packed sequences, each one document of full length."""
     section = recipe.parallel
     kept = ActivationPlan(
         recompute=[(layer.kind, layer.segment) for layer in plan],
@@ -221,6 +240,8 @@ def _activations(
     )
     lengths = [recipe.data.max_length] * micro
     activations = activation_bytes(config, lengths, activation_dtype(recipe).itemsize, kept)
+    if in_flight != 1:
+        activations = replace(activations, kept=round(in_flight * activations.kept))
     budget = recipe.memory.recompute.budget
     if budget is None or plan:
         return activations
@@ -324,6 +345,5 @@ def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -
         prefetch=section.prefetch,
     )
     trained = [sizes[1] for sizes in layers] + [sum(count for _, count in outside)]
-    accumulates_whole = section.accumulate == "local" or (section.accumulate == "auto" and section.shard == "zero1")
     # Whole gradients wait for the last micro-batch, or for the reduction of one layer after the other.
-    return gathered, _FLOAT32 * (sum(trained) if accumulates_whole else max(trained))
+    return gathered, _FLOAT32 * (max(trained) if section.reduces_each_micro_batch else sum(trained))

@@ -19,9 +19,10 @@ from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapters_of
 from danlu.assembly.parameter_roles import TRAINED, VALUE
+from danlu.assembly.recipe_adapters import base_config
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.errors import ModelError
+from danlu.errors import ModelError, RecipeError
 from danlu.language.critic import own_config, own_name
 from danlu.language.rewards_on_base import own_reward_bytes, shared_rewards
 from danlu.memory.recompute import plan_of
@@ -33,20 +34,25 @@ from danlu.memory_estimate import (
     find_micro_batch,
     gathered_at_a_time,
     gathered_element_bytes,
+    stage_config,
 )
 from danlu.models.adapter_sites import adapter_sites
+from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.hf_validation import FOUR_BIT, expected_tensors, own_tensors
 from danlu.models.loading import meta_decoder
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.optim.build import build as build_optimizer
+from danlu.parallel.comm import Group
 from danlu.parallel.expert import expert_names
 from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.pipeline import Pipeline
 from danlu.parameter_count import parameters_of
 from danlu.placing import kept_whole
 from danlu.plan.parameter_memory import packed_bytes
+from danlu.plan.pipeline_split import chunk_sizes, num_chunks, split_problems
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_adapter, value_share
 from danlu.safetensors_format import read_header
@@ -79,7 +85,7 @@ def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str |
 def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | None:
     """The config of the model that is trained; None where it depends on a tokenizer that is not known."""
     if recipe.model.path is not None:
-        config = read_config(resolve_folder(recipe.model.path))
+        config = base_config(recipe.model)
     elif tokenizer is not None:
         config = from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
     else:
@@ -98,9 +104,9 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
         config = _config(recipe, tokenizer)
         if config is None:
             return []
-        fewest = section.expert * section.replicate
+        fewest = section.expert // math.gcd(section.expert, section.context.size) * section.replicate
         data = fewest if section.data == "auto" or section.workers == "threads" else section.data
-        layout = layout_of(section, data * section.tensor)
+        layout = layout_of(section, data * section.tensor * section.context.size * section.pipeline.stages)
         device_type = "cuda" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
         of_one_pack = estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=1)
     except ModelError as error:
@@ -123,9 +129,11 @@ def estimate_from_config(
     Adapters below the one that is trained are left out, as are those of `adapter: continue`, whose files say more than
     the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters that do not fit the model.
     """
+    config, in_flight = _of_first_stage(recipe, config)
     meta = _meta_model(recipe, config)
     whole = kept_whole(meta.model)
-    shards, tensor, experts = layout.shard, layout.tensor, expert_names(meta.model)
+    shards = 1 if recipe.parallel.shard == "none" else layout.shard * layout.context
+    tensor, experts = layout.tensor, expert_names(meta.model)
 
     def cut(name: str, size: int) -> int:
         """What is left of a parameter of so many bytes before data ranks that have the same shard it."""
@@ -179,7 +187,7 @@ def estimate_from_config(
         average=average,
         activations=0,
         logits=0,
-        packed=_largest_packed_matrix(meta) * activation_dtype(recipe).itemsize // tensor,
+        packed=_largest_workspace(meta, layout, device_type) * activation_dtype(recipe).itemsize,
         gathered=whole_parameters,
     )
     return estimate_of(
@@ -192,7 +200,24 @@ def estimate_from_config(
         offloaded_bytes=offloaded,
         processes=layout.world,
         critic=critic,
+        in_flight=in_flight,
     )
+
+
+def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, float]:
+    """(the layers of a pipeline's first stage, of how many micro-batches it keeps activations: more than others).
+
+    Embedding and head are both counted, as if it had them. Raises RecipeError for layers that cannot be split.
+    """
+    section = recipe.parallel.pipeline
+    if section.stages == 1:
+        return config, 1.0
+    if wrong := list(split_problems(section, config)):
+        raise RecipeError(wrong)
+    stages = Group("pipeline", tuple(range(section.stages)))
+    first = Pipeline(section.schedule, num_chunks(section) // section.stages, stages)
+    chunks = Chunks.of_sizes(chunk_sizes(section, config), first.chunks)
+    return stage_config(config, chunks), first.micro_batches_in_flight
 
 
 def _critic_pass(recipe: Recipe, config: ModelConfig, policy: Decoder) -> CriticPass | None:
@@ -237,11 +262,13 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
         adapters.train_only(*adapters.added)
     whole = adapters.fully_trained()
     linears = {f"{site.name}.weight" for site in adapters.sites if site.layer is not None} - whole
-    section = _stored_quantization(recipe) or recipe.quantization
+    section = recipe.quantization
+    if (stored := _stored_quantization(recipe)) is not None:
+        section, linears = stored, linears & _stored_in_four_bits(recipe, config)
     frozen_bytes = {}
     for name, parameter in adapters.base_parameters().items():
         if name in linears and section is not None:
-            frozen_bytes[name] = packed_bytes((parameter.shape[0], parameter.shape[1]), section)
+            frozen_bytes[name] = packed_bytes(parameter.shape, section)
         elif is_matrix(name, parameter.ndim) and name not in whole:
             frozen_bytes[name] = parameter.numel() * activation_dtype(recipe).itemsize
     return _MetaModel(
@@ -259,12 +286,12 @@ def _frozen_model_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) ->
 
     policy: the config of the policy, for a model from scratch.
     """
-    config = policy if spec.section.path is None else read_config(resolve_folder(spec.section.path))
+    config = policy if spec.section.path is None else base_config(spec.section)
     model, total = meta_decoder(config), 0
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2 and name in linears and spec.quantization is not None:
-            total += packed_bytes((parameter.shape[0], parameter.shape[1]), spec.quantization)
+        if name in linears and spec.quantization is not None:
+            total += packed_bytes(parameter.shape, spec.quantization)
         elif is_matrix(name, parameter.ndim) and spec.mixing is None:
             total += parameter.numel() * activation_dtype(recipe).itemsize
         else:
@@ -279,6 +306,14 @@ def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
     return stored_quantization(find_base(recipe.model.path).folder)
 
 
+def _stored_in_four_bits(recipe: Recipe, config: ModelConfig) -> set[str]:
+    """Names of the parameters that the base's own folder has in 4 bits."""
+    assert recipe.model.path is not None, "a folder says how it stores them"
+    stored = own_tensors(find_base(recipe.model.path).folder, config)
+    tensors = (tensor for tensor in expected_tensors(config, stored) if tensor.name in stored)
+    return {name for tensor in tensors if stored[tensor.name].dtype == FOUR_BIT for name in tensor.parameters}
+
+
 def _initialize(adapters: AdapterSet, section: Any) -> None:
     """What an adapter gets once the base's weights are there: its initialization, and norms that DoRA measures."""
     for module in (module for added in adapters.added.values() for module in added.modules.values()):
@@ -290,10 +325,17 @@ def _initialize(adapters: AdapterSet, section: Any) -> None:
             module.base_row_squares = torch.empty_like(module.lora_magnitude_vector)
 
 
-def _largest_packed_matrix(meta: _MetaModel) -> int:
-    """Elements of the largest matrix that is stored in fewer bytes than the type of activations takes."""
-    counts = {name: parameter.numel() for name, parameter in meta.model.named_parameters() if name in meta.frozen_bytes}
-    return max((count for name, count in counts.items() if meta.frozen_bytes[name] < count * 1.5), default=0)
+def _largest_workspace(meta: _MetaModel, layout: Layout, device_type: str) -> int:
+    """Elements of the largest dense tensor that is made of what is stored in fewer bytes than activations take: of one
+    matrix; of experts on a GPU of all that a process has."""
+    counts = [0]
+    for name, parameter in meta.model.named_parameters():
+        count = parameter.numel()
+        if meta.frozen_bytes.get(name, 2 * count) < count * 1.5:
+            is_of_experts = parameter.ndim == 3
+            turns = 1 if not is_of_experts else len(parameter) if device_type == "cpu" else layout.expert
+            counts.append(count // (turns * layout.tensor))
+    return max(counts)
 
 
 def _without_pages(section: Any) -> Any:

@@ -31,7 +31,12 @@ def trained_parameters_of(model: nn.Module, local: Mapping[str, LocalParameter] 
 
 def _counts(model: nn.Module, local: Mapping[str, LocalParameter], *, trained: bool = False) -> dict[str, int]:
     """The numbers in each whole parameter, by name; the codes of quantized weights are no parameters."""
-    return {
+    elsewhere = {
+        name: prod(parameter.box.global_shape)
+        for name, parameter in local.items()
+        if parameter.parameter.is_meta and (parameter.parameter.requires_grad or not trained)
+    }
+    return elsewhere | {
         name: prod(local[name].box.global_shape) if name in local else parameter.numel()
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and (parameter.requires_grad or not trained)

@@ -40,9 +40,12 @@ from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
 from danlu.parallel.expert import ExpertDistributor, expert_names
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
+from danlu.parallel.pipeline import Pipeline
+from danlu.parallel.pipeline_split import StageParameters, split
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE
+from danlu.plan.pipeline_split import chunk_sizes, num_chunks
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_adapter, value_adapter_folder
@@ -98,11 +101,11 @@ def subject_of(
     if recipe.adapter is not None:
         placer: LayerPlacer | None = None
 
-        def layer_hook_factory(loading: Adapted) -> Callable[[str], None]:
+        def layer_hook_factory(loading: Adapted) -> LayerPlacer:
             nonlocal placer
             assert ranks is not None
             placer = LayerPlacer(loading.model, loading.adapters, recipe, ranks, device)
-            return placer.layer_loaded
+            return placer
 
         adapted, base = adapted_model(
             recipe.model,
@@ -132,19 +135,24 @@ def subject_of(
 
 
 class LayerPlacer:
-    """Distributes a model's experts, cuts it among tensor ranks and shards it among data ranks, a layer at a time where
-    it is read so."""
+    """Leaves of a model the chunks of this process; then distributes its experts, cuts it among tensor ranks and shards
+    it among data ranks, a layer at a time where it is read so."""
 
     def __init__(
         self, model: Decoder, adapters: AdapterSet | None, recipe: Recipe, ranks: Ranks, device: torch.device
     ) -> None:
         section = recipe.parallel
         self.model, self.adapters = model, adapters
-        self.whole = kept_whole(model)
+        self.whole = kept_whole(model)  # of the whole model: which parameters its layers share
+        self.pipeline = pipeline_of(recipe, ranks)
+        self.stage = StageParameters()
+        if not self.pipeline.alone:
+            self.stage = split(model, adapters, chunk_sizes(section.pipeline, model.config), self.pipeline)
         self.experts = ExpertDistributor(model, adapters, ranks.expert)
+        self.boxes = self.experts.own_boxes()
         self.cutter = tensor.Cutter(model, adapters, ranks.tensor, sequence=section.sequence, boxes=self.experts.boxes)
         self.sharder = None
-        if section.shard != "none" and ranks.data.size > 1:
+        if section.shard != "none" and not ranks.dense_data.all.alone:
             self.sharder = data.Sharder(
                 model,
                 ranks,
@@ -171,6 +179,15 @@ class LayerPlacer:
             self.sharder.layer(f"layers.{name}", self.model.layers[name])
 
 
+def pipeline_of(recipe: Recipe, ranks: Ranks) -> Pipeline:
+    """The part of this process in the pipeline of a recipe."""
+    if ranks.pipeline.alone:
+        return Pipeline()
+    section = recipe.parallel.pipeline
+    chunks = num_chunks(section) // section.stages
+    return Pipeline(section.schedule, chunks, ranks.pipeline, ranks.downstream, ranks.upstream)
+
+
 def shards_on_host(recipe: Recipe, device: torch.device) -> bool:
     """Whether shards of parameters are offloaded to the host's memory, which on a CPU they do not leave."""
     return "parameters" in recipe.memory.offload and device.type != "cpu"
@@ -183,8 +200,8 @@ def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
     """
     section = recipe.parallel
     reads_adapters = bool(recipe.model.adapters) or value_adapter_folder(recipe) is not None
-    shares_layers = ranks.tensor.size > 1 or ranks.expert.size > 1
-    is_divided = shares_layers or (section.shard != "none" and ranks.data.size > 1)
+    shares_layers = ranks.pipeline.size > 1 or ranks.tensor.size > 1 or ranks.expert.size > 1
+    is_divided = shares_layers or (section.shard != "none" and not ranks.dense_data.all.alone)
     return is_divided and not reads_adapters and recipe.memory.recompute.kind != "planned"
 
 
@@ -196,7 +213,7 @@ def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
             "optimizer.kind: galore projects a gradient as soon as it is there, before other processes have added "
             "theirs. Use adamw or adamw8bit, or one process"
         )
-    is_sharded = section.shard != "none" and ranks.data.size > 1
+    is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
     if shards_on_host(recipe, device) and not is_sharded:
         raise RecipeError(
             "memory.offload: parameters leave a GPU as shards, which takes parallel.shard: zero3 (or zero1, zero2) and "
@@ -218,13 +235,13 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         for name in model.layers:
             placer.cut_layer(name)
     cuts = placer.cutter.rest()
-    boxes, experts = placer.experts.boxes_by_name() | cuts.boxes, expert_names(model)
+    boxes, experts = placer.experts.boxes_by_name | cuts.boxes, expert_names(model)
     plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, device))
     recompute.wrap(model, plan, gathered=token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
     notes += [NOTE] if section.workers == "threads" else []
     notes += offload_notes(recipe, device)
-    if section.shard != "none" and ranks.data.alone:
+    if section.shard != "none" and ranks.dense_data.all.alone:
         notes.append(
             f"parallel.shard: {section.shard} changes nothing with one data rank: start danlu with --processes N"
         )
@@ -232,12 +249,19 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         if subject.placer is None:
             for name in model.layers:
                 placer.shard_layer(name)
-        placer.sharder.rest(list(model.layers.values()))
+        placer.sharder.rest(*(model.layers_of(chunk) for chunk in model.chunks.local))
     if on_meta:
         data.to_empty(model, device, offload=placer.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.refresh_copies()
-    local = {} if ranks.alone else local_parameters_of(model, ranks, boxes, experts)
+    stage = placer.stage
+
+    def local_parameters() -> dict[str, LocalParameter]:
+        if ranks.alone:
+            return {}
+        return stage.named_in_whole(local_parameters_of(model, ranks, boxes, experts), ranks.pipeline.index)
+
+    local = local_parameters()
     if on_meta and not resumed:
         fill(local, recipe, model.config)
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
@@ -245,14 +269,20 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
-        local = (
-            {} if ranks.alone else local_parameters_of(model, ranks, boxes, experts)
-        )  # their memory is in the file now
+        local = local_parameters()  # their memory is in the file now
     partial_gradients = [
-        *sums_over_data(local, ranks, by_ddp=section.shard == "none"),
-        *((group, name) for name, group in cuts.partial.items()),
+        *sums_over_data(local, ranks, in_buckets=section.shard == "none"),
+        *((group, stage.renamed.get(name, name)) for name, group in cuts.partial.items()),
+        *stage.sums_over_stages(ranks),
     ]
-    parallel = StepParallel(ranks, local, tuple(partial_gradients))
+    parallel = StepParallel(
+        ranks,
+        local,
+        tuple(partial_gradients),
+        pipeline=placer.pipeline,
+        elsewhere=stage.elsewhere,
+        chunk_of=stage.chunk_of,
+    )
     if offloaded is not None:
         parallel = replace(parallel, release_pages=offloaded.release)
     if placer.sharder is not None:

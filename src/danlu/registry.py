@@ -41,6 +41,11 @@ VERBS: dict[str, Verb] = {
         "danlu.cli.report:report", "Look", "a run as a page: curves, best and worst samples, failed rewards"
     ),
     "runs": Verb("danlu.cli.runs:app", "Look", "list runs: running, finished or stopped, steps, losses and time"),
+    "schedule": Verb(
+        "danlu.cli.schedule:schedule",
+        "Look",
+        "a pipeline schedule drawn in time: its bubble and activations in flight",
+    ),
     "serve": Verb(
         "danlu.cli.serve:serve", "Use", "answer over HTTP as OpenAI's API does, with a model and its adapters"
     ),

@@ -286,7 +286,11 @@ def _build(
         micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
     else:
         share = -(-per_step // ranks.data.size)
-        micro = ranks.world.from_first(lambda: placed.micro(optimizer, share))
+        # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
+        most = share if ranks.pipeline.alone else max(1, share // (2 * ranks.pipeline.size))
+        micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
+    if unfit := placed.parallel.pipeline.problems(-(-per_step // (ranks.data.size * micro))):
+        raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,
@@ -337,7 +341,7 @@ def _build(
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
     say(_summary(recipe, reader, placed, run))
-    if (warning := few_steps(run.cadence.total, reader.amount(run.feed.per_step))) is not None:
+    if (warning := few_steps(run.cadence.total, _amount(reader, run))) is not None:
         say(warning)
     return run
 
@@ -380,16 +384,23 @@ def _shows(recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run,
 
 def _parameter_counts(run: Run) -> tuple[int, int]:
     """(parameters, trained parameters) of the whole model, over all processes."""
-    model, local = run.learner.model, run.learner.parallel.local_parameters
+    parallel = run.learner.parallel
+    model, local = run.learner.model, {**parallel.elsewhere, **parallel.local_parameters}
     return parameters_of(model, local), trained_parameters_of(model, local)
 
 
 def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> str:
     parameters, trained = _parameter_counts(run)
     packs = "" if run.feed.total is None else f", {run.feed.total:,} {reader.items}"
-    counted, amount = parameters_and_trained(parameters, trained), reader.amount(run.feed.stretches[-1].per_step)
+    counted = parameters_and_trained(parameters, trained)
     return (
         f"{placed.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
-        f"{run.cadence.total:,} steps{', at last' if len(run.feed.stretches) > 1 else ''} of {amount} "
-        f"(micro-batches of {run.learner.micro}){packs}"
+        f"{run.cadence.total:,} steps of {_amount(reader, run)} (micro-batches of {run.learner.micro}){packs}"
     )
+
+
+def _amount(reader: Reader, run: Run) -> str:
+    """What a step trains: "4 x 64 tokens"; of stages "8 x 32 tokens, from step 6 on of 4 x 64 tokens"."""
+    stretches = run.feed.stretches
+    first = stretches[0].amount or reader.amount(stretches[0].per_step)
+    return ", ".join([first, *(f"from step {later.first_step:,} on of {later.amount}" for later in stretches[1:])])

@@ -28,12 +28,12 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
 from danlu.shard_box import BoxValue
 from danlu.train.criterion import Criterion
+from danlu.train.executor import AnyLearner
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.position import ItemSource, Stretch
 from danlu.train.remarks import Remark
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
-from danlu.train.step import AnyLearner
 from danlu.train.trained_roles import TrainedRoles
 from danlu.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +27,44 @@ class Branch(NamedTuple):
     stop: int
 
 
+class Run(NamedTuple):
+    """Tokens of one document, or of one branch of a tree, that follow one another and are on the same rank."""
+
+    document: int  # its number in the packed sequence; where there are trees, that of the branch
+    position: int  # of the first token, as in `Batch.positions`
+    start: int  # of the first token, in the packed sequence or in the rows of the rank
+    stop: int
+    ancestors: tuple[int, ...] = ()  # numbers of the branches that it sees besides its own, from the root on
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+
+ROUTES = "routes"
+"""The column [S, layers with experts, experts of a token] int16 of `Batch.routes`."""
+
+
+class Share(NamedTuple):
+    """The tokens of one rank, in the order in which they lie there: those of whole documents, then those of chunks."""
+
+    whole: tuple[Run, ...]
+    """Documents that this rank alone has, in order; of a tree a run for each branch."""
+    chunks: tuple[Run, ...]
+    """Of documents that are cut, in order."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All of them."""
+        return (*self.whole, *self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all runs."""
+        return sum(run.tokens for run in self.runs)
+
+
 @dataclass(frozen=True)
 class Sample:
     """One tokenised row: a document that attention never leaves, or a tree of branches that share their beginnings.
@@ -41,7 +79,8 @@ class Sample:
     source: str = ""  # short name of its file, data set or mixture part (`data.sources.source_names`), for metrics
     branches: tuple[Branch, ...] = ()  # empty: one branch, which is the whole sample
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """[S, ...] each, values of every token: the log-probability that a reference gives it, an advantage."""
+    """[S, ...] each, values of every token: the log-probability that a reference gives it, an advantage. `ROUTES` is
+    what a batch has of all its tokens, and not of its targets alone."""
     facts: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[branches] float32 each, values of every branch, NaN where one has none: a label, a margin, a reward, a group."""
     is_filler: bool = False
@@ -159,6 +198,24 @@ class TargetSources:
 
 
 @dataclass(frozen=True)
+class SharedBranches:
+    """Branches whose tokens lie on several context ranks: how each rank has values of whole branches all the same.
+
+    Every rank knows all M branches (where there are no trees, documents). It sums what it has of each, and `all_reduce`
+    adds up the ranks; what is made of a whole branch's value is counted by one rank alone, for losses and metrics are
+    summed over the ranks.
+    """
+
+    target_numbers: Tensor  # [N] int64: which one each target is among those of all ranks
+    branch_of_token: Tensor  # [T] int64, on the host
+    last_tokens: Tensor  # [M] int64, on the host: the row of each branch's last token, -1 where another rank has it
+    are_counted: bool  # whether this is the rank that counts what is made of whole branches
+    all_reduce: Callable[[Tensor], Tensor]
+    """The sum over the ranks, a new tensor. Its gradient is the sum of the ranks' gradients: each adds the share that
+    its own part of the loss has."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """A micro-batch on the device: packed documents, and the targets that carry weight.
 
@@ -177,12 +234,23 @@ class Batch:
     weight: float  # sum of `weights`
     rows: tuple[str, ...]  # one per document, for messages
     target_sources: TargetSources | None = None  # None where all rows of the run are from one source
-    trees: tuple[Branch, ...] = ()  # [M] branches of all samples, offsets into T; empty: each document is one branch
+    trees: tuple[Branch, ...] = ()
+    """[M] branches of all samples, with offsets into T (of a context rank, into T of whole packs); empty where each
+    document is one branch."""
     branch: Tensor | None = None  # [N] int64, the branch of each target; None where there are no trees
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [N, ...] each: of every target
     facts: Mapping[str, Tensor] = field(default_factory=dict)
     """[M] float32 each, of every branch; on the host, so that what they decide does not make it wait for a GPU."""
     stage_length: int | None = None  # of its packs
+    routes: Tensor | None = None
+    """[T, layers with experts, experts of a token] int16: the experts that the policy sends each token to, -1 where its
+    router chooses; None where it chooses for all."""
+    shares: tuple[Share, ...] = ()
+    """Of each context rank, where these tokens are the share of one: `boundaries` and `rows` are then those of its
+    runs, not of whole documents. Empty where they are all."""
+    document_lengths: Tensor | None = None
+    """[T] int64, of each token's whole document, the longest path of a tree; None where documents are whole."""
+    shared_branches: SharedBranches | None = None  # where `shares` are not empty
 
 
 class MicroBatch(Protocol):

@@ -50,6 +50,19 @@ def test_ties_is_pefts(density: float, majority: Majority) -> None:
         assert not expected.any()
 
 
+@pytest.mark.parametrize("stacks", [1, 2])
+def test_each_expert_is_trimmed_by_itself(stacks: int) -> None:
+    """Two stacks one behind the other are the two matrices of each expert that lie in one tensor."""
+    experts, ties = 4, Combination(WEIGHTS, "ties", 0.3)
+    sizes = torch.arange(1.0, experts + 1).repeat(stacks).view(-1, 1, 1)  # experts whose changes are of unlike sizes
+    whole = [change.view(stacks * experts, -1, 10) * sizes for change in changes(shape=(stacks * 8, 30))]
+    by_expert = ties.of(whole, never, experts=experts)
+    for expert in range(experts):
+        alone = ties.of([change[expert::experts].flatten(0, 1) for change in whole], never)
+        assert torch.equal(by_expert[expert::experts].flatten(0, 1), alone)
+    assert not torch.equal(ties.of(whole, never), by_expert)  # the negative control
+
+
 def test_the_two_ways_to_elect_a_sign_differ() -> None:
     found = [Combination(WEIGHTS, "ties", 0.5, majority).of(changes(), never) for majority in MAJORITIES]
     assert not torch.allclose(*found)

@@ -51,3 +51,31 @@ def test_masks_of_different_places_have_nothing_in_common(other: dict[str, objec
 def test_a_part_of_the_features_has_its_part_of_the_mask(first: int) -> None:
     assert torch.equal(mask(0.4, first=first), mask(0.4)[:, first:])
     assert not torch.equal(mask(0.4, first=first), mask(0.4)[:, : FEATURES - first])
+
+
+def test_a_backward_pass_draws_the_masks_of_its_forward_pass_again() -> None:
+    """Where other micro-batches came between, as in a pipeline."""
+    dropout_state = DropoutState(0)
+    dropout, x = Dropout(0.5, "layers.0", dropout_state), torch.ones(TOKENS, FEATURES)
+    masks = []
+    for pack in (0, 1, 0):
+        dropout_state.begin(1, [(pack, TOKENS)])
+        masks.append(dropout(x))
+        dropout_state.end()
+        assert dropout(x) is x
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_share_of_the_tokens_has_its_part_of_the_mask() -> None:
+    """On each context rank, and where another share of the same packs was drawn before."""
+    dropout_state = DropoutState(0)
+    dropout = Dropout(0.5, "layers.0", dropout_state)
+    shares, masks = (torch.arange(0, TOKENS, 2), torch.arange(1, TOKENS, 2)), []
+    for rows in (*shares, None):
+        dropout_state.begin(0, [(0, TOKENS)], rows)
+        masks.append(dropout(torch.ones(TOKENS if rows is None else len(rows), FEATURES)) != 0)
+    even, odd, whole = masks
+    assert torch.equal(whole, mask(0.5))
+    assert torch.equal(even, whole[shares[0]]) and torch.equal(odd, whole[shares[1]])
+    assert not torch.equal(even, odd)

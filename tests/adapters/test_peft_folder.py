@@ -52,7 +52,17 @@ CASES: list[tuple[str, Any]] = [
     ("qwen3.5", sections.Pissa(rank=3)),
     ("qwen3.5", sections.Vera(rank=3)),
     ("qwen3.5", sections.Ia3(targets=["attention", "down_proj"], feedforward=["down_proj"])),
+    ("qwen3-next", sections.Lora(rank=3, targets=["attention"])),
+    ("qwen3-next", sections.Lora(rank=2, targets=[f"layers.0.attention.{name}_proj" for name in ("v", "gate", "b")])),
+    ("qwen3-next", sections.Dora(rank=2, targets=["attention"])),
     ("llama", sections.Vera(rank=16, modules_to_save=["lm_head"])),
+    ("mixtral", sections.Lora(targets=["attention", "experts"], rank=3, rank_pattern={"experts.down_proj": 2})),
+    ("mixtral", sections.Lora(targets=["experts.up_proj"], scaling="rslora")),
+    ("mixtral", sections.Lora(targets=["layers.1.mlp.experts.down_proj", "layers.0.mlp.experts.gate_proj"], rank=2)),
+    ("gpt-oss", sections.Lora(targets=["all-linear", "experts"], rank=3, alpha_pattern={"experts.gate_proj": 5})),
+    # A dense layer and shared experts beside experts of the same names.
+    ("glm4-moe", sections.Lora(rank=3, rank_pattern={"shared_experts.up_proj": 2}, alpha_pattern={"0.mlp.up_proj": 7})),
+    ("glm4-moe", sections.Lora(targets=["all-linear", "experts"], rank=2, dropout=0.0)),
 ]
 
 
@@ -113,6 +123,22 @@ PEFT_CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"target_modules": "all-linear"}),
     ("qwen3.5", {"target_modules": "all-linear", "r": 3}),
     ("qwen3.5", {"target_modules": ["q_proj", "in_proj_qkv"], "use_dora": True, "r": 3}),
+    # With `target_parameters`: factors of experts' stacked matrices, those of gate and up in common.
+    ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"], "r": 3}),
+    (
+        "mixtral",
+        {
+            "target_modules": [],
+            "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+            "rank_pattern": {"experts.down_proj": 2},
+            "use_rslora": True,
+        },
+    ),
+    ("mixtral", {"target_modules": ["o_proj", "w1", "w2", "w3"], "r": 2}),  # experts as transformers 4 named them
+    ("gpt-oss", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "1.mlp.experts.down_proj"]}),
+    ("glm4-moe", {"target_modules": ["q_proj"], "target_parameters": ["shared_experts.up_proj.weight"], "r": 2}),
+    ("qwen3-next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"], "r": 3}),
+    ("qwen3-next", {"target_modules": ["in_proj_qkvz", "in_proj_ba"], "use_dora": True, "r": 3}),
     ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"]}),
     ("tied", {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
@@ -325,7 +351,8 @@ def test_a_folder_of_another_base_is_refused(bases: dict[str, Path], tmp_path: P
     [
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; supported: .*LORA"),
         ({"use_qalora": True}, "use_qalora is True, which danlu does not support"),
-        ({"target_parameters": ["mlp.experts.up"]}, "target_parameters is .* which danlu does not support"),
+        ({"target_parameters": ["mlp.experts.up"]}, "target_parameters has 'mlp.experts.up'; of stacked parameters"),
+        ({"target_parameters": "experts.down_proj"}, "target_parameters is .*; expected names of parameters"),
     ],
 )
 def test_what_danlu_does_not_compute_is_refused(

@@ -21,6 +21,7 @@ from danlu.adapters.combine import Combination
 from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
 from danlu.errors import ModelError, ResourceError
+from danlu.models.hf_folder import SINGLE_FILE
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.numerics.relative_error import RelativeErrors
@@ -244,3 +245,61 @@ def test_what_does_not_add_up(base: Path, tmp_path: Path, three: list[Path]) -> 
         combine([three[0], widened(foreign, "1.mlp.down_proj.lora_B")], tmp_path / "out", both)
     with pytest.raises(ResourceError, match="is there already"):
         combine(three[:2], base, both)
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two adapters of a base with experts, of which one is on fewer matrices."""
+    folder = tmp_path_factory.mktemp("experts")
+    save(tiny_model(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2), folder / "base")
+    made = [sections.Lora(rank=3, targets=["q_proj", "experts"]), sections.Lora(rank=2, targets=["experts.down_proj"])]
+    return [adapter_folder(folder / "base", folder / str(n), one, seed=n) for n, one in enumerate(made)]
+
+
+def test_adapters_of_experts_are_combined_by_expert(of_experts: list[Path], tmp_path: Path) -> None:
+    """Side by side they are what both merged into the base are; cut to a rank, the nearest for each expert."""
+    combine(of_experts, tmp_path / "cat", Combination((0.7, -0.4), "cat"))
+    both = logits(load(merged_folder(of_experts, tmp_path / "whole", (0.7, -0.4))))
+    merge([tmp_path / "cat"], tmp_path / "merged")
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), both, rtol=1e-5, atol=1e-5)
+    one = logits(load(merged_folder(of_experts[:1], tmp_path / "one", (0.7,))))
+    assert (one - both).abs().max() > 1e-3  # the negative control: the second adapter matters
+    full = combine(of_experts, tmp_path / "ties", Combination((0.7, -0.4), "ties"), rank=48)
+    assert max(error for name, error in full.errors.items() if "experts" in name) < 1e-5
+    low = combine(of_experts, tmp_path / "low", Combination((0.7, -0.4), "ties", density=0.5), rank=1)
+    assert min(error for name, error in low.errors.items() if "experts" in name) > 0.1
+    values = json.loads((tmp_path / "cat" / CONFIG).read_text())
+    names = {name.rpartition(".")[2] for name in values["target_parameters"]}
+    assert names == {"gate_up_proj", "down_proj"} and values["target_modules"] == ["q_proj"]
+
+
+def test_ties_trims_each_expert_as_a_tensor_of_its_own(of_experts: list[Path], tmp_path: Path) -> None:
+    """This base has a tensor for each expert: merged, each is what its own changes alone combine to."""
+    ties = Combination((0.7, -0.4), "ties", density=0.3)
+    start = load_file(of_experts[0].parent / "base" / SINGLE_FILE)
+    merge(of_experts, tmp_path / "both", combination=ties)
+    for number, folder in enumerate(of_experts):
+        merge([folder], tmp_path / str(number))
+    both, *alone = (load_file(tmp_path / name / SINGLE_FILE) for name in ("both", "0", "1"))
+    names = [f"model.layers.1.block_sparse_moe.experts.{expert}.w2.weight" for expert in range(4)]
+    changes = [[merged[name] - start[name] for name in names] for merged in alone]
+    for number, name in enumerate(names):
+        expected = start[name] + ties.of([of_adapter[number] for of_adapter in changes], never)
+        assert torch.equal(both[name], expected)
+    together = ties.of([torch.stack(of_adapter) for of_adapter in changes], never)  # the negative control
+    assert not torch.equal(both[names[0]], start[names[0]] + together[0])
+    combine(of_experts, tmp_path / "adapter", ties, rank=48)
+    merge([tmp_path / "adapter"], tmp_path / "of-adapter")
+    for name in names:
+        torch.testing.assert_close(
+            load_file(tmp_path / "of-adapter" / SINGLE_FILE)[name], both[name], rtol=0, atol=1e-5
+        )
+
+
+def never(number: int) -> torch.Generator:
+    raise AssertionError("nothing is drawn here")
+
+
+def merged_folder(folders: list[Path], target: Path, weights: tuple[float, ...]) -> Path:
+    merge(folders, target, combination=Combination(weights))
+    return target

@@ -69,8 +69,11 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
     placed = stage.builder(recipe, stage).place(ranks, device, None, material)
     learner = placed.learner(2)
     if fault == "no sum":
-        micro_batch = learner.parallel.micro_batch
-        learner = replace(learner, parallel=replace(learner.parallel, micro_batch=lambda is_last: micro_batch(False)))
+        parallel = replace(learner.parallel, finish_backward=lambda: None)
+        prepare = learner.parallel.prepare_backward
+        learner = replace(
+            learner, parallel=replace(parallel, prepare_backward=lambda is_last, chunk: prepare(False, chunk))
+        )
     if fault == "repeated rows":
         learner = replace(learner, parallel=RepeatedRows(**vars(learner.parallel)))
     optimizer = build(placed.parameters(), recipe.optimizer)

@@ -11,7 +11,7 @@ import torch
 
 from builders.tiny_world import CONFIG, World
 from danlu import run
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save

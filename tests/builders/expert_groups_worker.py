@@ -125,16 +125,15 @@ def _see(section: Parallel, layout: Layout, experts: int, wrong: str) -> Seen:
     with torch.no_grad():
         for name, one in local.items():
             one.local.copy_(one.box.view_of(values[name]))
-    sums = tuple(sums_over_data(local, ranks, by_ddp=section.shard == "none"))
+    sums = tuple(sums_over_data(local, ranks, in_buckets=section.shard == "none"))
     parallel = StepParallel(seen_ranks, local, sums)
-    task: nn.Module = model
     if section.shard == "none":
-        task = wrapped = data.replicate(model, ranks, section, data.summed_apart(parallel))
-        parallel = data.replicated_step(parallel, wrapped)
+        parallel = data.replicated_step(parallel, section)
     else:
         parallel = data.sharded_step(parallel, model, section)
-    with parallel.micro_batch(True):
-        task(_rows(rank)).backward()
+    loss = model(_rows(rank))
+    parallel.prepare_backward(True, 0)
+    loss.backward()
     parallel.reduce_gradients()
     wanted = _wanted(layout, experts)
     errors = {

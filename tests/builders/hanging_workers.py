@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from builders.process_group import SERVER
 from danlu.parallel import process_group
+from danlu.parallel.comm import Group
+from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.watchdog import PHASE, track_modules
 
 
@@ -119,14 +121,17 @@ def late(said: list[str], pause_s: float) -> Any:
 
 
 def marked(said: list[str], asleep_s: float) -> Any:
-    """Where DDP's gradients are being summed while rank 1 stays away: after the backward of its first layer."""
+    """Where gradients are being summed in buckets while rank 1 stays away: after the backward of its first layer."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    group = Group("data", (0, 1), dist.get_rank(), dist.group.WORLD)
+    buckets = GradientBuckets(list(model.named_parameters()), group)
     track_modules(model)
     PHASE.begin("forward", 1)
-    loss = parallel(torch.ones(2, 4)).sum()
+    loss = model(torch.ones(2, 4)).sum()
     PHASE.begin("backward")
     if dist.get_rank() == 1:
         time.sleep(asleep_s)
+    buckets.prepare_backward(True)
     loss.backward()
+    buckets.finish()
     return said

@@ -15,7 +15,7 @@ import torch
 from builders.tiny_run import SyntheticPacks
 from builders.trees import trees_of
 from danlu.models.config import ModelConfig
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
@@ -26,6 +26,27 @@ from danlu.types import Pack
 from danlu.verify.decoder_proxy import DecoderProxy
 from danlu.verify.proxy import ProxyTraining
 from danlu.verify.trace import Trace, trace_training
+
+LINEAR_ATTENTION: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+        }
+    }
+}
+"""Changes of a recipe: a model with linear attention, whose heads two and four ranks share out."""
 
 
 def steps_of(count: int, packs: int) -> list[list[Pack]]:

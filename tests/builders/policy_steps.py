@@ -20,7 +20,8 @@ from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import ImportanceBounds
 from danlu.objectives.value import PpoObjective
 from danlu.parallel.comm import world_size
-from danlu.parallel.data import replicated
+from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.data import replicated_step
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of, replicated_parameter
 from danlu.parallel.ranks import Ranks, ranks_of
@@ -45,13 +46,13 @@ Seen = tuple[float, dict[str, float], dict[str, Tensor]]  # loss, metrics, gradi
 class PerMicroBatch(DecoderLearner):
     """A mistake: the loss is a mean over what each micro-batch has, and these are averaged."""
 
-    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
         assert batch.branch is not None
         trained = batch.branch.unique()
         groups = batch.facts["group"][trained].unique()
         counts = {"answers": float(len(trained)), "groups": float(len(groups))}
         local = replace(totals, weight=batch.weight, divisors={**totals.divisors, **counts})
-        loss = super().losses(batch, local, gradient_scale)
+        loss = super().losses(batch, local, gradient_scale, x)
         share = 1 / -(-COUNT // self.micro) * totals.weight / batch.weight
         return replace(loss, total=loss.total * share)
 
@@ -70,25 +71,41 @@ def objective_of(name: str) -> PolicyGradient | PpoObjective:
     return PpoObjective(head, PolicyGradient(PolicyGradientSettings(kl=0.1), has_reference=True))
 
 
-def see(names: Sequence[str], micro: int, kind: Callable[..., DecoderLearner] = DecoderLearner) -> dict[str, Seen]:
-    """One step of each objective on the processes there are, by a learner of some kind."""
+def see(
+    names: Sequence[str],
+    micro: int,
+    kind: Callable[..., DecoderLearner] = DecoderLearner,
+    section: Parallel | None = None,
+) -> dict[str, Seen]:
+    """One step of each objective on the processes there are, by a learner of some kind, in some layout."""
     torch.set_num_threads(1)
-    ranks = ranks_of(layout_of(Parallel(), world_size()), "cpu")
-    return {name: _see(objective_of(name), micro, ranks, kind) for name in names}
+    section = section or Parallel()
+    ranks = ranks_of(layout_of(section, world_size()), "cpu")
+    context = ContextGroups.of(ranks, section.context.method)
+    return {name: _see(objective_of(name), micro, ranks, kind, context) for name in names}
 
 
 def _see(
-    objective: PolicyGradient | PpoObjective, micro: int, ranks: Ranks, kind: Callable[..., DecoderLearner]
+    objective: PolicyGradient | PpoObjective,
+    micro: int,
+    ranks: Ranks,
+    kind: Callable[..., DecoderLearner],
+    context: ContextGroups,
 ) -> Seen:
     items, policy = random_items(COUNT, VOCABULARY, support=5), scaled_model(1)
     local = local_parameters_of(policy, ranks, {})
     own = objective_parameters(objective)
     local |= {name: replicated_parameter(name, parameter, ranks) for name, parameter in own.items()}
-    parallel = StepParallel(ranks, local)
+    parallel = replicated_step(StepParallel(ranks, local), Parallel())
     score_head = objective.score_head if isinstance(objective, PpoObjective) else None
-    options: dict[str, Any] = {"dtype": torch.float64, "parallel": parallel, "score_head": score_head}
+    options: dict[str, Any] = {
+        "dtype": torch.float64,
+        "parallel": parallel,
+        "score_head": score_head,
+        "context": context,
+    }
     learner = kind(**vars(preference_learner(policy, scaled_model(0), objective, items, micro, **options)))
-    return one_step(replicated(learner, [policy, objective], Parallel()), items)
+    return one_step(learner, items)
 
 
 def one_step(learner: DecoderLearner, items: Sequence[Pack]) -> Seen:

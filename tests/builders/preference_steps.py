@@ -16,7 +16,8 @@ from danlu.models.decoder import Decoder
 from danlu.objectives.branches import CHOSEN, labelled, sum_by_branch
 from danlu.objectives.preference import preference_objective
 from danlu.parallel.comm import world_size
-from danlu.parallel.data import replicated
+from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.data import replicated_step
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import Ranks, ranks_of
@@ -107,12 +108,12 @@ class PerMicroBatch(DecoderLearner):
                 prepared[number] = item
         return prepared
 
-    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
         chosen = labelled(batch, CHOSEN)
         tokens = float(sum_by_branch(torch.ones_like(batch.weights), batch)[chosen].sum())
         divisors = dict(totals.divisors)
         divisors["chosen_tokens"] = tokens * divisors["chosen"] / len(chosen) if len(chosen) else 1.0
-        return super().losses(batch, replace(totals, divisors=divisors), gradient_scale)
+        return super().losses(batch, replace(totals, divisors=divisors), gradient_scale, x)
 
 
 class OwnShare(DecoderLearner):
@@ -125,18 +126,25 @@ class OwnShare(DecoderLearner):
         return DecoderLearner.prepare(alone, items, micro_batches, step)
 
 
-def see(names: Sequence[str], micro: int, kind: Callable[..., DecoderLearner] = DecoderLearner) -> dict[str, Seen]:
-    """One step of each objective on the processes there are, by a learner of some kind."""
+def see(
+    names: Sequence[str],
+    micro: int,
+    kind: Callable[..., DecoderLearner] = DecoderLearner,
+    section: Parallel | None = None,
+) -> dict[str, Seen]:
+    """One step of each objective on the processes there are, by a learner of some kind, in some layout."""
     torch.set_num_threads(1)
-    ranks = ranks_of(layout_of(Parallel(), world_size()), "cpu")
-    return {name: _see(name, micro, ranks, kind) for name in names}
+    section = section or Parallel()
+    ranks = ranks_of(layout_of(section, world_size()), "cpu")
+    context = ContextGroups.of(ranks, section.context.method)
+    return {name: _see(name, micro, ranks, kind, context) for name in names}
 
 
-def _see(name: str, micro: int, ranks: Ranks, kind: Callable[..., DecoderLearner]) -> Seen:
+def _see(name: str, micro: int, ranks: Ranks, kind: Callable[..., DecoderLearner], context: ContextGroups) -> Seen:
     items, policy = items_of(name), scaled_model(1)
-    parallel = StepParallel(ranks, local_parameters_of(policy, ranks, {}))
+    parallel = replicated_step(StepParallel(ranks, local_parameters_of(policy, ranks, {})), Parallel())
     objective = preference_objective(OBJECTIVES[name], has_reference=True)
-    options: dict[str, Any] = {"dtype": torch.float64, "parallel": parallel}
+    options: dict[str, Any] = {"dtype": torch.float64, "parallel": parallel, "context": context}
     learner = kind(**vars(preference_learner(policy, scaled_model(0), objective, items, micro, **options)))
-    step, gradients = step_gradients(replicated(learner, [policy, objective], Parallel()), items)
+    step, gradients = step_gradients(learner, items)
     return step.loss, dict(step.metrics), gradients

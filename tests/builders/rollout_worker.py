@@ -149,9 +149,9 @@ def trains_afterwards(file: str) -> Any:
     policy.engine.generate(REQUESTS)
     model, parallel = policy.placed.subject.model, policy.placed.parallel
     batch = pad_to_bucket(collate([SyntheticPacks().at(0)], torch.device("cpu")), 1)
-    with parallel.micro_batch(True):
-        hidden = model(batch.tokens, batch.positions, attend_for(batch))
-        model.logits(hidden).square().mean().backward()
+    hidden = model(batch.tokens, batch.positions, attend_for(batch))
+    parallel.prepare_backward(True, 0)
+    model.logits(hidden).square().mean().backward()
     parallel.reduce_gradients()
     sharded = any(each.local is not each.parameter for each in parallel.local_parameters.values())
     copies = parallel.ranks.data.size if sharded else 1  # FSDP2 has summed as many equal gradients

@@ -83,7 +83,7 @@ def serving_rollouts(folder: Path, *, port: int = 0, dtype: str = "auto", exact:
     resolved = resolve_model(str(folder))
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
     loaded = load_model(resolved, tokenizer, precision=dtype)  # type: ignore[arg-type]
-    control = rollout_control_of(loaded, EngineOptions(cache_gib=0.01, exact=exact))
+    control = rollout_control_of(loaded, EngineOptions(cache_gib=0.01, exact=exact, routes=True))
     with serving(served_models(resolved, loaded), control.engine, control=control, port=port) as served:
         yield served
 

@@ -43,7 +43,8 @@ class Served:
         """The largest difference of the server's log-probabilities from the policy's, in nats."""
         prompts = {request.number: request.prompt for request in REQUESTS}
         rows = [(*prompts[each.number], *each.tokens) for each in completions]
-        own = policy_logprobs(self.recipe, self.placed, rows, [len(prompts[each.number]) for each in completions])
+        lengths = [len(prompts[each.number]) for each in completions]
+        own = policy_logprobs(self.recipe, self.placed, rows, lengths, max_new_tokens=64)
         pairs = [
             pair for each, row in zip(completions, own, strict=True) for pair in zip(each.logprobs, row, strict=True)
         ]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from builders.parallel_steps import config_of, steps_of
-from danlu.parallel.layout import layout_of
-from danlu.parallel.ranks import ranks_of
+from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.recipe import load
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.decoder_proxy import DecoderProxy
@@ -18,14 +18,16 @@ from danlu.verify.proxy import ProxyTraining
 
 
 def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
-    """What this process sends in a step of each recipe, counted and predicted; all recipes have one layout."""
+    """What this process sends in a step of each recipe, counted and predicted."""
     torch.set_num_threads(1)
-    recipes = {name: load(Path(file)).recipe for name, file in files.items()}
-    layouts = {layout_of(recipe.parallel, dist.get_world_size()) for recipe in recipes.values()}
-    assert len(layouts) == 1
-    ranks = ranks_of(layouts.pop(), "cpu")
+    ranks: dict[Layout, Ranks] = {}
     traffic = {}
-    for name, recipe in recipes.items():
-        training = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=2)
+    for name, file in files.items():
+        recipe = load(Path(file)).recipe
+        layout = layout_of(recipe.parallel, dist.get_world_size())
+        if layout not in ranks:
+            ranks[layout] = ranks_of(layout, "cpu")
+        proxy = DecoderProxy(config_of(recipe))
+        training = ProxyTraining(recipe, proxy, ranks[layout], torch.device("cpu"), micro=2)
         traffic[name] = measure_step_traffic(training, steps_of(1, 5)[0])
     return traffic

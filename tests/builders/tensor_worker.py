@@ -24,7 +24,7 @@ from danlu.assembly.frozen_base import quantize_weight
 from danlu.memory import recompute
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build, meta_decoder
 from danlu.models.modules import Linear, RMSNorm

@@ -89,7 +89,7 @@ class World:
     @property
     def base(self) -> Path:
         """A finished model folder of this shape, for adapters."""
-        from danlu.models.families import read_config_values
+        from danlu.models.hf_config import read_config_values
         from danlu.models.initialize import initialize
         from danlu.models.loading import build
         from danlu.models.saving import save

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +27,9 @@ from danlu.parallel import data
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.step_parallel import MicroBatchContext, StepParallel
+from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
@@ -160,13 +160,10 @@ def small_model(**changes: Any) -> Decoder:
 
 def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
     model = small_model()
-    weights, micro_batch, apart = placed(model, section, ranks, bf16)
-    # Not looked at: before its second forward pass, DDP sends once in which order its buckets go.
-    for _ in range(2):
-        step(model, micro_batch, 1, bf16)
+    weights, parallel, apart = placed(model, section, ranks, bf16)
     return {
         case_name(section, bf16, rounds): (
-            counted_step(model, micro_batch, ranks, apart, rounds, bf16),
+            counted_step(model, parallel, ranks, apart, rounds, bf16),
             list(data_traffic(weights, ranks.layout, section, micro_batches=rounds)),
         )
         for rounds in (1, 3)
@@ -174,10 +171,10 @@ def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
 
 
 def counted_step(
-    model: Decoder, micro_batch: MicroBatchContext, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
+    model: Decoder, parallel: StepParallel, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
 ) -> list[CollectiveTraffic]:
     with TrafficCounter(ranks.layout) as traffic:
-        step(model, micro_batch, rounds, bf16)
+        step(model, parallel, rounds, bf16)
         if apart:
             ranks.data.sum(torch.cat([one.grad.flatten() for one in apart if one.grad is not None]))
     return traffic.counted()
@@ -191,10 +188,8 @@ def with_frozen(names: Sequence[str]) -> Counted:
         section = Parallel(shard=shard)  # type: ignore[arg-type]
         ranks = ranks_of(layout_of(section, dist.get_world_size()), "cpu")
         model = small_model()
-        weights, micro_batch, apart = placed(model, section, ranks, False, frozen=names)
-        for _ in range(2):
-            step(model, micro_batch, 1, False)
-        measured = counted_step(model, micro_batch, ranks, apart, 2, False)
+        weights, parallel, apart = placed(model, section, ranks, False, frozen=names)
+        measured = counted_step(model, parallel, ranks, apart, 2, False)
         counted[shard] = measured, list(data_traffic(weights, ranks.layout, section, micro_batches=2))
     return counted
 
@@ -210,10 +205,10 @@ def with_adapters() -> Counted:
             module.store(FourBitWeight.quantize(module.get_parameter("weight").detach()))
     adapters = adapter_set(model)
     adapters.add("new", Lora(rank=2))
-    weights, micro_batch, _ = placed(model, section, ranks, False, frozen=[".weight"])
+    weights, parallel, _ = placed(model, section, ranks, False, frozen=[".weight"])
     adapters.refresh_copies()
     assert {one.gathered_bytes for one in weights} == {1, 4}
-    measured = counted_step(model, micro_batch, ranks, [], 2, False)
+    measured = counted_step(model, parallel, ranks, [], 2, False)
     wide = [replace(one, gathered_bytes=4) for one in weights]
     return {
         "QLoRA": (measured, list(data_traffic(weights, ranks.layout, section, micro_batches=2))),
@@ -230,31 +225,30 @@ def remade() -> Counted:
     for kind in ("selective", "full", "every"):
         model = small_model()
         wrap(model, plan_of(Recompute(kind=kind, layers=3 if kind == "every" else None), model))  # type: ignore[arg-type]
-        weights, micro_batch, apart = placed(model, section, ranks, False)
-        measured = counted_step(model, micro_batch, ranks, apart, 2, False)
+        weights, parallel, apart = placed(model, section, ranks, False)
+        measured = counted_step(model, parallel, ranks, apart, 2, False)
         counted[kind] = measured, list(data_traffic(weights, ranks.layout, section, micro_batches=2))
     return counted
 
 
 def placed(
     model: Decoder, section: Parallel, ranks: Ranks, bf16: bool, frozen: Sequence[str] = ()
-) -> tuple[list[Weight], MicroBatchContext, list[nn.Parameter]]:
-    """The model among data ranks: its weights as the formula sees them, the context of its micro-batches, and the
+) -> tuple[list[Weight], StepParallel, list[nn.Parameter]]:
+    """The model among data ranks: its weights as the formula sees them, this process's part in a step, and the
     norms, whose gradients are summed apart."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in frozen)
     apart = {f"{name}.weight": one.weight for name, one in model.named_modules() if isinstance(one, RMSNorm)}
     if section.shard == "none":
-        wrapped = data.replicate(_Loss(model), ranks, section)
-        model.task = [wrapped]  # type: ignore[assignment]  # in a list: no part of the model
-        return weights_of(model, bf16), data.replicated_step(StepParallel(ranks), wrapped).micro_batch, []
+        parallel = StepParallel(ranks, local_parameters_of(model, ranks, {}))
+        return weights_of(model, bf16), data.replicated_step(parallel, section), []
     gathered = torch.bfloat16 if bf16 else None
     sharder = data.Sharder(model, ranks, section, gathered=gathered, whole=apart)
     for name, layer in model.layers.items():
         sharder.layer(f"layers.{name}", layer)
     sharder.rest(list(model.layers.values()))
-    micro_batch = data.sharded_step(StepParallel(ranks), model, section).micro_batch
-    return weights_of(model, bf16), micro_batch, list(apart.values())
+    parallel = data.sharded_step(StepParallel(ranks), model, section)
+    return weights_of(model, bf16), parallel, list(apart.values())
 
 
 def weights_of(model: nn.Module, bf16: bool) -> list[Weight]:
@@ -270,23 +264,19 @@ def weights_of(model: nn.Module, bf16: bool) -> list[Weight]:
     ]
 
 
-def step(model: Decoder, micro_batch: MicroBatchContext, rounds: int, bf16: bool) -> None:
+def step(model: Decoder, parallel: StepParallel, rounds: int, bf16: bool) -> None:
     """Forward and backward passes; what comes out of a sum over processes that are not there means nothing."""
-    task = model.task[0] if hasattr(model, "task") else _Loss(model)  # type: ignore[index]
     for number in range(1, rounds + 1):
-        with micro_batch(number == rounds):
-            task(torch.arange(8), torch.bfloat16 if bf16 else torch.float32).backward()
+        loss = _loss(model, torch.arange(8), torch.bfloat16 if bf16 else torch.float32)
+        parallel.prepare_backward(number == rounds, 0)
+        loss.backward()
+    parallel.finish_backward()
 
 
-class _Loss(nn.Module):
-    def __init__(self, model: Decoder) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        hidden = self.model(tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))), dtype)
-        # As the step does: the head's product reads the weight, outside of the head's own forward.
-        return (hidden.float() @ self.model.head_weight.float().T).logsumexp(-1).sum()
+def _loss(model: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    hidden = model(tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))), dtype)
+    # As the step does: the head's product reads the weight, outside of the head's own forward.
+    return (hidden.float() @ model.head_weight.float().T).logsumexp(-1).sum()
 
 
 TensorCase = tuple[Parallel, str, str]
@@ -317,15 +307,17 @@ def tensor_step(
     plan = plan_of(Recompute(kind=kind), model)  # type: ignore[arg-type]
     wrap(model, plan, gathered=section.sequence)
     weights: list[Weight] = []
-    micro_batch: MicroBatchContext = _nothing
+    parallel = StepParallel()
     norms: list[nn.Parameter] = []
     if ranks.data.size > 1:
-        weights, micro_batch, norms = placed(model, section, ranks, bf16)
+        weights, parallel, norms = placed(model, section, ranks, bf16)
     dtype = torch.bfloat16 if bf16 else torch.float32
     with TrafficCounter(ranks.layout) as traffic:
         for number in range(1, ROUNDS + 1):
-            with micro_batch(number == ROUNDS):
-                _cut_loss(model, ranks.tensor, dtype).backward()
+            loss = _cut_loss(model, ranks.tensor, dtype)
+            parallel.prepare_backward(number == ROUNDS, 0)
+            loss.backward()
+        parallel.finish_backward()
         partial = _sum_partial(model, cuts)
         if norms:
             ranks.data.sum(torch.cat([one.grad.flatten() for one in norms if one.grad is not None]))
@@ -373,7 +365,3 @@ def _sum_partial(model: Decoder, cuts: Cuts) -> dict[int, int]:
     for group, parts in grads.values():
         group.sum(torch.cat(parts))
     return {group.size: sum(len(part) for part in parts) for group, parts in grads.values()}
-
-
-def _nothing(last: bool) -> AbstractContextManager[None]:
-    return nullcontext()

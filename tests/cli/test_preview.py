@@ -281,7 +281,7 @@ def test_a_page_that_cannot_be_written_is_said(
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("danlu.report.html_page.write_atomically", full)
+    monkeypatch.setattr("danlu.report.report_file.write_atomically", full)
     page = tmp_path / "page.html"
     assert danlu("preview", recipe(HELLO), "--rows", 0, "--html", page) == 6
     assert capsys.readouterr().err == f"error: --html {page}: cannot be written: No space left on device\n"

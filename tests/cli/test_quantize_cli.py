@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.expert_folder import expert_folder
 from builders.tiny_world import World, danlu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from danlu.models.hf_folder import read_json
+from danlu.models.config import parameter_shapes
+from danlu.models.hf_folder import read_config, read_json
 
 STORY = "Tom has a red ball. The ball is big and round. Tom plays with the ball all day long. "
 
@@ -41,6 +43,18 @@ def test_flags(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[
         "error: --kind: 'int4' is unknown; use nf4 or fp4\n"
         "error: --dtype: 'fp8' is unknown; use auto, fp32, bf16, fp16\n"
     )
+
+
+def test_experts_are_quantized_unless_they_are_left_out(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = expert_folder(tiny_world)
+    packed = []
+    for name, flags in (("with", []), ("without", ["--no-experts"])):
+        assert danlu("quantize", folder, tmp_path / name, *flags) == 0
+        packed.append(int(capsys.readouterr().err.split(" in nf4: ")[1].split(" of ")[0].replace(",", "")))
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(read_config(folder)).items()}
+    assert packed[0] - packed[1] == sum(size for name, size in sizes.items() if ".experts." in name) > 0
 
 
 # -- danlu bench quantization -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from danlu.data.batch import collate, empty_like, pad_to_bucket
 from danlu.data.trees import repeat_stem
-from danlu.types import Batch, Branch, Pack, Sample
+from danlu.types import ROUTES, Batch, Branch, Pack, Sample
 
 NAN = float("nan")
 
@@ -169,3 +169,23 @@ def test_trees_on_the_gpu_equal_those_on_the_cpu() -> None:
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())
     assert all(torch.equal(here.columns[name], there.columns[name].cpu()) for name in here.columns)
     assert there.facts["label"].device.type == "cpu"
+
+
+def test_routes_are_of_all_tokens_and_none_of_what_is_added() -> None:
+    """Virtual tokens, and what fills a batch up, go where routers send them; so does a process's empty pack."""
+    sample = Sample(
+        np.arange(40, dtype=np.int32),
+        np.float32([0] * 20 + [1] * 20),
+        "row",
+        branches=(Branch(-1, 0, 20), Branch(0, 20, 33), Branch(0, 33, 40)),
+        columns={ROUTES: np.arange(240, dtype=np.int16).reshape(40, 3, 2), "old": np.zeros(40, np.float32)},
+    )
+    batch = collate([Pack((sample,)), Pack((sample,))], virtual_token_ids=(1, 2))
+    assert batch.routes is not None and set(batch.columns) == {"old"}
+    assert batch.routes[:, 0, 0].tolist() == [-1, -1, *range(0, 240, 6)] * 2
+    filled = pad_to_bucket(batch, 64)
+    assert filled.routes is not None and len(filled.routes) == len(filled.tokens) > len(batch.tokens)
+    assert filled.routes[: len(batch.routes)].equal(batch.routes)
+    assert (filled.routes[len(batch.routes) :] == -1).all()
+    (empty,) = empty_like(sample).samples
+    assert empty.columns[ROUTES].shape == (2, 3, 2) and (empty.columns[ROUTES] == -1).all()

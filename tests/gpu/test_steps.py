@@ -20,6 +20,7 @@ from danlu.memory.recompute import LayerPlan, wrap
 from danlu.objectives.preference import preference_objective
 from danlu.optim.build import build
 from danlu.recipe import sections
+from danlu.train.learner import MicroStep
 from danlu.train.step import accumulate
 from danlu.types import Pack, Totals
 
@@ -146,7 +147,7 @@ def test_the_host_never_waits_within_a_micro_batch(device: torch.device, kind: s
     totals = Totals.of(packs)
     for last in (False, True):  # the first makes whatever is kept from then on
         batch = compute.collate(packs)
-        with compute.dropout(1, list(enumerate(packs))):
+        with compute.at(MicroStep(batch, list(enumerate(packs)), totals, 1)):
             if not last:
                 compute.losses(batch, totals).total.backward()
                 continue

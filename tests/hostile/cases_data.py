@@ -439,7 +439,7 @@ CASES = [
         "one row and half of it for eval",
         TRAIN,
         3,
-        ("error: data.eval: 0.5 holds out 1 of 1 rows, which leaves none to train on",),
+        (" data.eval: 0.5 holds out 1 of 1 rows, which leaves none to train on",),
         rows(GOOD, data={"eval": 0.5}),
     ),
     Case(
@@ -630,7 +630,7 @@ CASES = [
         "template given is a pipe",
         TRAIN,
         3,
-        ("error: model.chat_template: @/t.jinja cannot be read: it is a named pipe, not a file",),
+        (" model.chat_template: @/t.jinja cannot be read: it is a named pipe, not a file",),
         both(
             lambda place: os.mkfifo(place.tmp / "t.jinja"),
             recipe(model={"chat_template": "@/t.jinja"}, data={"cache": "@/cache"}),

@@ -21,7 +21,7 @@ CASES = [
         "device that is not there",
         (*TRAIN, "device=cuda"),
         2,
-        ("error: device: cuda, but torch sees no CUDA device. Use device: auto or cpu.",),
+        (" device: cuda, but torch sees no CUDA device. Use device: auto or cpu.",),
         recipe(),
     ),
     Case(
@@ -144,7 +144,7 @@ CASES = [
         "wandb that is not installed",
         TRAIN,
         2,
-        ("error: log.wandb: the wandb package is not installed. Run `pip install wandb`, or leave log.wandb out.",),
+        (" log.wandb: the wandb package is not installed. Run `pip install wandb`, or leave log.wandb out.",),
         recipe(log={"wandb": "project"}),
     ),
     Case(
@@ -171,7 +171,7 @@ CASES = [
         "verify more processes than heads",
         ("verify", "r.yaml", "--processes", "3"),
         2,
-        ("error: parallel.tensor: 3 does not divide the model's 4 attention heads. Use 2 or 4",),
+        (" parallel.tensor: 3 does not divide the model's 4 attention heads. Use 2 or 4",),
         recipe(parallel={"tensor": 3}),
     ),
 ]

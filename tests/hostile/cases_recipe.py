@@ -715,7 +715,7 @@ CASES = [
         "layout that does not fit",
         (*TRAIN, "--processes", "3", "parallel.tensor=2"),
         2,
-        ("error: parallel.tensor: 2 does not divide the 3 processes of this run. Use tensor: 1, tensor: 3,",),
+        ("error: override 'parallel.tensor=2' parallel.tensor: 2 does not divide the 3 processes of this run. Use",),
         recipe(),
     ),
     Case(

@@ -74,14 +74,14 @@ CASES = [
         "reward function missing",
         TRAIN,
         2,
-        ("error: rewards.0: @/rewards.py has no function 'long'; it has short",),
+        (" rewards.0: @/rewards.py has no function 'long'; it has short",),
         rl(rewards=["rewards.py:long"]),
     ),
     Case(
         "reward file that is no Python",
         TRAIN,
         2,
-        ("error: rewards.0: @/rewards.py: the file raises SyntaxError: expected ':'",),
+        (" rewards.0: @/rewards.py: the file raises SyntaxError: expected ':'",),
         rl(reward="def short(completion, **row)\n    return 1.0\n"),
     ),
     Case(
@@ -111,7 +111,7 @@ CASES = [
         "environment class missing",
         TRAIN,
         2,
-        ("error: environment: @/rewards.py has no function 'Maze'; it has short",),
+        (" environment: @/rewards.py has no function 'Maze'; it has short",),
         rl(environment="rewards.py:Maze", rewards=None),
     ),
     Case(

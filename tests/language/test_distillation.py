@@ -123,13 +123,13 @@ def test_it_goes_on_where_it_stopped(tiny_world: World, tmp_path: Path, alone: P
 @pytest.mark.distributed
 def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: Path, alone: Path) -> None:
     layouts: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"shard": "zero3"}, "tensor": {"tensor": 2}}
-    layouts["sequence"] = {"tensor": 2, "sequence": True}
+    layouts |= {"sequence": {"tensor": 2, "sequence": True}, "context": {"context": 2}}
     files = [
         recipe(tiny_world, tmp_path / name, layout, **two_teachers(tiny_world)) for name, layout in layouts.items()
     ]
     cached = {"teacher": {"model": teacher_folder(tiny_world), "top_k": 12, "cache": True}, "objective": "reverse"}
     assert train([recipe(tiny_world, tmp_path / "cached-alone", **cached)]) == [0]
-    for name in ("zero3", "tensor"):  # each asks the teacher itself
+    for name in ("zero3", "tensor", "context"):  # each asks the teacher itself
         changes = {**cached, "data": {"eval": 5, "cache": str(tmp_path / f"cache-{name}")}}
         files.append(recipe(tiny_world, tmp_path / f"cached-{name}", layouts[name], **changes))
     wrong = two_teachers(tiny_world)
@@ -139,7 +139,7 @@ def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: 
     for name in layouts:
         assert numbers(tmp_path / name) == pytest.approx(numbers(alone), rel=1e-4), name
         assert worst_relative_error(trained_tensors(tmp_path / name), trained_tensors(alone)) < CLOSE, name
-    for name in ("zero3", "tensor"):
+    for name in ("zero3", "tensor", "context"):
         got, want = tmp_path / f"cached-{name}", tmp_path / "cached-alone"
         assert numbers(got) == pytest.approx(numbers(want), rel=1e-4), name
         assert worst_relative_error(trained_tensors(got), trained_tensors(want)) < CLOSE, name

@@ -8,21 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 from builders.small_experts import DEEPSEEK_V3, MIXTRAL
+from builders.tiny_adapters import adapter_set
 from builders.tiny_run import SyntheticPacks, tiny_run
 from torch import Tensor
 
+from danlu.assembly.frozen_base import quantize_stack, quantize_weight
+from danlu.assembly.parameter_roles import TRAINED
 from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.errors import RecipeError
 from danlu.language.builder import check_router
 from danlu.language.placed import PlacedDecoder
 from danlu.models.decoder import Decoder
-from danlu.models.layer_spec import Experts
+from danlu.models.experts_spec import Experts
 from danlu.models.load_balancing import Balancing
+from danlu.models.modules import GroupedLinear, Linear
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject
-from danlu.recipe import Recipe
-from danlu.recipe.sections import Watch
+from danlu.recipe import Recipe, sections
+from danlu.recipe.sections import Lora, Rollout, Watch
 from danlu.train.loop import fit, train_step
 from danlu.train.state import Run, restore
 from danlu.train.step import StepObserver
@@ -146,11 +150,30 @@ def test_that_experts_are_not_quantized_is_told(tmp_path: Path, experts: Experts
     assert isinstance(model, Decoder)
     placed, objective = Placed(Subject(model), StepParallel()), CrossEntropy()
     (tmp_path / "config.json").write_text("{}")
-    folder = {"model": {"path": str(tmp_path)}}
-    quantized = recipe("step", quantization={"kind": "nf4"}, adapter={"kind": "lora"}, **folder)
-    notes = PlacedDecoder(quantized, placed, cpu, objective, objective).notes
-    assert any("the matrices of experts are not quantized" in note for note in notes) == (experts is not None)
-    assert not PlacedDecoder(recipe("step", **folder), placed, cpu, objective, objective).notes
+    decoder = PlacedDecoder(recipe("step", model={"path": str(tmp_path)}), placed, cpu, objective, objective)
+    assert not decoder.notes
+    section = sections.Int8()
+    for module in list(model.modules()):
+        if isinstance(module, Linear) and module.weight is not None:
+            module.store(quantize_weight(module.weight.data, section))
+    assert any("but not the matrices of experts" in note for note in decoder.notes) == (experts is not None)
+    for grouped in [module for module in model.modules() if isinstance(module, GroupedLinear)]:
+        assert grouped.weight is not None
+        grouped.store(quantize_stack(grouped.weight.data, section))
+    assert not decoder.notes
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["all-linear", "experts"]], ids=" ".join)
+def test_that_experts_have_no_adapter_is_told(tmp_path: Path, targets: list[str]) -> None:
+    model = tiny_run(tmp_path, experts=MIXTRAL).learner.model
+    assert isinstance(model, Decoder)
+    adapters = adapter_set(model)
+    adapters.add(TRAINED, Lora(targets=targets))
+    placed, objective = Placed(Subject(model, adapters), StepParallel()), CrossEntropy()
+    (tmp_path / "config.json").write_text("{}")
+    asked = recipe("step", model={"path": str(tmp_path)}, adapter={"kind": "lora", "targets": targets})
+    notes = PlacedDecoder(asked, placed, torch.device("cpu"), objective, objective).notes
+    assert any("no adapter sits on the experts" in note for note in notes) == ("experts" not in targets)
 
 
 def test_a_router_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
@@ -159,6 +182,8 @@ def test_a_router_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     def config(experts: Experts):  # type: ignore[no-untyped-def]
         return tiny_run(tmp_path, experts=experts).learner.model.config
 
+    with pytest.raises(RecipeError, match="rollout.routing_replay: llama as it is here has no experts. Leave it out"):
+        check_router(recipe("step").model_copy(update={"rollout": Rollout(routing_replay=True)}), dense)
     with pytest.raises(RecipeError, match="router: llama as it is here has no experts to balance. Leave it out"):
         check_router(recipe("step"), dense)
     with pytest.raises(RecipeError, match="router.balance: bias, but a folder of llama has no place for the biases"):

@@ -28,6 +28,7 @@ from danlu.parallel.layout import Layout
 from danlu.placing import optimizer_of
 from danlu.recipe import load, sections
 from danlu.recipe.reference import resolve_reference
+from danlu.train.learner import MicroStep
 from danlu.types import Pack
 
 EVERY_KIND = ("cached", "frozen", "adapter-off")
@@ -131,7 +132,7 @@ def test_dropout_of_the_policy_does_not_reach_the_reference(
     assert isinstance(item, Pack)
     batch = learner.collate([item])
     plain = {role: outputs.logprobs().logprobs for role, outputs in learner.outputs(batch, 1.0).items()}
-    with learner.dropout(1, [(0, item)]):
+    with learner.at(MicroStep(batch, [(0, item)], learner.totals([item]), 1)):
         dropped = {role: outputs.logprobs().logprobs for role, outputs in learner.outputs(batch, 1.0).items()}
     assert torch.equal(plain["reference"], dropped["reference"])
     assert not torch.allclose(plain["policy"], dropped["policy"])  # control

@@ -33,14 +33,19 @@ class Learner(DecoderLearner):
     restarts = False
 
     def outputs(
-        self, batch: Batch, gradient_scale: float, roles: Any = None, totals: Totals | None = None
+        self,
+        batch: Batch,
+        gradient_scale: float,
+        roles: Any = None,
+        totals: Totals | None = None,
+        x: Tensor | None = None,
     ) -> dict[Role, Outputs]:
         if self.restarts:
             starts = torch.zeros_like(batch.positions)
             for branch in batch.trees:
                 starts[branch.start : branch.stop] = branch.start
             batch = replace(batch, positions=torch.arange(len(starts)) - starts)
-        outputs = super().outputs(batch, gradient_scale, roles, totals)
+        outputs = super().outputs(batch, gradient_scale, roles, totals, x)
         object.__setattr__(self, "seen", outputs)
         return outputs
 

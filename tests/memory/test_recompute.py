@@ -53,7 +53,7 @@ BASES: dict[str, Callable[[], RecomputeCase]] = {
 def unwrap(model: Decoder) -> None:
     for layer in model.layers.values():
         unwrap_layer(layer)  # type: ignore[arg-type]
-    model.segments = ()
+    model.segments = {}
 
 
 @pytest.mark.parametrize("base", sorted(BASES))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from danlu.errors import TrainingError
 from danlu.memory import recomputed_function
 from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
+from danlu.models.forward_values import from_forward
 
 ROWS, WIDTH = 6, 8
 
@@ -273,3 +274,38 @@ def test_another_course_the_second_time_is_an_error(change: str) -> None:
     loss = whole(x, weight).sum()
     with pytest.raises(TrainingError, match=r"layers\.3\.mlp: recomputed .*recompute: none"):
         loss.backward()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_is_made_in_the_forward_pass_is_not_made_again(is_kept: bool) -> None:
+    """Two calls before their backward passes, each within a frame of a whole segment, get back what was theirs."""
+    made: list[float] = []
+
+    def factor() -> float:
+        made.append(len(made) + 2.0)
+        return made[-1]
+
+    def twice(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = (x * (from_forward(factor) if is_kept else factor())).sin()
+        return x
+
+    def segment(x: Tensor) -> Tensor:
+        return inner(inner(x)) * from_forward(factor)
+
+    def gradient(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        made.clear()
+        leaves = [each.detach().clone().requires_grad_() for each in inputs()]
+        losses = [function(leaf).square().sum() for leaf in leaves]
+        forward = len(made)
+        sum(losses).backward()  # type: ignore[union-attr]
+        assert (len(made) == forward) == (is_kept or function is plain)
+        return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+    def plain(x: Tensor) -> Tensor:
+        return twice(twice(x)) * from_forward(factor)
+
+    inner = RecomputedFunction(twice, "inner")
+    # Control: factors that are made anew are others, and so are the gradients.
+    assert same(gradient(RecomputedFunction(segment, "segment")), gradient(plain)) == is_kept
+    assert from_forward(factor) != from_forward(factor)  # outside of them nothing is kept

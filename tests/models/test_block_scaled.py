@@ -18,7 +18,7 @@ from danlu.models import hf_validation, tensor_reader
 from danlu.models.attend import PackedAttention
 from danlu.models.block_scaled import dequantize_fp8, dequantize_mxfp4, with_scaled
 from danlu.models.decoder import Decoder
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config, read_tensors
 from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.loading import load

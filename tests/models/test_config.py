@@ -8,7 +8,7 @@ import pytest
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig, parameter_shapes
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.loading import build
 from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 

@@ -17,7 +17,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.factorized_attention import FactorizedAttention
 from danlu.models.factorized_spec import Factorized
-from danlu.models.families import config_values, read_config_values
+from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import load
 from danlu.models.presets import from_scratch

@@ -18,10 +18,10 @@ from danlu.errors import ModelError, RecipeError
 from danlu.models.attend import BlockwiseAttention, PackedAttention
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
-from danlu.models.families import config_values, read_config_values
+from danlu.models.delta_spec import Delta
 from danlu.models.gated_delta_net import GatedDeltaNet
+from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
-from danlu.models.layer_spec import Delta
 from danlu.models.loading import build, load
 from danlu.models.saving import save
 from danlu.plan.activation_memory import activation_bytes

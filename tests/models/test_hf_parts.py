@@ -14,7 +14,7 @@ from torch import Tensor
 from danlu.models import hf_layout, initialize, saving, tensor_reader
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
-from danlu.models.family import LLAMA_MODULES, Stored
+from danlu.models.families.family import LLAMA_MODULES, Stored
 from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_parts import HFTensor
 from danlu.models.tensor_reader import TensorReader

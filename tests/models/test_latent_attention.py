@@ -18,7 +18,7 @@ from danlu.layer_types import Keys
 from danlu.models import attend as attend_module
 from danlu.models.attend import BlockwiseAttention, PackedAttention, absorbed_keys
 from danlu.models.decoder import Decoder
-from danlu.models.families import config_values, read_config_values
+from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.latent_attention import Absorbed, LatentAttention
 from danlu.models.latent_spec import Latent

@@ -13,7 +13,7 @@ import torch
 from danlu.errors import ModelError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.families import config_values, read_config_values
+from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build

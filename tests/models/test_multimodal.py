@@ -19,7 +19,8 @@ from danlu.assembly.frozen_base import load_frozen
 from danlu.errors import ModelError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.families import read_config_values
+from danlu.models.families import FAMILIES
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import fingerprint, read_config
 from danlu.models.hf_validation import check_headers, untouched_tensors
 from danlu.models.loading import load
@@ -51,33 +52,51 @@ ROPE = {
     "original_max_position_embeddings": 64,
     "llama_4_scaling_beta": 0.1,
 }
+LINEAR_TEXT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "depth": 1,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**TEXT, "sliding_window": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
     "qwen3_5": {
         "text_config": {
             **TEXT,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e6,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 1, 1],
-                "mrope_interleaved": True,
-            },
+            **LINEAR_TEXT,
         },
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "depth": 1,
-            "num_heads": 2,
-            "patch_size": 14,
-            "out_hidden_size": 48,
-            "num_position_embeddings": 16,
+        "vision_config": QWEN_VISION,
+        "image_token_id": 120,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **TEXT,
+            **LINEAR_TEXT,
+            "mtp_num_hidden_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
         },
+        "vision_config": QWEN_VISION,
         "image_token_id": 120,
         "tie_word_embeddings": False,
     },
@@ -87,6 +106,10 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+TRAINED = {"qwen3_5_moe": ("layers.1.mlp.experts.up_proj.weight", "1.mlp.experts.gate_up_proj")}
+"""Case -> a parameter of the second layer and the tensor it is in, where there is no dense network."""
+FURTHER = {"qwen3_5_moe": {"mtp.layers.0.mlp.experts.gate_up_proj": torch.arange(24.0).view(2, 4, 3).bfloat16()}}
+"""Case -> tensors that no class of transformers has, of layers that predict further tokens."""
 
 
 def random_model(case: str, folder: Path) -> Any:
@@ -101,7 +124,8 @@ def random_model(case: str, folder: Path) -> Any:
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name else 0.15))
             if "norm" in name and case == "mistral3":
                 parameter.add_(1.0)
-    model.save_pretrained(folder)
+    # Experts stacked, as Qwen publishes them; by itself transformers gives each its own tensors.
+    model.save_pretrained(folder, save_original_format=case != "qwen3_5_moe")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}\n')
     return model
 
@@ -145,7 +169,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     expected = oracle(random_model(request.param, folder))
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if "vis" in name and tensors[name].ndim == 2)
-    save_file(tensors | {name: tensors[name].bfloat16()}, folder / "model.safetensors", metadata={"format": "pt"})
+    changed = {name: tensors[name].bfloat16()} | FURTHER.get(request.param, {})
+    save_file(tensors | changed, folder / "model.safetensors", metadata={"format": "pt"})
     return request.param, folder, expected
 
 
@@ -158,17 +183,18 @@ def test_logits_of_the_language_part_are_transformers(case: tuple[str, Path, Ten
 
 
 def test_everything_else_reaches_the_result_byte_for_byte(case: tuple[str, Path, Tensor], tmp_path: Path) -> None:
-    _, folder, expected = case
+    kind, folder, expected = case
     model = load(folder)
+    name, on_disk = TRAINED.get(kind, ("layers.1.mlp.down_proj.weight", "1.mlp.down_proj.weight"))
     with torch.no_grad():
-        model.get_parameter("layers.1.mlp.down_proj.weight").neg_()
+        model.get_parameter(name).neg_()
     save(model, tmp_path / "result", origin=folder, shard_bytes=100_000)
     before, after = stored_bytes(folder), stored_bytes(tmp_path / "result")
     untouched = untouched_tensors(folder, model.config)
     assert len(untouched) > 10 and any(before[name][0] == "torch.bfloat16" for name in untouched)
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
-    assert {name.rpartition("layers.")[2] for name in changed} == {"1.mlp.down_proj.weight"}
+    assert {name.rpartition("layers.")[2] for name in changed} == {on_disk}
     back = reread(tmp_path / "result")
     torch.testing.assert_close(oracle(back), logits(model), atol=1e-5, rtol=0)
     assert not torch.allclose(oracle(back), expected, atol=1e-2)  # control
@@ -177,6 +203,8 @@ def test_everything_else_reaches_the_result_byte_for_byte(case: tuple[str, Path,
     assert (tmp_path / "result" / processor).read_bytes() == (folder / processor).read_bytes()
     ours, theirs = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "result", folder))
     assert ours["vision_config"] == theirs["vision_config"] and ours["architectures"] == theirs["architectures"]
+    further = [{k: v for k, v in one["text_config"].items() if k.startswith("mtp_")} for one in (ours, theirs)]
+    assert further[0] == further[1] and bool(further[0]) == (kind == "qwen3_5_moe")
     assert fingerprint(tmp_path / "result") != fingerprint(folder)
 
 
@@ -244,16 +272,27 @@ def test_a_head_beside_a_config_that_says_nothing_of_tying_is_its_own(
     values = json.loads((folder / "config.json").read_text())
     del values["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_config(tmp_path).tie_word_embeddings == (name != "qwen3_5")
+    assert read_config(tmp_path).tie_word_embeddings == (not name.startswith("qwen3_5"))
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert read_config(tmp_path).tie_word_embeddings == (name == "gemma3")
 
 
-def test_layers_that_predict_further_tokens_are_untouched(tiny_model: Callable[..., Decoder], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "beyond"),
+    [
+        ("glm4-moe", "model.layers.3."),
+        ("deepseek-v3-moe", "model.layers.3."),
+        ("qwen3-next", "mtp."),
+        ("qwen3-next", "model.layers.4."),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_untouched(
+    case: str, beyond: str, tiny_model: Callable[..., Decoder], tmp_path: Path
+) -> None:
     folder, result = tmp_path / "model", tmp_path / "result"
-    model = tiny_model("glm4-moe")
+    model = tiny_model(case)
     save(model, folder)
-    beyond = f"model.layers.{len(model.config.layers)}."
+    assert beyond in ("mtp.", f"model.layers.{len(model.config.layers)}.")
     further = {f"{beyond}eh_proj.weight": torch.randn(4, 8).bfloat16(), f"{beyond}enorm.weight": torch.randn(4)}
     save_file(
         load_file(folder / "model.safetensors") | further, folder / "model.safetensors", metadata={"format": "pt"}
@@ -262,6 +301,7 @@ def test_layers_that_predict_further_tokens_are_untouched(tiny_model: Callable[.
     (folder / "config.json").write_text(json.dumps(values))
     save(load(folder), result, origin=folder)
     assert stored_bytes(result) == stored_bytes(folder) and further.keys() <= stored_bytes(result).keys()
-    assert json.loads((result / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    told = json.loads((result / "config.json").read_text()).get("num_nextn_predict_layers")
+    assert told == (1 if "num_nextn_predict_layers" in FAMILIES[model.config.family].mtp_keys else None)
     save(load(folder), tmp_path / "alone")
     assert not further.keys() & stored_bytes(tmp_path / "alone").keys()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from danlu.errors import ModelError
-from danlu.models.hf_rope import write_rope
+from danlu.models.hf_rope import RopeRules, read_rope, write_rope
+from danlu.models.hf_values import HFValues
 from danlu.models.rope import document_lengths, inverse_frequencies, rotary_tables
 from danlu.models.rope_config import (
     DynamicScaling,
@@ -116,6 +117,24 @@ def test_longrope_wants_a_factor_for_each_pair() -> None:
         Rope(50000.0, HEAD_DIM, 256, longrope(16))
     with pytest.raises(ModelError, match=r"long_factor has 0\.0: frequencies are divided"):
         LongRopeScaling((1.0,), (0.0,), 64, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("long_factor", "said"),
+    [
+        ([2.0] * 5, "long_factor has 5 factors, and 12 rotated features of a head are 6 pairs"),
+        ([2.0, 0.0] * 3, r"longrope: long_factor is \[2.0, 0.0, .*\], which it cannot be"),
+    ],
+)
+def test_wrong_factors_of_a_folder_are_told_with_their_key(long_factor: list[float], said: str) -> None:
+    def read(long_factor: list[float]) -> Rope:
+        scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": long_factor}
+        values = {"max_position_embeddings": 256, "rope_scaling": scaling, "rope_theta": 50000.0}
+        return read_rope(HFValues(values, {}, "model/config.json"), 12, RopeRules())
+
+    with pytest.raises(ModelError, match=f"model/config.json: rope_scaling: {said}"):
+        read(long_factor)
+    assert read([2.0] * 6).scaling is not None  # control
 
 
 def test_ntk_slows_the_slowest_pair_by_the_factor_and_leaves_the_fastest() -> None:

@@ -49,6 +49,67 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- pipeline schedules
+    Mutation(
+        "parallel/schedules/compute_order.py",
+        "if order.weights_left > rank:",
+        "if order.weights_left > 0:",
+        "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/schedules/compute_order.py",
+        "(chunks - 1) * round_ + 2 * (stages - 1 - rank))",
+        "(chunks - 1) * round_ + (stages - 1 - rank))",
+        "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/schedules/v_shaped.py",
+        "while order.backwards_left(up) > rank:",
+        "while order.backwards_left(up) > 0:",
+        "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/schedules/messages.py",
+        "_MESSAGE, _REDUCE, _UPDATE, _COMPUTE = range(4)",
+        "_COMPUTE, _MESSAGE, _REDUCE, _UPDATE = range(4)",
+        "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/schedules/messages.py",
+        "lists[peer].append(((end, _MESSAGE, key), receive))",
+        "lists[peer].append(((end, _MESSAGE, key[::-1]), receive))",
+        "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/schedules/action.py",
+        'elif action.kind in ("backward", "weight"):',
+        'elif action.kind in ("backward", "input"):',
+        "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "plan/pipeline_simulation.py",
+        "start = max([self._free[rank], *(end for _, end in transfers[-1:])])",
+        "start = self._free[rank]",
+        "plan/test_pipeline_simulation.py",
+    ),
+    Mutation(
+        "plan/pipeline_simulation.py",
+        "self._compute(rank, action, self._reduced[rank])",
+        "self._compute(rank, action, 0.0)",
+        "plan/test_pipeline_simulation.py",
+    ),
+    Mutation(
+        "plan/action_times.py",
+        'min(times) if kind == "send" else sum(times) / len(times)',
+        "sum(times) / len(times)",
+        "plan/test_action_times.py",
+    ),
+    Mutation(
+        "parallel/timeline.py",
+        'if events[-1].kind == "update"}',
+        "if events}",
+        "parallel/test_timeline.py",
+    ),
     # -- experts
     Mutation(
         "models/load_balancing.py",
@@ -77,6 +138,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "real=F.pad(batch.real, (0, more_tokens), value=True),",
         "language/test_expert_balance.py",
         only="real",
+    ),
+    Mutation(
+        "models/grouped_mm.py",
+        "_with_zeros(rows[group], size))",
+        "rows[group.start : group.start + size])",
+        "models/test_grouped_mm.py",
+        only="own_rows",
+    ),
+    Mutation(
+        "models/grouped_mm.py",
+        "-(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if",
+        "rows if",
+        "models/test_grouped_mm.py",
+        only="few_sizes",
     ),
     Mutation(
         "models/router.py",
@@ -138,6 +213,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/delta_rule.py",
         "grad_log_decay[:, -1] += written.sum(-1) + last",
         "grad_log_decay[:, -1] += written.sum(-1)",
+        "models/test_delta_rule.py",
+    ),
+    Mutation(
+        "models/delta_rule.py",
+        "grad_log_decay -= by_log_decay.sum(-2, dtype=torch.float64)",
+        "grad_log_decay -= by_log_decay.sum(-2)",
         "models/test_delta_rule.py",
     ),
     Mutation(
@@ -297,6 +378,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "initial_values",
     ),
     Mutation(
+        "adapters/grouped_lora.py",
+        "return y + linear.product(low, self.lora_B * self.scale, counts)",
+        "return y + linear.product(low, self.lora_B, counts)",
+        "adapters/test_grouped_lora.py",
+    ),
+    Mutation(
+        "adapters/peft_stacked.py",
+        "= b.permute(1, 2, 0).flatten(1).contiguous()",
+        "= b.permute(1, 0, 2).flatten(1).contiguous()",
+        "adapters/test_peft_stacked.py",
+    ),
+    Mutation(
+        "adapters/peft_stacked.py",
+        "for later in PARAMETERS[PARAMETERS.index(parameter) + 1 :] if",
+        "for later in PARAMETERS[: PARAMETERS.index(parameter)] if",
+        "adapters/test_peft_stacked.py",
+    ),
+    Mutation(
+        "adapters/targets.py",
+        "if site.experts is not None and EXPERTS not in target:",
+        "if site.experts is not None and not target:",
+        "adapters/test_grouped_lora.py",
+    ),
+    Mutation(
         "adapters/low_rank.py",
         "factors.base_row_squares + 2 * scale * cross",
         "factors.base_row_squares + scale * cross",
@@ -304,8 +409,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "adapters/low_rank.py",
-        "grad_b = (grad.t() @ u[:, columns]).to(b.dtype).mul_(factors.scale)",
-        "grad_b = (grad.t() @ u[:, columns]).to(b.dtype)",
+        "grad_b = (grad.t() @ u).to(dtype).mul_(scale)",
+        "grad_b = (grad.t() @ u).to(dtype)",
         "adapters/test_low_rank.py",
     ),
     Mutation(
@@ -578,10 +683,48 @@ MUTATIONS: tuple[Mutation, ...] = (
         "olmo2",
     ),
     Mutation(
+        "models/tiled_attention.py", "distances >= window", "distances > window", "models/test_tiled_attention.py"
+    ),
+    Mutation("models/tiled_attention.py", ".sub_(mean).mul_(", ".mul_(", "models/test_tiled_attention.py"),
+    Mutation(
+        "parallel/context_exchange.py",
+        "k.repeat_interleave(copies, dim=1), v",
+        "k.repeat(1, copies, 1), v",
+        "parallel/test_context_attention.py",
+    ),
+    Mutation(
+        "parallel/ring_attention.py",
+        "travelling = passes.pass_on(of_stored, hop + 1)",
+        "travelling = travelling or passes.pass_on(of_stored, hop + 1)",
+        "parallel/test_context_attention.py",
+    ),
+    Mutation("data/shares.py", "min(number, count - 2 - number)", "number % ranks", "data/test_shares.py"),
+    Mutation("data/shares.py", "(-each.cost, each", "(each.cost, each", "data/test_shares.py"),
+    Mutation("data/shares.py", "position=run.position + first", "position=run.position", "data/test_shares.py"),
+    Mutation(
+        "models/tiled_attention.py",
+        "(*rows.ancestors, rows.document)",
+        "(rows.document,)",
+        "parallel/test_context_attention.py",
+    ),
+    Mutation(
         "parallel/expert.py",
         "return ctx.group.all_to_all(grad, ctx.receives, ctx.sends), None, None, None",
         "return ctx.group.all_to_all(grad.flip(0), ctx.receives, ctx.sends), None, None, None",
         "parallel/test_expert.py",
+    ),
+    Mutation(
+        "parallel/expert.py",
+        "from_forward(lambda: self._agreed(counts))",
+        "self._agreed(counts)",
+        "parallel/test_expert.py",
+        "formulas",
+    ),
+    Mutation(
+        "models/forward_values.py",
+        "in calls[repeated + 1 :]:",
+        "in calls[:0]:",
+        "memory/test_recomputed_function.py",
     ),
     Mutation(
         "parallel/expert.py",
@@ -611,8 +754,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "parallel/local_parameter.py",
-        "is_summed = local.is_sharded or (by_ddp and group.ranks == ranks.data.ranks)",
-        "is_summed = local.is_sharded or by_ddp",
+        "is_summed = local.is_sharded or (in_buckets and group.ranks == ranks.dense_data.all.ranks)",
+        "is_summed = local.is_sharded or in_buckets",
         "parallel/test_local_parameter.py",
     ),
     Mutation(
@@ -681,6 +824,48 @@ MUTATIONS: tuple[Mutation, ...] = (
         "train/test_loop.py",
     ),
     Mutation(
+        "parallel/gradient_buckets.py",
+        "self._started = 0 if is_last else None",
+        "self._started = 0",
+        "parallel/test_gradient_buckets.py",
+    ),
+    Mutation(
+        "parallel/gradient_buckets.py",
+        "reversed(parameters)",
+        "parameters",
+        "parallel/test_gradient_buckets.py",
+    ),
+    Mutation(
+        "train/executor.py",
+        "finish_weight_pass(number == last_gradients[chunk], chunk)",
+        "finish_weight_pass(False, chunk)",
+        "train/test_executor.py",
+    ),
+    Mutation(
+        "weight_gradients.py",
+        "sums[weight] + gradient if weight in sums else gradient",
+        "gradient",
+        "test_weight_gradients.py",
+    ),
+    Mutation(
+        "weight_gradients.py",
+        "before, _active = _active, self",
+        "before, _active = None, self",
+        "test_weight_gradients.py",
+    ),
+    Mutation(
+        "train/executor.py",
+        "prepare_backward(number == last_gradients[chunk], chunk)",
+        "prepare_backward(True, chunk)",
+        "train/test_executor.py",
+    ),
+    Mutation(
+        "train/executor.py",
+        "self._gradients.pop(place)() if place in self._gradients else None",
+        "None",
+        "train/test_executor.py",
+    ),
+    Mutation(
         "train/step.py",
         "scale = 1 / (totals.weight * loss_scale)",
         "scale = 1 / totals.weight",
@@ -688,8 +873,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/step.py",
-        "learner.dropout(step, numbered)",
-        "learner.dropout(step + 1, numbered)",
+        "StepItems(items, micro_batches, totals, step, loss_scale)",
+        "StepItems(items, micro_batches, totals, step + 1, loss_scale)",
         "train/test_step.py",
     ),
     Mutation(

@@ -80,6 +80,21 @@ def test_memory_that_is_not_aligned_changes_nothing() -> None:
         assert torch.equal(strided @ weight.t(), x @ weight.t())
 
 
+@pytest.mark.parametrize("columns", [2, 5, 8, 11])
+@pytest.mark.parametrize("depth", [10, 17, 64])
+def test_few_columns_are_multiplied_alike_wherever_a_row_lies(columns: int, depth: int) -> None:
+    x, weight, bias = torch.randn(40, depth), torch.randn(columns, depth), torch.randn(columns)
+    with batch_invariant():
+        whole, with_bias = F.linear(x, weight), F.linear(x, weight, bias)
+        for first in (1, 2, 3, 7, 33):
+            assert torch.equal(F.linear(x[first:], weight), whole[first:])
+            assert torch.equal(F.linear(x[first:], weight, bias), with_bias[first:])
+            assert torch.equal(x[first:] @ weight.t().contiguous(), (x @ weight.t().contiguous())[first:])
+    torch.testing.assert_close(whole, F.linear(x, weight))
+    torch.testing.assert_close(with_bias, F.linear(x, weight, bias))
+    assert with_bias.is_contiguous()
+
+
 def test_gradients_are_those_of_the_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = operands()
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.context_mistakes import GradientOfOneRank, SumsOfOneRank
 from builders.policy_formulas import FixedOutputs, mean_loss, token_losses
 from builders.policy_samples import NAN, drawn, random_items
 from builders.policy_steps import (
@@ -31,11 +32,13 @@ from torch import Tensor
 
 from danlu.data.batch import collate, empty_like
 from danlu.data.trees import repeat_stem
+from danlu.language.learner import DecoderLearner
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
+from danlu.recipe.sections import Context, Parallel
 from danlu.train.evaluation import evaluate
 from danlu.types import Batch, Loss, Pack, Totals
 
@@ -191,6 +194,25 @@ def test_two_processes_change_nothing_and_means_of_their_shares_are_seen(whole: 
         assert [name for name, wanted in whole.items() if differs(seen[name], wanted)] == []
     for seen in run_group(see, 2, list(OBJECTIVES), 5, PerMicroBatch):
         assert [name for name, wanted in whole.items() if not differs(seen[name], wanted)] == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("context", [Context(size=2), Context(size=2, method="ulysses")], ids=["ring", "ulysses"])
+def test_context_ranks_change_nothing(whole: dict[str, Seen], context: Context) -> None:
+    for seen in run_group(see, 2, list(OBJECTIVES), 2, DecoderLearner, Parallel(context=context)):
+        assert [name for name, wanted in whole.items() if differs(seen[name], wanted)] == []
+
+
+@pytest.mark.distributed
+def test_what_context_ranks_do_not_sum_is_seen(whole: dict[str, Seen]) -> None:
+    """Negative controls: sums over answers, and their gradient, where there is one."""
+    section = Parallel(context=Context(size=2))
+    (seen, _), (stopped, _) = (
+        run_group(see, 2, list(OBJECTIVES), 2, mistake, section) for mistake in (SumsOfOneRank, GradientOfOneRank)
+    )
+    of_answers = ["sequences", "constant", "groups", "cispo", "sapo", "vespo", "distilled"]
+    assert [name for name in of_answers if not differs(seen[name], whole[name])] == []
+    assert differs(stopped["sequences"], whole["sequences"])
 
 
 def dense_divergence(items: Sequence[Pack]) -> tuple[float, dict[str, Tensor]]:

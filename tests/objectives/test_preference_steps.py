@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from builders.context_mistakes import CountedByAll, GradientOfOneRank, SumsOfOneRank
 from builders.preference_steps import OBJECTIVES, OF_MICRO_BATCHES, OF_STEP, OwnShare, PerMicroBatch, Seen, see
 from builders.process_group import run_group
 from builders.worst_errors import worst_relative_error
+
+from danlu.language.learner import DecoderLearner
+from danlu.recipe.sections import Context, Parallel
 
 CLOSE = 1e-6
 
@@ -39,3 +43,22 @@ def test_two_processes_change_nothing_and_one_that_sees_its_own_share_is_seen(wh
         assert [name for name, wanted in whole.items() if differs(seen[name], wanted)] == []
     for seen in run_group(see, 2, OF_STEP, 8, OwnShare):
         assert [name for name in OF_STEP if not differs(seen[name], whole[name])] == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("processes", "context"),
+    [(2, Context(size=2)), (4, Context(size=2, method="ulysses"))],
+    ids=["ring", "data x ulysses"],
+)
+def test_context_ranks_change_nothing(whole: dict[str, Seen], processes: int, context: Context) -> None:
+    for seen in run_group(see, processes, list(OBJECTIVES), 3, DecoderLearner, Parallel(context=context)):
+        assert [name for name, wanted in whole.items() if differs(seen[name], wanted)] == []
+
+
+@pytest.mark.distributed
+def test_sums_of_branches_that_are_not_those_of_all_ranks_are_seen(whole: dict[str, Seen]) -> None:
+    names = ["sigmoid", "kto and sft", "orpo", "sigmoid with everything"]
+    for mistake in (SumsOfOneRank, GradientOfOneRank, CountedByAll):
+        for seen in run_group(see, 2, names, 3, mistake, Parallel(context=Context(size=2))):
+            assert [name for name in names if not differs(seen[name], whole[name])] == [], mistake

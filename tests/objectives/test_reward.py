@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from danlu.data.batch import empty_like
 from danlu.language.learner import DecoderLearner
 from danlu.language.outputs import DecoderOutputs
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.loading import build
 from danlu.objectives.reward import BradleyTerry, Stepwise

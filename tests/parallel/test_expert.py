@@ -41,6 +41,15 @@ CASES: dict[str, Case] = {
     "zero3 of four": (4, {"shard": "zero3"}, "qwen2-moe", "none"),
     "hybrid, expert 2": (4, {"shard": "zero3", "replicate": 2, "expert": 2}, "mixtral", "none"),
     "expert 2 x tensor 2": (4, {"expert": 2, "tensor": 2}, "deepseek-v3", "none"),
+    "expert 2 x context 2": (2, {"expert": 2, "context": 2}, "deepseek-v3", "none"),
+    "zero3, expert 2 x ulysses 2": (
+        2,
+        {"shard": "zero3", "expert": 2, "context": {"size": 2, "method": "ulysses"}},
+        "mixtral",
+        "full",
+    ),
+    "zero3 of four, expert 2 x context 2": (4, {"shard": "zero3", "expert": 2, "context": 2}, "qwen2-moe", "none"),
+    "zero2, expert 4 x context 2": (4, {"shard": "zero2", "expert": 4, "context": 2}, "mixtral", "selective"),
     "zero3, expert 2 x tensor 2, sequence": (
         4,
         {"shard": "zero3", "expert": 2, "tensor": 2, "sequence": True},

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from builders.small_config import small_config
 from builders.small_experts import QWEN2_MOE, experts_config
+from builders.tiny_run import tiny_config
 
 from danlu.errors import RecipeError
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import AXES, Layout, layout_of, problems
-from danlu.recipe.sections import Parallel
+from danlu.recipe.sections import Context, Parallel, Pipeline
 
 
 def config_of(heads: int, kv_heads: int, intermediate_size: int, vocab_size: int) -> ModelConfig:
@@ -31,8 +32,16 @@ LARGE = config_of(32, 8, 14336, 128256)
         (Parallel(tensor=4, data=2), 8, Layout(replicate=2, tensor=4)),
         (Parallel(workers="threads", data=4), 1, Layout()),
         (Parallel(expert=2), 4, Layout(replicate=4, expert=2)),
+        (Parallel(pipeline=Pipeline(stages=2), shard="zero3"), 4, Layout(pipeline=2, shard=2)),
+        (Parallel(pipeline=Pipeline(stages=2), tensor=2, data=2), 8, Layout(pipeline=2, replicate=2, tensor=2)),
         (Parallel(shard="zero3", expert=4, tensor=2), 16, Layout(shard=8, tensor=2, expert=4)),
         (Parallel(shard="zero3", replicate=2, expert=2), 8, Layout(replicate=2, shard=4, expert=2)),
+        (Parallel(context=Context(size=4, ulysses=2)), 8, Layout(replicate=2, context=4, ulysses=2)),
+        (
+            Parallel(shard="zero3", context=Context(size=2, method="ulysses"), tensor=2),
+            8,
+            Layout(shard=2, context=2, tensor=2, ulysses=2),
+        ),
     ],
 )
 def test_degrees_multiply_to_the_processes(section: Parallel, world: int, layout: Layout) -> None:
@@ -66,8 +75,27 @@ def test_degrees_multiply_to_the_processes(section: Parallel, world: int, layout
             4,
             "parallel.expert: 4 does not divide the 2 data ranks of each replica. Use 2",
         ),
-        (Parallel(pipeline=2), 2, "parallel.pipeline: 2, but only 1 works so far"),
-        (Parallel(context=2), 2, "parallel.context: 2, but only 1 works so far"),
+        (
+            Parallel(pipeline=Pipeline(stages=4)),
+            6,
+            "4 stages do not divide the 6 processes of this run. Use pipeline: 3",
+        ),
+        (
+            Parallel(pipeline=Pipeline(stages=2), tensor=4),
+            4,
+            "does not divide the 2 processes of each of the 2 pipeline stages. Use tensor: 2, or start danlu with "
+            "--processes 8",
+        ),
+        (
+            Parallel(context=Context(size=4)),
+            6,
+            "parallel.context: 4 .* does not divide the 6 processes of this run",
+        ),
+        (
+            Parallel(data=2, context=Context(size=2), tensor=2),
+            4,
+            "asks for 8 processes, not for the 4 processes of this run. Use data: 1, or start danlu with --processes 8",
+        ),
         (Parallel(workers="threads"), 2, "threads trains in one process, and there are 2"),
     ],
 )
@@ -106,6 +134,48 @@ def test_experts_that_cannot_be_distributed_so_are_told(degree: int, config: Mod
     assert not list(problems(Parallel(expert=3), experts_config(QWEN2_MOE)))
 
 
+def test_linear_attention_is_cut_by_ulysses_alone() -> None:
+    linear = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+    config = tiny_config(model_type="qwen3_5_text", num_attention_heads=8, num_key_value_heads=2, **linear, **sizes)
+    (message,) = problems(Parallel(context=Context(size=2)), config)
+    assert message.startswith("parallel.context.method: ring, but linear attention goes through a document in order")
+    assert not list(problems(Parallel(context=Context(size=2, method="ulysses")), config))
+    # Of attention a key may be on several ranks, of a state not.
+    assert list(problems(Parallel(context=Context(size=4, method="ulysses")), config)) == [
+        "parallel.context.size: 4 ranks cannot share out the 8 value heads and 2 key heads. Use 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            Parallel(context=Context(size=3, method="ulysses")),
+            "parallel.context.size: 3 ranks cannot share out the 32 query heads and 8 key/value heads. Use 2 or 4",
+        ),
+        (
+            Parallel(context=Context(size=64, ulysses=16), tensor=4),
+            "parallel.context.ulysses: 16 ranks cannot share out the 8 query heads and 2 key/value heads of each "
+            "tensor rank. Use 8",
+        ),
+    ],
+)
+def test_heads_that_context_ranks_cannot_share_out_are_told(section: Parallel, message: str) -> None:
+    assert list(problems(section, LARGE)) == [message]
+    assert not list(problems(Parallel(context=Context(size=64, ulysses=8)), LARGE))  # of more ranks than kv heads too
+    assert not list(problems(Parallel(context=Context(size=32, method="ulysses")), LARGE))
+
+
+def test_context_ranks_are_a_grid_of_rings_and_ulysses_groups() -> None:
+    layout = Layout(shard=2, context=4, tensor=2, ulysses=2)
+    # Context rank c of data rank d and tensor rank t is rank 8 d + 2 c + t.
+    assert layout.ulysses_ranks(3) == [1, 3] and layout.ulysses_ranks(12) == [12, 14]
+    assert layout.ring_ranks(3) == [3, 7] and layout.ring_ranks(8) == [8, 12]
+    assert layout.gradient_ranks(1) == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert layout.gradient_sizes == (1, 1, 8, 2) and str(layout) == "data 2 x context 4 x tensor 2"
+
+
 @pytest.mark.parametrize("degree", [1, 2, 4, 8, 16, 32])
 def test_a_model_that_can_be_cut_has_no_problem(degree: int) -> None:
     assert not list(problems(Parallel(tensor=degree), LARGE))
@@ -124,7 +194,18 @@ def test_neighbouring_data_ranks_have_other_experts() -> None:
     layout = Layout(shard=4, tensor=2, expert=2)
     # Data rank d, of tensor ranks 2d and 2d + 1, has the experts of index d % 2.
     assert [layout.expert_data_ranks(rank) for rank in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert layout.expert_sizes == (1, 1, 2, 2, 1, 2)
+    assert layout.expert_sizes == (1, 1, 2, 2, 2)
     assert str(layout) == "data 4 x expert 2 x tensor 2"
     assert Layout(replicate=6, expert=3).expert_data_ranks(4) == [1, 4]
     assert Layout(replicate=2, shard=2, expert=2).expert_data_ranks(0) == [0, 2]
+
+
+def test_experts_are_distributed_among_data_and_context_ranks() -> None:
+    layout = Layout(shard=2, context=2, tensor=2, expert=2)
+    # Context rank c of data rank d and tensor rank t is rank 4 d + 2 c + t, and has the experts of index c.
+    assert layout.expert_ranks(1) == [1, 3] and layout.expert_data_ranks(1) == [1, 5]
+    assert layout.expert_sizes == (1, 1, 2, 2, 2)
+    # Whole copies on four data ranks: two of these with their context ranks have all experts.
+    whole = Layout(replicate=4, context=2, expert=4)
+    assert whole.expert_ranks(5) == [4, 5, 6, 7] and whole.expert_data_ranks(5) == [1, 5]
+    assert whole.expert_sizes == (1, 2, 1, 4, 1)

@@ -20,14 +20,26 @@ ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bias": ("deepseek-v3", {"balance": "bias", "rate": 0.05, "sequence": 0.3, "z": 0.1}),
     "sequence": ("qwen2-moe", {"balance": "sequence", "sequence": 0.5, "z": 0.1}),
     "step": ("mixtral", {"balance": "step", "rate": 0.5, "capacity": 1.0}),
+    "step without capacity": ("mixtral", {"balance": "step", "rate": 0.5, "z": 0.1}),
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "ddp": ({}, "none"),
     "zero3, expert 2": ({"shard": "zero3", "expert": 2}, "full"),
     "tensor": ({"tensor": 2}, "none"),
     "tensor, sequence": ({"tensor": 2, "sequence": True}, "selective"),
+    "context": ({"context": 2}, "none"),
+    "zero3, expert 2 x ulysses": (
+        {"shard": "zero3", "expert": 2, "context": {"size": 2, "method": "ulysses"}},
+        "full",
+    ),
 }
-CASES = [(layout, router) for layout in LAYOUTS for router in ROUTERS]
+CASES = [
+    (layout, router)
+    for layout, (parallel, _) in LAYOUTS.items()
+    for router in ROUTERS
+    if router != "step" or "context" not in parallel  # which knows no capacity
+    if router != "step without capacity" or "context" in parallel or layout == "ddp"
+]
 
 
 @pytest.fixture(scope="module")

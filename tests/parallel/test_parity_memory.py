@@ -17,7 +17,7 @@ from torch import Tensor
 
 from danlu.errors import RecipeError
 from danlu.memory import recompute_planner
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load

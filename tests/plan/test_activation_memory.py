@@ -11,10 +11,13 @@ from builders.tiny_run import tiny_model
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.models.experts_spec import Experts, Router
 from danlu.models.factorized_spec import Factorized
+from danlu.models.heads_spec import Heads
 from danlu.models.initialize import initialize
 from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Dense, Experts, Heads, Mixer, Router
+from danlu.models.layer_spec import Mixer
+from danlu.models.mlp_spec import Dense
 from danlu.models.rope_config import Rope
 from danlu.plan.activation_memory import activation_bytes
 

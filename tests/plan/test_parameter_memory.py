@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from danlu.assembly.frozen_base import quantize_weight
+from danlu.assembly.frozen_base import quantize_stack, quantize_weight
 from danlu.plan.parameter_memory import packed_bytes
 from danlu.recipe import sections
 
@@ -26,3 +26,5 @@ from danlu.recipe import sections
 @pytest.mark.parametrize("shape", [(1, 1), (3, 21), (16, 64), (100, 1000), (257, 64)])
 def test_packed_matrices_of_every_kind(section: Any, shape: tuple[int, int]) -> None:
     assert quantize_weight(torch.randn(shape), section).stored_bytes() == packed_bytes(shape, section)
+    stacked = quantize_stack(torch.randn(3, *shape), section)
+    assert stacked.stored_bytes() == packed_bytes((3, *shape), section) == 3 * packed_bytes(shape, section)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.errors import ModelError, RecipeError
 from danlu.recipe import load
 from danlu.recipe.sections import Adafactor, EarlyStop, Ema, Lion, Ngram, Samples, Source
 
@@ -220,6 +220,35 @@ def test_files_that_cannot_be_read(write: Write, tmp_path: Path) -> None:
     assert problems("big.yaml") == [
         "big.yaml: not a recipe that can be read: larger than 1 MiB, the most that such a file may have"
     ]
+
+
+def test_what_is_found_out_later_is_told_with_its_place(write: Write) -> None:
+    loaded = load(
+        write("stage: sft\nmodel: base\ndata: rows.json\noutput: x\nparallel: {tensor: 3}\n"), ["data.eval=1"]
+    )
+    lines = [
+        "parallel.tensor: 3 does not divide the model's 4 attention heads",
+        "data.eval: 1 holds out all rows",
+        "model.chat_template: cannot be read",
+        "seed: no seed will do",
+        "model.layers.0.mlp.up_proj.weight: is no key of a recipe",
+        "--processes 3: nor is this",
+    ]
+    with pytest.raises(RecipeError) as caught, loaded.naming_places():
+        raise RecipeError(lines)
+    placed = [
+        f"recipe.yaml:5:20 {lines[0]}",
+        f"override 'data.eval=1' {lines[1]}",
+        f"recipe.yaml:2:8 {lines[2]}",  # of the nearest key above it that was written
+        *lines[3:],
+    ]
+    assert caught.value.problems == placed and str(caught.value) == "\n".join(placed)
+    with (
+        pytest.raises(ModelError, match=r"^recipe\.yaml:5:20 parallel\.tensor: 3 does not") as of_model,
+        loaded.naming_places(),
+    ):
+        raise ModelError(lines[0])
+    assert type(of_model.value) is ModelError
 
 
 def test_origins(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,14 @@ BROKEN = [
         {"rollout": "{processes: 2}"},
         "rollout.processes: only read with rollout.staleness above 0: the trainer itself answers. Leave it out",
     ),
+    (
+        {"rollout": "{routing_replay: true, engine: vllm, url: 'http://a:1'}"},
+        "rollout.routing_replay: vllm does not say which experts tokens went to. Use engine: embedded, or http with",
+    ),
+    (
+        {"router": "{balance: step, capacity: 2}"},
+        "router.capacity: full experts would drop tokens in training which they took in the rollout",
+    ),
     ({"rollout": "{temperature: 0}"}, "rollout.temperature: 0 takes the likeliest token each time, so all answers to"),
     (
         {"rollout": "{max_new_tokens: 1024}"},

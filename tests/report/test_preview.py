@@ -160,6 +160,14 @@ def test_lengths_fall_into_ranges_of_one_width() -> None:
         ({"steps": 5}, "4 packed sequences a step: 3 steps an epoch; this run has 5, 2 epochs"),
         ({"batch": {"sequences": None, "tokens": 64, "micro": 1}}, "1 packed sequence a step: 10 steps an epoch"),
         ({"data": {"packing": False}}, "4 samples a step: 3 steps an epoch"),
+        (
+            {
+                "long_context": {"method": "none", "stages": [{"length": 16, "steps": 1}, {"length": 64, "steps": 9}]},
+                "batch": {"sequences": None, "tokens": 128, "micro": 1},
+                "steps": 10,
+            },
+            "this run has 1 step of 8 x 16 tokens, then 9 steps of 2 x 64 tokens; shown is the longest",
+        ),
     ],
 )
 def test_steps_are_those_of_the_recipes_batch(recipe: Any, changes: Any, said: str) -> None:

@@ -27,7 +27,7 @@ KINDS = {
     "window": {"windows": (5, None, 5)},
     "sliding": {"windows": (5, 9, 7)},
     "softcap": {"windows": (6, None, 6), "softcap": 3.0, "final_softcap": 5.0, "norms": "sandwich"},
-    "qk-norm": {"qk_norm": True, "kv_heads": 1},
+    "qk-norm": {"qk_norm": "head", "kv_heads": 1},
     "delta": {"deltas": (0, 2)},
     "sinks": {"windows": (5, None, 5), "sinks": True, "output_gate": True},
     "latent": {

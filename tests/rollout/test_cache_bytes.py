@@ -11,8 +11,9 @@ from builders.small_config import small_config
 
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.factorized_spec import Factorized
+from danlu.models.heads_spec import Heads
 from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Heads, Mixer
+from danlu.models.layer_spec import Mixer
 from danlu.models.rope_config import Rope
 from danlu.rollout.pool import CachePool
 

@@ -7,7 +7,7 @@ import torch
 from builders.rollout_requests import GREEDY, SAMPLED, cache_of, check_same, requests, slowly
 
 from danlu.errors import DataError, ModelError, ResourceError
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.rollout.embedded import EmbeddedEngine

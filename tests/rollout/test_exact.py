@@ -253,7 +253,10 @@ def fast_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         from danlu.language import learner
         from danlu.models.attend import PackedAttention
 
-        patch.setattr(learner, "attend_for", lambda batch, exact: PackedAttention(batch.boundaries, batch.trees))
+        def fast(batch: Any, groups: Any, **options: Any) -> PackedAttention:
+            return PackedAttention(batch.boundaries, batch.trees)
+
+        patch.setattr(learner, "context_attend_for", fast)
         yield
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from danlu.rollout.episode import Episode, Segment
 from danlu.rollout.experience_trees import (
     SAMPLED,
     SUPPORT,
     answer_tree,
     items_from_tensors,
     items_to_tensors,
+    with_routes,
     with_supports,
 )
 from danlu.rollout.request import Completion
 from danlu.rollout.support import Support
-from danlu.types import Branch
+from danlu.types import ROUTES, Branch
 
 
 def completion(tokens, drawn, support=None):
@@ -41,6 +45,41 @@ def test_supports_have_one_width_and_none_stands_for_all():
     assert first.tolist() == [[-1, -1], [1, 7], [8, -1]]
     assert second.tolist() == [[-1, -1]] * 4
     assert SUPPORT not in with_supports(items[1:], [ANSWERS])[0].samples[0].columns
+
+
+def numbered(count, start=0):
+    """Routes [count, 2, 1] that count up."""
+    return np.arange(start, start + 2 * count, dtype=np.int16).reshape(count, 2, 1)
+
+
+def test_routes_stand_at_their_tokens():
+    """The last token of each branch is not read by the rollout; the prompt's are those of the first answer with any."""
+    first = replace(completion([7, 8], [-0.5, -1.0]), routes=numbered(4))
+    second = replace(completion([9], [-2.0]), routes=numbered(3, 100))
+    answers = [[first, second], [completion([9], [-2.0]), second]]
+    items = [answer_tree([3, 4, 5], of_item, "row", {"reward": [0.0, 0.0]}) for of_item in answers]
+    one, other = (item.samples[0].columns[ROUTES] for item in with_routes(items, answers, [[3, 4, 5]] * 2))
+    assert one.dtype == np.int16 and one[:, 0, 0].tolist() == [0, 2, 4, 6, -1, -1]
+    assert other[:, 1, 0].tolist() == [101, 103, 105, -1, -1]
+    nothing = with_routes(items, [ANSWERS, ANSWERS], [[3, 4, 5]] * 2)
+    assert all(ROUTES not in item.samples[0].columns for item in nothing)
+    again = items_from_tensors(items_to_tensors(with_routes(items, answers, [[3, 4, 5]] * 2)), ["a", "b"])
+    np.testing.assert_array_equal(again[0].samples[0].columns[ROUTES], one, strict=True)
+
+
+def test_routes_of_an_episode_are_those_of_its_segments():
+    """A turn, what the environment said (6), a turn; then with a history that was rewritten a third one."""
+    segments = (
+        Segment((3, 4, 5), (7, 6, 8), (True, False, True)),
+        Segment((3, 4, 9, 9), (2,), (True,)),
+    )
+    episode = Episode(
+        0, 0, [7, 8, 2], [0.0] * 3, [0.0] * 3, None, [0] * 3, "", "stop", routes=numbered(9), segments=segments
+    )
+    (item,) = with_routes([answer_tree([3, 4, 5], [episode], "row", {"reward": [1.0]})], [[episode]], [[3, 4, 5]])
+    (sample,) = item.samples
+    assert sample.tokens.tolist() == [3, 4, 5, 7, 6, 8, 9, 9, 2]
+    assert sample.columns[ROUTES][:, 0, 0].tolist() == [0, 2, 4, 6, 8, -1, 14, 16, -1]
 
 
 def test_items_come_back_from_tensors():

@@ -22,7 +22,7 @@ ALIKE = [[3, 9, 4], [7, 2, 5], [11, 12, 13]]
 RAGGED = [[3, 9, 4, 8], [7, 2, 5], [11, 12, 13]]
 CHANGES = {
     "llama": {},
-    "qk-norm": {"qk_norm": True, "kv_heads": 1},
+    "qk-norm": {"qk_norm": "head", "kv_heads": 1},
     "biases": {"qkv_bias": True, "o_bias": True, "bias": True},
     "gelu": {"activation": "gelu_tanh", "norm_offset": 1.0},
     "yarn": {"rope_scaling": YarnScaling(4.0, 16)},

@@ -14,7 +14,7 @@ from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.quantizing import quantize
 from danlu.errors import ModelError, ResourceError
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
 from danlu.models.saving import save

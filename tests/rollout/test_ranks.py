@@ -30,6 +30,8 @@ LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "zero3 in step": ({"shard": "zero3"}, LAYER),
         "tensor": ({"tensor": 2}, {}),
         "tensor+sequence": ({"tensor": 2, "sequence": True}, {}),
+        "context": ({"context": 2}, {}),
+        "zero3 of context in step": ({"context": 2, "shard": "zero3"}, LAYER),
     },
     4: {
         "hybrid": ({"shard": "zero3", "replicate": 2}, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
+from danlu.models.initialize import initialize
 from danlu.models.rope_config import DynamicScaling
 from danlu.recipe import sections
 from danlu.rollout import exact_paged, self_check
@@ -107,3 +109,11 @@ def test_a_fingerprint_sees_a_single_bit() -> None:
     other[1, 17] = torch.nextafter(other[1, 17], torch.tensor(9.0))
     assert self_check._bits(rows).eq(self_check._bits(other)).tolist() == [True, False, True]
     assert self_check._bits(rows.bfloat16()).eq(self_check._bits(rows.bfloat16() * 1.0)).all()
+
+
+def test_rows_of_experts_are_not_rows_of_tokens(small_decoder: Any) -> None:
+    """With one expert for each token there are as many of both, but in another order."""
+    config = small_decoder("experts").config
+    one_each = Decoder(config.with_layers(lambda layer: replace(layer, feed=replace(layer.feed, top_k=1))))
+    initialize(one_each, 0)
+    assert variant_operation(one_each, torch.float32) is None

@@ -344,7 +344,7 @@ def test_a_run_that_fails_does_not_stop_the_others(
     outcome = runner.run(wanted, observer)
     assert (outcome.finished, outcome.total, outcome.failed, outcome.stopped) == (1, 2, (first,), False)
     assert list(observer.failures) == [first] and observer.begins == [first, second]
-    assert observer.failures[first].startswith("error: batch.memory: 1e-06 GiB do not hold one packed sequence")
+    assert " batch.memory: 1e-06 GiB do not hold one packed sequence" in observer.failures[first]
     assert "finished after step 2" in observer.said and "of another time" not in observer.said
     again = RecordingObserver()
     assert runner.run(planned(recipe, "batch.memory=1e-6,8"), again).failed == (first,)

@@ -17,6 +17,7 @@ from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.loading import meta_decoder
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import sections
+from danlu.train.learner import MicroStep
 from danlu.types import Totals
 
 META = torch.device("meta")
@@ -44,9 +45,9 @@ def compute_on_meta(kind: str, recompute: Any = None, **model: Any) -> DecoderLe
 
 def micro_batch(compute: DecoderLearner) -> torch.Tensor:
     packs = [SyntheticPacks().at(number) for number in range(2)]
-    batch = compute.collate(packs)
-    with compute.dropout(1, list(enumerate(packs))):
-        total = compute.losses(batch, Totals.of(packs)).total
+    micro_step = MicroStep(compute.collate(packs), list(enumerate(packs)), Totals.of(packs), 1)
+    with compute.at(micro_step):
+        total = compute.forward(0, micro_step, None).total
         total.backward()
     return total
 

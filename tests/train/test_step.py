@@ -96,12 +96,16 @@ def test_layers_that_are_recomputed_draw_the_dropout_of_their_forward_pass(kind:
 def test_dropout_is_told_the_step_and_the_packs_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made, told = adapted("lora-dropout"), []
     begin = made.dropout_state.begin
-    monkeypatch.setattr(
-        made.dropout_state, "begin", lambda step, packs: (told.append((step, list(packs))), begin(step, packs))
-    )
+
+    def recorded(step: int, packs: list[tuple[int, int]], rows: Tensor | None = None) -> None:
+        told.append((step, list(packs)))
+        begin(step, packs, rows)
+
+    monkeypatch.setattr(made.dropout_state, "begin", recorded)
     accumulate(replace(compute(made.model, 2), adapters=made.adapters), PACKS, step=7, clip=None)
     sizes = [(number, pack.tokens) for number, pack in enumerate(PACKS)]
-    assert told == [(7, sizes[:2]), (7, sizes[2:4]), (7, sizes[4:])]
+    forward_and_backward = [[packs, packs] for packs in (sizes[:2], sizes[2:4], sizes[4:])]
+    assert told == [(7, packs) for both in forward_and_backward for packs in both]
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])

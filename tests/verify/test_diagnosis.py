@@ -11,7 +11,7 @@ import torch
 from builders.tiny_world import tiny_world
 from torch import Tensor
 
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.parallel.layout import Layout
 from danlu.recipe import load
 from danlu.shard_box import ShardBox

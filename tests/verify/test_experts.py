@@ -11,7 +11,7 @@ from builders.small_experts import KINDS, experts_config
 from builders.tiny_world import tiny_world
 
 from danlu.errors import RecipeError
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.recipe import Recipe, load
 from danlu.verify import decoder_proxy
 from danlu.verify.role_proxies import write_model
@@ -32,9 +32,15 @@ LAYOUTS = {
         ["parallel={shard: zero3, expert: 2}", "memory=full", "router={balance: step, rate: 0.01}"],
         "zero3, data 4 x expert 2, recompute full",
     ),
+    "expert 2 x context 2": (
+        "mixtral",
+        ["parallel={expert: 2, context: 2}", "router={balance: sequence, sequence: 0.01, z: 0.001}"],
+        "expert 2 x context 2",
+    ),
 }
 BALANCED = "router={balance: sequence, sequence: 0.01, z: 0.001}"
 MISTAKES: dict[str, tuple[list[str], str | None, str]] = {
+    "balance-of-one-share": (["parallel={context: 2}", BALANCED], "embed_tokens.weight", "one context rank's share"),
     "balance-on-each-tensor-rank": (["parallel={tensor: 2}", BALANCED], "embed_tokens.weight", "each tensor rank adds"),
     "counted-filler": (["parallel={expert: 2}"], "layers.0.mlp.router", "fill a batch up"),
     "counts-of-one-rank": (["parallel={expert: 2}"], "layers.0.mlp.router", "its own tokens alone"),
@@ -80,10 +86,30 @@ FOLDERS = {
         ["parallel={shard: zero3, expert: 2}", "adapter={kind: lora, targets: all-linear}"],
         "zero3, data 4 x expert 2, lora",
     ),
+    "lora on experts": (
+        "mixtral",
+        ["parallel={shard: zero3, expert: 2}", "adapter={kind: lora, targets: [all-linear, experts]}"],
+        "zero3, data 4 x expert 2, lora",
+    ),
+    "lora on experts, expert x tensor": (
+        "deepseek_v3",
+        ["parallel={expert: 2, tensor: 2}", "adapter={kind: lora, targets: [attention, experts]}", "memory=full"],
+        "data 2 x expert 2 x tensor 2, recompute full, lora",
+    ),
     "qlora": (
         "mixtral",
         ["parallel={expert: 2, tensor: 2}", "adapter={kind: lora, dropout: 0.1}", "quantization=nf4", "memory=full"],
         "data 2 x expert 2 x tensor 2, recompute full, lora, nf4",
+    ),
+    "qlora on experts": (
+        "mixtral",
+        [
+            "parallel={shard: zero3, expert: 2}",
+            "adapter={kind: lora, targets: [all-linear, experts]}",
+            "quantization=nf4",
+            "memory=full",
+        ],
+        "zero3, data 4 x expert 2, recompute full, lora, nf4",
     ),
     "latent attention": (
         "deepseek_v3",
@@ -123,14 +149,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def recipe_of_folder(folder: Path, family: str, overrides: list[str], **changes: Any) -> Recipe:
+    """A recipe that trains a model of a Hugging Face folder."""
+    write_model(read_config_values({"model_type": family, **SIZES, **CONFIGS[family]}), folder / "base", 0)
+    shutil.copytree(tiny_world().tokenizer, folder / "base", dirs_exist_ok=True)
+    model = {"path": str(folder / "base"), "config": None, "tokenizer": None}
+    return load(tiny_world().recipe(folder / "run", folder / "recipe.yaml", model=model, **changes), overrides).recipe
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_experts_of_a_folder_are_distributed_too(name: str, tmp_path: Path) -> None:
     family, overrides, layout = FOLDERS[name]
-    write_model(read_config_values({"model_type": family, **SIZES, **CONFIGS[family]}), tmp_path / "base", 0)
-    shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
-    model = {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}
-    file = tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml", model=model)
-    report, rows = verify("r.yaml", load(file, overrides).recipe, Options(steps=1, traffic=True))
+    report, rows = verify("r.yaml", recipe_of_folder(tmp_path, family, overrides), Options(steps=1, traffic=True))
     assert report.finding is None and all(check.holds for check in report.checks), report.finding
     assert report.layout == layout
     assert rows and all(row.agrees for row in rows)
@@ -143,6 +173,92 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypa
     assert report.finding is not None
     assert report.finding.parameter == parameter
     assert cause in report.finding.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("balance-on-each-tensor-rank", "router-by-balance-alone"),
+        ("router-by-balance-alone", "balance-on-each-tensor-rank"),
+    ],
+)
+def test_two_mistakes_of_tensor_ranks_are_told_apart(
+    name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = recipe(tmp_path, "mixtral", ["parallel={tensor: 2}", BALANCED], monkeypatch)
+    report, _ = verify("r.yaml", cut, Options(steps=1, fault=name))
+    assert report.finding is not None
+    assert MISTAKES[name][2] in report.finding.cause and MISTAKES[other][2] not in report.finding.cause
+
+
+MISTAKES_WITH_LORA: dict[str, tuple[list[str], str | None]] = {
+    "expert-gradients-times-expert": (
+        ["parallel={shard: zero2, expert: 2}"],
+        "layers.0.mlp.experts.gate_proj.adapter.default.lora_B",
+    ),
+    "experts-not-in-norm": (["parallel={expert: 2}"], None),
+    "idle-expert-without-gradient": (
+        ["parallel={shard: zero3, expert: 2}", "optimizer={kind: adamw, weight_decay: 0.1}"],
+        "layers.0.mlp.experts.gate_proj.adapter.default.lora_A",
+    ),
+}
+"""By mistake: overrides, and the first parameter that is wrong, where LoRA sits on the experts."""
+
+
+@pytest.mark.parametrize("name", MISTAKES_WITH_LORA)
+def test_a_mistake_is_named_where_lora_sits_on_experts(name: str, tmp_path: Path) -> None:
+    layout, parameter = MISTAKES_WITH_LORA[name]
+    on_experts = recipe_of_folder(
+        tmp_path, "mixtral", [*layout, "adapter={kind: lora, targets: [all-linear, experts]}"]
+    )
+    report, _ = verify("r.yaml", on_experts, Options(steps=2, fault=name))
+    assert report.finding is not None
+    assert report.finding.parameter == parameter
+    assert MISTAKES[name][2] in report.finding.cause
+
+
+def test_mistakes_of_experts_need_an_adapter_that_sits_on_them(tmp_path: Path) -> None:
+    beside_experts = recipe_of_folder(tmp_path, "mixtral", ["parallel={expert: 2}", "adapter=lora"])
+    for name in MISTAKES_WITH_LORA:
+        with pytest.raises(RecipeError, match=f"--inject {name}: not a mistake that this layout can make"):
+            verify("r.yaml", beside_experts, Options(steps=1, fault=name))
+
+
+REPLAYED = {
+    "expert 2": ["parallel={expert: 2}"],
+    "expert 2 x tensor 2, recompute full": ["parallel={expert: 2, tensor: 2}", "memory=full"],
+}
+
+
+def recipe_of_rollouts(folder: Path, overrides: list[str]) -> Recipe:
+    """A recipe of stage rl for a model with experts."""
+    return recipe_of_folder(
+        folder,
+        "mixtral",
+        overrides,
+        stage="grpo",
+        data={"train": str(tiny_world().text), "prompt": "{text}"},
+        rewards=[{"kind": "length", "most": 6}],
+        rollout={"samples": 2, "max_new_tokens": 8},
+        batch={"sequences": None, "prompts": 4},
+    )
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_tokens_of_rollouts_go_where_these_say(name: str, tmp_path: Path) -> None:
+    report, _ = verify("r.yaml", recipe_of_rollouts(tmp_path, REPLAYED[name]), Options(steps=1))
+    assert report.finding is None and all(check.holds for check in report.checks), report.finding
+    assert any("routing_replay" in line for line in report.about)
+
+
+def test_routes_that_are_not_replayed_are_named(tmp_path: Path) -> None:
+    replayed = recipe_of_rollouts(tmp_path, REPLAYED["expert 2"])
+    report, _ = verify("r.yaml", replayed, Options(steps=1, fault="routes-not-replayed"))
+    assert report.finding is not None and report.finding.stage == "expert counts of step 1"
+    assert "that their rollout says they went to" in report.finding.cause
+    chosen_anew = recipe_of_rollouts(tmp_path, [*REPLAYED["expert 2"], "rollout.routing_replay=false"])
+    with pytest.raises(RecipeError, match="--inject routes-not-replayed: not a mistake that this layout can make"):
+        verify("r.yaml", chosen_anew, Options(steps=1, fault="routes-not-replayed"))
 
 
 def test_a_router_that_the_family_does_not_keep_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

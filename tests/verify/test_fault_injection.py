@@ -20,9 +20,12 @@ from danlu.models.load_balancing import Balancer
 from danlu.models.modules import RMSNorm
 from danlu.models.router import Router
 from danlu.optim.build import Optimizers
+from danlu.parallel import ring_attention
 from danlu.parallel.comm import Group
+from danlu.parallel.context_attention import ContextGroups
 from danlu.parallel.layout import Layout
-from danlu.parallel.ranks import Ranks
+from danlu.parallel.pipeline import Pipeline
+from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import load
 from danlu.train import loop, step
@@ -41,7 +44,14 @@ TOUCHED = [
     (FSDPModule, "set_reshard_after_backward"),
     (Optimizers, "load_state"),
     (DecoderLearner, "prepare"),
-    (learner, "attend_for"),
+    (DecoderLearner, "at"),
+    (Pipeline, "actions"),
+    (learner, "context_attend_for"),
+    (learner, "share_of_batch"),
+    (ContextGroups, "sum"),
+    (ring_attention, "as_rows"),
+    (ring_attention, "finished"),
+    (ring_attention, "tiles_between"),
     (learner, "deal_by_tokens"),
     (AdapterSet, "without"),
     (builder, "place_frozen"),
@@ -53,6 +63,7 @@ TOUCHED = [
     (Balancer, "end_step"),
     (load_balancing, "is_recomputing"),
     (learner, "BatchTokens"),
+    (learner, "replaying"),
     (Optimizers, "step"),
 ]
 
@@ -64,7 +75,8 @@ def state() -> list[object]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_nothing_stays_behind(name: str, tmp_path: Path) -> None:
     recipe = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml")).recipe
-    ranks = Ranks(Layout(shard=2), data=Group("data", (0, 1)), shard=Group("shard", (0, 1)))
+    data, shard = Group("data", (0, 1)), Group("shard", (0, 1))
+    ranks = Ranks(Layout(shard=2), data=data, shard=shard, dense_data=DataGroups(data, shard=shard))
     original = state()
     with FAULTS[name].inject(recipe, ranks):
         assert state() != original

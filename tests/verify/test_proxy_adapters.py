@@ -14,7 +14,7 @@ from builders.tiny_adapters import logits
 from danlu.adapters.adapter_config import adapter_stack, read_adapter_config
 from danlu.errors import ModelError, RecipeError
 from danlu.models.config import ModelConfig
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
 from danlu.models.saving import save

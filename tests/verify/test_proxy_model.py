@@ -16,10 +16,10 @@ from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
-from danlu.models.families import config_values, read_config_values
+from danlu.models.heads_spec import Heads
+from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
-from danlu.models.layer_spec import Heads
 from danlu.models.loading import build
 from danlu.models.loading import load as load_model
 from danlu.parallel.layout import Layout, problems

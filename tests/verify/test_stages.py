@@ -24,6 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"shard": "zero3"},
     "zero2 x tensor": {"shard": "zero2", "tensor": 2},
     "tensor, sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+    "ulysses, zero3": {"context": {"size": 2, "method": "ulysses"}, "shard": "zero3"},
 }
 LORA = {"adapter": {"kind": "lora", "rank": 8, "dropout": 0.2}}
 QLORA = {**LORA, "quantization": "nf4"}
@@ -84,7 +86,7 @@ def recipe(folder: Path, parallel: dict[str, Any], own: dict[str, Any]) -> Recip
 
 
 def grid() -> list[Any]:
-    """Each case in each layout: every second of them is slow, so that a quick run has two layouts of each case."""
+    """Each case in each layout: every second of them is slow, so that a quick run has three layouts of each case."""
     return [
         pytest.param(case, layout, marks=[pytest.mark.slow] if (line + column) % 2 else [], id=f"{case}: {layout}")
         for line, case in enumerate(CASES)

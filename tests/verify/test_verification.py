@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from builders.adapter_folders import adapter_folder
 from builders.digits import digits_folder
+from builders.small_config import small_config
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.errors import RecipeError, TrainingError
+from danlu.models.config import ModelConfig
+from danlu.models.heads_spec import Heads
+from danlu.models.layer_spec import Mixer
 from danlu.numerics.relative_error import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections.base import RowType
-from danlu.verify import verification
+from danlu.verify import decoder_proxy, verification
 from danlu.verify.fault_injection import FAULTS
+from danlu.verify.pipeline_faults import PIPELINE_FAULTS
 from danlu.verify.verification import Options, predict_traffic, verify
 
 TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
@@ -89,6 +95,28 @@ def test_a_right_layout_is_the_same(
     assert rows and all(row.agrees for row in rows)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("overrides", "options", "layout"),
+    [
+        (["parallel={context: 2}"], {}, "context 2"),
+        (["parallel={context: 2, shard: zero3}"], {"tied": True}, "zero3, data 2 x context 2"),
+        (["parallel={context: {size: 2, method: ulysses}, tensor: 2}"], {}, "context 2 x tensor 2"),
+        (["parallel={context: 2}", f"adapter={LORA}", "quantization=nf4"], {"base": True}, "context 2, lora, nf4"),
+    ],
+    ids=["context", "zero3 x context", "ulysses x tensor", "qlora"],
+)
+def test_context_ranks_are_verified(
+    overrides: list[str], options: dict[str, bool], layout: str, tmp_path: Path
+) -> None:
+    verified, _ = verify("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2))
+    assert verified.finding is None and all(check.holds for check in verified.checks)
+    assert verified.layout == layout
+    errors = {check.what: check.error for check in verified.checks}
+    assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6 and errors["gradients"] < 5e-6
+    assert errors["saved weights, loaded"] == 0
+
+
 KINDS_BY_ROWS: dict[RowType, list[str]] = {
     row_type: [
         term.model_fields["kind"].default
@@ -137,24 +165,31 @@ def test_precision_auto_is_decided_before_it_is_verified(tmp_path: Path, monkeyp
 
 SHARDED, TENSOR = "parallel=zero2", "parallel={tensor: 2, sequence: true}"
 WITH_LORA = f"adapter={LORA}"
+CONTEXT = "parallel={context: 2}"
 DIAGNOSES = {
     "adapter-in-reference": "the policy with its adapter",
+    "branch-sums-per-rank": "one context rank's tokens alone",
     "divisors-per-rank": "one process's own pairs",
+    "document-leak": "documents that see each other",
     "doubled": "too large by a constant",
     "frozen-models-differ": "not the same on all processes",
     "local-clip": "the norm of what it holds",
     "local-norm-statistics": "mean square of one rank's heads",
     "mean-of-means": "mean over data ranks of their own means",
     "mean-of-micro-batches": "each micro-batch counts alike",
+    "mean-over-context-ranks": "divides by the weight of its own targets",
     "missing-norm-sum": "is missing",
     "never-filled": "never filled",
+    "positions-begin-anew": "positions or frequencies that begin anew",
     "repeated-rows": "more than once",
     "same-masks": "dropout",
     "stale": "out of date",
     "state-of-another-shard": "optimizer's state",
     "statistics-per-micro-batch": "a sort or a mean over a micro-batch",
+    "target-lost-at-cut": "lost between two chunks",
     "untied": "tie",
     "visible-siblings": "branches of a tree that see one another",
+    "window-at-border": "off by one there",
 }
 """A part of the cause that a verification reports for each mistake."""
 CASES = {
@@ -163,15 +198,19 @@ CASES = {
         {"base": True, "rows_of": "preference"},
         "layers.0.attention.q_proj.adapter.default.lora_A",
     ),
+    "branch-sums-per-rank": ((CONTEXT,), {"rows_of": "preference"}, "embed_tokens.weight"),
     "divisors-per-rank": (("parallel.data=2",), {"rows_of": "preference"}, "embed_tokens.weight"),
+    "document-leak": ((CONTEXT,), {}, "embed_tokens.weight"),
     "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
     "frozen-models-differ": ((SHARDED,), {"rows_of": "preference"}, "embed_tokens.weight"),
     "local-clip": ((SHARDED,), {}, None),
     "local-norm-statistics": (("parallel={tensor: 2}", "model.config.model_type=olmo2"), {}, "embed_tokens.weight"),
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
     "mean-of-micro-batches": ((SHARDED,), {}, "embed_tokens.weight"),
+    "mean-over-context-ranks": ((CONTEXT,), {}, "embed_tokens.weight"),
     "missing-norm-sum": ((TENSOR,), {}, "layers.0.attention_norm.weight"),
     "never-filled": ((SHARDED,), {}, None),
+    "positions-begin-anew": ((CONTEXT,), {}, "embed_tokens.weight"),
     "repeated-rows": ((SHARDED,), {}, "embed_tokens.weight"),
     "same-masks": (
         ("parallel.data=2", WITH_LORA),
@@ -181,12 +220,19 @@ CASES = {
     "stale": ((SHARDED,), {}, "embed_tokens.weight"),
     "state-of-another-shard": ((SHARDED,), {}, "embed_tokens.weight"),
     "statistics-per-micro-batch": ((SHARDED, "objective=aot"), {"rows_of": "preference"}, "embed_tokens.weight"),
+    "target-lost-at-cut": ((CONTEXT,), {}, "embed_tokens.weight"),
     "untied": ((SHARDED,), {"tied": True}, "embed_tokens.weight"),
     "visible-siblings": (("parallel={tensor: 2}",), {"rows_of": "preference"}, "embed_tokens.weight"),
+    "window-at-border": (
+        (CONTEXT, "model.config.model_type=mistral", "model.config.sliding_window=3"),
+        {},
+        "embed_tokens.weight",
+    ),
 }
 
 
 OF_EXPERTS = (
+    "balance-of-one-share",
     "balance-on-each-tensor-rank",
     "counted-filler",
     "counts-of-one-rank",
@@ -195,12 +241,20 @@ OF_EXPERTS = (
     "experts-not-in-norm",
     "idle-expert-without-gradient",
     "router-by-balance-alone",
+    "routes-not-replayed",
 )
 """Mistakes of models with experts: in `test_experts.py`."""
+OF_PIPELINES = tuple(PIPELINE_FAULTS)
+"""In `test_pipelines.py`."""
+OF_SINKS = "sink-on-each-rank"
 
 
 def test_every_mistake_has_a_case() -> None:
-    assert list(CASES) == list(DIAGNOSES) == [name for name in FAULTS if name not in OF_EXPERTS]
+    assert (
+        list(CASES)
+        == list(DIAGNOSES)
+        == [name for name in FAULTS if name not in (*OF_EXPERTS, *OF_PIPELINES, OF_SINKS)]
+    )
     assert list(FAULTS) == sorted(FAULTS) and set(OF_EXPERTS) <= set(FAULTS)
 
 
@@ -213,6 +267,26 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
     assert found.finding.parameter == parameter
     assert DIAGNOSES[name] in found.finding.cause
     assert not all(check.holds for check in found.checks)
+
+
+@pytest.mark.distributed
+def test_a_sink_that_each_rank_of_a_ring_counts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(*args: Any) -> ModelConfig:
+        return small_config(vocab_size=400).with_layers(lambda layer: replace(layer, mixer=with_sinks(layer.mixer)))
+
+    def with_sinks(mixer: Mixer) -> Heads:
+        assert isinstance(mixer, Heads)
+        return replace(mixer, sinks=True)
+
+    monkeypatch.setattr(decoder_proxy, "_config", config)
+    found, _ = verify("recipe.yaml", recipe(tmp_path, CONTEXT), Options(steps=2))
+    assert found.finding is None and all(check.holds for check in found.checks)
+    found, _ = verify("recipe.yaml", recipe(tmp_path, CONTEXT), Options(steps=2, fault=OF_SINKS))
+    assert found.finding is not None and "a sink on each rank" in found.finding.cause
+    assert found.finding.parameter == "embed_tokens.weight"
+    gathered = recipe(tmp_path, "parallel={context: {size: 2, method: gather}}")
+    with pytest.raises(RecipeError, match=f"--inject {OF_SINKS}: not a mistake that this layout can make"):
+        verify("recipe.yaml", gathered, Options(steps=2, fault=OF_SINKS))
 
 
 def images(folder: Path, *overrides: str) -> Recipe:

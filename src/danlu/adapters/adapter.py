@@ -1,6 +1,6 @@
-"""What the adapters of linear layers and of embeddings have in common.
+"""What the adapters of linear layers, of those of experts and of embeddings have in common.
 
-T tokens · O, I outputs and inputs of the layer · V vocabulary · D model width
+T tokens · O, I outputs and inputs of the layer · V vocabulary · D model width · E experts · N rows of their tokens
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Axis, EmbeddingLayer, LinearLayer, LinearShard, Recomputed
+from danlu.layer_types import Axis, EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed
 
 TensorAxes = Mapping[str, tuple[Axis | None, ...]]
 """For tensor parallelism: for each dimension of a parameter, whether it is cut with the outputs or the inputs of its
@@ -27,8 +27,8 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class DenseLinear:
     """The weight and bias of a linear layer with nothing packed and no adapter beside it; float32 or wider."""
 
-    weight: Tensor  # [O, I]
-    bias: Tensor | None  # [O]
+    weight: Tensor  # [O, I]; of experts [E, O, I]
+    bias: Tensor | None  # [O]; of experts [E, O]
 
 
 class ShardableModule(nn.Module):
@@ -67,6 +67,20 @@ class Adapter(ShardableModule):
     @abstractmethod
     def merged_into(self, dense: DenseLinear) -> DenseLinear:
         """The layer with this adapter merged into its weight and bias; differentiable in the adapter's parameters."""
+
+
+class GroupedLinearAdapter(ShardableModule):
+    """The adapter of the stacked linear layers of experts. Its parameters [E, ..] are float32 and distributed with the
+    experts; where the layers are cut over processes by their inputs, what it returns is a term of a sum."""
+
+    @abstractmethod
+    def adapt_output(self, x: Tensor, y: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor:
+        """x [N, I] by expert, counts [E] of each, and y [N, O], what the layers below this adapter make of x -> [N, O]
+        with this adapter."""
+
+    @abstractmethod
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
+        """The layers with this adapter merged into their weights and biases."""
 
 
 class EmbeddingAdapter(ShardableModule):

@@ -42,6 +42,9 @@ KNOWN_KEYS = {kind: frozenset(keys.split()) for kind, keys in _KEYS.items()}
 _TASKS: dict[str, Task] = {"SEQ_CLS": "sequence-classification", "TOKEN_CLS": "token-classification"}
 TASK_TYPES: dict[Task, str] = {"causal-lm": "CAUSAL_LM", **{task: name for name, task in _TASKS.items()}}
 """By task, PEFT's name of it (`task_type`)."""
+ROTATED = "rotated"
+"""Key of danlu.json: whether config.json beside it has another rotary embedding than the base."""
+_MODEL_CONFIG = "config.json"
 _RUN_RESULT = "adapter"
 # Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
 _LEAVES_BASE = (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal")
@@ -93,6 +96,22 @@ class AdapterFolder:
     def task(self) -> Task:
         """What the model with this adapter is for."""
         return _TASKS.get(str(self.values.get("task_type")), "causal-lm")
+
+    @property
+    def rotation_folder(self) -> Path | None:
+        """The folder whose config.json says how the base is rotated under this adapter: its own, if it was trained
+        with `long_context`; None where the base's rotation stays.
+
+        Raises ModelError where that config.json is missing.
+        """
+        if not self.danlu.get(ROTATED):
+            return None
+        if not (self.path / _MODEL_CONFIG).is_file():
+            raise ModelError(
+                f"{self.path / _MODEL_CONFIG}: missing. The adapter was trained with long_context, and this file says "
+                "how its base is rotated. Put it back: without it the base is another model"
+            )
+        return self.path
 
     @property
     def below(self) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -198,9 +198,10 @@ class AdapterSet:
 
         within: the prefix of the modules whose weights have been loaded ("layers.3."), where others have not.
         """
+        present = {name for name, _ in self.model.named_modules()}  # of a pipeline, other stages have the others
         for added in self.added.values():
             for site in added.sites:
-                if not site.name.startswith(within):
+                if not site.name.startswith(within) or site.name not in present:
                     continue
                 module = added.modules[site.name]
                 if isinstance(module, LowRank) and module.base_row_squares is None:
@@ -210,6 +211,12 @@ class AdapterSet:
             copied = {copy.name for copy in added.copies}
             names = [name for name in self._fully_trained(added) if name.startswith(within) and name not in copied]
             added.copies += map(self._copy, names)
+        self.activate(*self.active)
+
+    def copy_trained(self, names: Collection[str]) -> None:
+        """Makes the copies of those of these parameters that an adapter trains in full, before they leave the model."""
+        for added in self.added.values():
+            added.copies += [self._copy(name) for name in self._fully_trained(added) if name in names]
         self.activate(*self.active)
 
     def _prepare_in_place(self, site: Site, section: Any) -> None:
@@ -231,7 +238,7 @@ class AdapterSet:
         owner_name, _, attribute = name.rpartition(".")
         owner: Any = self.model.get_submodule(owner_name)
         if getattr(owner, attribute) is None:
-            empty = new_slot(attribute, embedding=owner_name == "embed_tokens")
+            empty = new_slot(attribute, next((site for site in self.sites if site.name == owner_name), None))
             empty.active = self.active
             setattr(owner, attribute, empty)
         slot = getattr(owner, attribute)
@@ -239,21 +246,36 @@ class AdapterSet:
         return slot
 
     def _fully_trained(self, added: AddedAdapter) -> Iterator[str]:
-        """Names of the base's parameters that this adapter trains in full."""
+        """Names of the base's parameters that this adapter trains in full.
+
+        Raises RecipeError for `modules_to_save` that match nothing, and for stacked parameters of experts, of which an
+        adapter's folder has no place for a copy.
+        """
         section = added.section
+        stacked = {site.name for site in self.sites if site.experts is not None}
         saved: list[str] = getattr(section, "modules_to_save", [])
         if "lm_head" in saved:
             self.head_as_linear()
         bias = getattr(section, "bias", "none")
         adapted = {f"{site.name}.bias" for site in added.sites}
         names = self.base_parameters()
+        known = {*names, *(copy.name for copy in added.copies)}  # of a stage of a pipeline, those of other stages too
         for module in saved:
-            if not any(_belongs_to(name, self.hf_name(name), module) for name in names):
+            if not any(_belongs_to(name, self.hf_name(name), module) for name in known):
                 raise RecipeError(f"adapter.modules_to_save: {module!r} matches no module of this model")
         for name in names:
             is_saved = any(_belongs_to(name, self.hf_name(name), module) for module in saved)
-            if is_saved or (name.endswith(".bias") and (bias == "all" or (bias == "adapted" and name in adapted))):
-                yield name
+            if not (
+                is_saved or (name.endswith(".bias") and (bias == "all" or (bias == "adapted" and name in adapted)))
+            ):
+                continue
+            if name.rpartition(".")[0] in stacked:
+                key = "modules_to_save" if is_saved else f"bias: {bias}"
+                raise RecipeError(
+                    f"adapter.{key} would train {name} of all experts in full, which adapter folders have no place "
+                    "for. Put LoRA on them (adapter.targets: experts), or train the whole model"
+                )
+            yield name
 
     def fully_trained(self) -> set[str]:
         """Names of the base's parameters of which some adapter trains a copy."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from danlu.adapters import bottleneck, prefix, prompt
 from danlu.adapters.dropout import Dropout, DropoutState
+from danlu.adapters.grouped_lora import GroupedLowRank
 from danlu.adapters.hf_layers import HFLayer, adapted_layers
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
@@ -77,7 +78,7 @@ def build_modules(
 
 
 def low_rank(site: Site, section: sections.LowRank, name: str, context: BuildContext) -> nn.Module:
-    """LoRA or DoRA on one site, with its first values drawn."""
+    """LoRA or DoRA on one site, or LoRA on each of its experts, with its first values drawn."""
     rank = by_pattern(site, section.rank_pattern, section.rank)
     scale = lora_scale(site, section, rank)
     generator = context.generator(f"{site.name}.{name}.lora_A")
@@ -85,6 +86,12 @@ def low_rank(site: Site, section: sections.LowRank, name: str, context: BuildCon
         embedding = EmbeddingLowRank(site.shape, rank, scale, device=context.device)
         embedding.reset_parameters(generator)
         return embedding
+    if site.experts is not None:
+        grouped = GroupedLowRank(
+            site.experts, site.shape, rank, scale, freeze_a=section.freeze_a, device=context.device
+        )
+        grouped.reset_parameters(generator, gaussian=section.init == "gaussian")
+        return grouped
     module = LowRank(
         site.shape,
         rank,

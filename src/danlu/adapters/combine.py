@@ -39,12 +39,21 @@ class Combination:
         assert all(math.isfinite(weight) for weight in self.weights), f"weights are {self.weights}"
         assert 0 < self.density <= 1, f"density is {self.density}"
 
-    def of(self, changes: Sequence[Tensor], draw: Callable[[int], torch.Generator]) -> Tensor:
-        """The combined change, of changes of one shape. draw: n -> the CPU generator of dare's choice for adapter n."""
+    def of(
+        self, changes: Sequence[Tensor], draw: Callable[[int], torch.Generator], *, experts: int | None = None
+    ) -> Tensor:
+        """The combined change, of changes of one shape.
+
+        draw: n -> the CPU generator of dare's choice for adapter n. experts: of stacked matrices [E, O, I], or of P of
+        them one behind the other [P E, O, I], the number E: those of each expert are trimmed by themselves.
+        """
         if self.method in ("dare-linear", "dare-ties"):
             changes = [drop_and_rescale(change, self.density, draw(n)) for n, change in enumerate(changes)]
         elif self.method == "ties":
-            changes = [trim(change, self.density) for change in changes]
+            changes = [
+                trim(change, self.density) if experts is None else trim_by_expert(change, self.density, experts)
+                for change in changes
+            ]
         if self.method in ("ties", "dare-ties"):
             return elect_signs(changes, self.weights, self.majority)
         return weighted_sum(changes, self.weights)
@@ -66,6 +75,13 @@ def trim(change: Tensor, density: float) -> Tensor:
     magnitudes = change.abs().flatten()
     threshold = magnitudes.kthvalue(magnitudes.numel() - kept + 1).values
     return change.where(change.abs() >= threshold, 0)
+
+
+def trim_by_expert(change: Tensor, density: float, experts: int) -> Tensor:
+    """`trim` of each expert's own matrices alone, of change [P E, O, I] with P stacks of E experts: as many numbers of
+    an expert with small changes are kept as of one with large changes, as where each expert is a module of its own."""
+    by_expert = change.unflatten(0, (-1, experts)).unbind(1)  # [P, O, I] of each
+    return torch.stack([trim(matrices, density) for matrices in by_expert], 1).flatten(0, 1)
 
 
 def drop_and_rescale(change: Tensor, density: float, generator: torch.Generator) -> Tensor:

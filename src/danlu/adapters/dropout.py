@@ -28,19 +28,25 @@ class DropoutState:
         self.seed = seed
         self._key: int | None = None  # of the step
         self._packs: tuple[tuple[int, int], ...] = ()
+        self._rows: Tensor | None = None
+        self._drawn_key: int | None = None  # of the step that `_packs`, `_rows` and `_token_keys` are of
         self._token_keys: Tensor | None = None
 
-    def begin(self, step: int, packs: Sequence[tuple[int, int]]) -> None:
+    def begin(self, step: int, packs: Sequence[tuple[int, int]], rows: Tensor | None = None) -> None:
         """Switches dropout on for one micro-batch.
 
-        packs: of each pack of the micro-batch, its number within the step and how many tokens it has, in order.
+        Args:
+            packs: of each pack of the micro-batch, its number within the step and how many tokens it has, in order.
+            rows: [t] int64 on the host, which of their tokens are here, in order; None: all.
         """
-        self._key, self._packs = _hash(f"{self.seed}\0{step}"), tuple(packs)
-        self._token_keys = None
+        key, packs = _hash(f"{self.seed}\0{step}"), tuple(packs)
+        if (key, packs) != (self._drawn_key, self._packs) or not _same_rows(rows, self._rows):
+            self._token_keys = None  # else the micro-batch goes on, in the backward pass
+        self._key, self._drawn_key, self._packs, self._rows = key, key, packs, rows
 
     def end(self) -> None:
-        """Switches dropout off, for evaluation and generation."""
-        self._key = self._token_keys = None
+        """Switches dropout off, for evaluation and generation, or until the micro-batch's backward pass begins."""
+        self._key = None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -64,14 +70,22 @@ class DropoutState:
         assert self._key is not None, "dropout is switched off"
         if self._token_keys is None or self._token_keys.shape[0] != x.shape[0] or self._token_keys.device != x.device:
             tokens = [count for _, count in self._packs]
-            assert sum(tokens) <= x.shape[0], f"{sum(tokens)} tokens, and activations of {x.shape[0]}"
             numbers = torch.tensor([number for number, _ in self._packs], dtype=torch.int32)
             keys = _mix(numbers + self._key).repeat_interleave(torch.tensor(tokens, dtype=torch.int64))
             # The mixer is applied twice, so that token t of pack n and token t + 1 of pack n - 1 have unrelated keys.
             offsets = torch.cat([torch.arange(count, dtype=torch.int32) for count in tokens])
-            padded = F.pad(keys + offsets, (0, x.shape[0] - len(keys)))
+            of_tokens = keys + offsets if self._rows is None else (keys + offsets)[self._rows]
+            assert len(of_tokens) <= x.shape[0], f"{len(of_tokens)} tokens, and activations of {x.shape[0]}"
+            padded = F.pad(of_tokens, (0, x.shape[0] - len(of_tokens)))
             self._token_keys = _mix(padded).to(x.device)
         return self._token_keys
+
+
+def _same_rows(rows: Tensor | None, others: Tensor | None) -> bool:
+    """Whether both are all tokens, or the same ones."""
+    if rows is None or others is None:
+        return rows is others
+    return torch.equal(rows, others)
 
 
 class Dropout:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from torch import Tensor
 from danlu.adapters.adapter import saved_inputs
 from danlu.adapters.dropout import Dropout
 from danlu.layer_types import LinearLayer, Recomputed, ReduceGroup
+from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 # Rows of a [T, O] product that are reduced at a time, few enough for a CPU's caches.
 _ROWS_PER_BLOCK = 128
@@ -66,7 +68,12 @@ def low_rank_linears(
         factors = branch.factors
         flat.append(branch.linear.added_bias)
         flat += (None, None, None) if factors is None else (factors.a, factors.b, factors.magnitude)
-    outputs: tuple[Tensor, ...] = _LowRankLinears.apply(x, call, *flat)
+    deferral = deferral_of(*flat[1::4], *flat[2::4])
+    if deferral is not None:
+        for at, tensor in enumerate(flat):
+            if at % 4 in (1, 2) and tensor is not None and tensor.requires_grad:
+                flat[at] = deferral.anchor
+    outputs: tuple[Tensor, ...] = _LowRankLinears.apply(x, call, deferral, *flat)
     return outputs
 
 
@@ -153,17 +160,24 @@ def _all_reduce(terms: Sequence[Tensor], tensor_group: ReduceGroup) -> tuple[Ten
 
 
 class _LowRankLinears(torch.autograd.Function):
-    """Inputs: x [T, I], the call, then bias, A, B and m of each branch, or None. Outputs: y [T, O] of each branch."""
+    """Inputs: x [T, I], the call, then bias, A, B and m of each branch, or None. Outputs: y [T, O] of each branch.
+
+    With a deferral its anchor stands for each A and B that is trained, whose gradients are left to the queue.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, call: _Call, deferral: Deferral | None, *inputs: Tensor | None
+    ) -> tuple[Tensor, ...]:
         u, results = _forward(x, call)
+        flat = _with_factors(inputs, call)
         ctx.set_materialize_grads(False)
         # Without the tensors: recomputation and offload can only free what `save_for_backward` was given.
         ctx.call = replace(call, recomputed=None if call.recomputed is None else call.recomputed._replace(inputs=()))
         # By the time of the backward pass the dropout state may be that of another micro-batch.
         ctx.token_keys = None if call.dropout is None else call.dropout.state.token_keys(x)
         ctx.directions = [direction for _, direction in results]
+        ctx.deferral = deferral
         trains_a = any(a is not None and a.requires_grad for a in flat[1::4])
         saved_x = saved_inputs(x, call.recomputed) if trains_a else ()
         ctx.saved_x_count = len(saved_x)
@@ -179,10 +193,12 @@ class _LowRankLinears(torch.autograd.Function):
         saved_x, u = saved[:count], saved[count]
         outputs = saved[count + 1 : count + 1 + len(grads)]
         flat = saved[count + 1 + len(grads) :]
-        wants_x, _, *wanted = ctx.needs_input_grad
+        wants_x, _, _, *wanted = ctx.needs_input_grad
         grad_x: Tensor | None = None
         grad_u = torch.zeros_like(u)  # [T, R]; zero for branches whose output got no gradient
         results: list[Any] = [None] * len(flat)
+        by_norm: list[Tensor | None] = [None] * len(flat)  # gradients of A and B through DoRA's norms
+        trained_a: dict[int, tuple[Tensor, slice]] = {}  # by its place, and its rows among those of all
         start = 0
         for index, (branch, grad, y, direction) in enumerate(
             zip(call.branches, grads, outputs, ctx.directions, strict=True)
@@ -192,6 +208,8 @@ class _LowRankLinears(torch.autograd.Function):
             factors = branch.factors
             columns = slice(start, start + (0 if a is None else a.shape[0]))  # of U, this branch's
             start = columns.stop
+            if factors is not None and wanted[a_at]:
+                trained_a[a_at] = factors.a, columns
             if grad is None:
                 continue
             if wanted[bias_at]:
@@ -203,7 +221,7 @@ class _LowRankLinears(torch.autograd.Function):
             if wants_x or through_norm is not None:
                 with branch.linear.weight_in_workspace(grad.dtype) as weight:
                     if through_norm is not None:
-                        results[a_at], results[b_at] = _through_norm(through_norm, by_gain, direction, weight)
+                        by_norm[a_at], by_norm[b_at] = _through_norm(through_norm, by_gain, direction, weight)
                     if wants_x:
                         # `scaled_rows` may overwrite the weight in the workspace, so it comes after its last other use.
                         effective = weight if direction is None else branch.linear.scaled_rows(weight, direction.gain)
@@ -212,21 +230,57 @@ class _LowRankLinears(torch.autograd.Function):
                 # The gradient of A x of this branch; those of A and x follow below, for all branches at once.
                 grad_u[:, columns] = grad @ _scaled(b * factors.scale, direction).to(grad.dtype)
                 if wanted[b_at]:
-                    grad_b = (grad.t() @ u[:, columns]).to(b.dtype).mul_(factors.scale)
-                    results[b_at] = _added(_scaled(grad_b, direction), results[b_at])
+                    make_b = partial(_gradient_of_b, b.dtype, factors.scale, direction, by_norm[b_at])
+                    deferral = None if ctx.deferral is None else ctx.deferral.only(factors.b)
+                    (results[b_at],) = made_or_deferred(deferral, make_b, grad, u[:, columns])
         if saved_x:
             x = saved_x[0] if call.recomputed is None else call.recomputed.function(*saved_x)
-            x = x if call.dropout is None else call.dropout(x, ctx.token_keys)
-            grad_joined_a = grad_u.t() @ x  # [R, I]
-            start = 0
-            for a_at in range(1, len(flat), 4):
-                if (a := flat[a_at]) is not None:
-                    grad_a = grad_joined_a[start : start + a.shape[0]]
-                    start += a.shape[0]
-                    results[a_at] = _added(grad_a.to(a.dtype), results[a_at]) if wanted[a_at] else None
+            parts = [_RowsOfA(rows, a.dtype, by_norm[at]) for at, (a, rows) in trained_a.items()]
+            make_a = partial(_gradients_of_a, parts, call.dropout, ctx.token_keys)
+            deferral = None if ctx.deferral is None else ctx.deferral.only(*(a for a, _ in trained_a.values()))
+            for at, grad_a in zip(trained_a, made_or_deferred(deferral, make_a, grad_u, x), strict=True):
+                results[at] = grad_a
         if wants_x:
             grad_x = _add_low_rank(grad_x, grad_u, _joined_a(call, grad_u.dtype), call.dropout, ctx.token_keys)
-        return grad_x, None, *results
+        return grad_x, None, None, *results
+
+
+def _with_factors(flat: Sequence[Tensor | None], call: _Call) -> list[Tensor | None]:
+    """The tensor inputs of `_LowRankLinears` with A and B themselves where an anchor stood for them."""
+    tensors = list(flat)
+    for index, branch in enumerate(call.branches):
+        if branch.factors is not None:
+            tensors[4 * index + 1 : 4 * index + 3] = branch.factors.a, branch.factors.b
+    return tensors
+
+
+def _gradient_of_b(
+    dtype: torch.dtype,
+    scale: float,
+    direction: _Direction | None,
+    by_norm: Tensor | None,
+    grad: Tensor,
+    u: Tensor,
+) -> tuple[Tensor]:
+    """grad [T, O] and u = A x [T, r] -> [O, r], added to what B gets through DoRA's norm."""
+    grad_b = (grad.t() @ u).to(dtype).mul_(scale)
+    return (_added(_scaled(grad_b, direction), by_norm),)
+
+
+class _RowsOfA(NamedTuple):
+    """The A of one branch among those of all, [R, I]."""
+
+    rows: slice
+    dtype: torch.dtype
+    by_norm: Tensor | None  # [r, I], what it gets through DoRA's norm
+
+
+def _gradients_of_a(
+    parts: Sequence[_RowsOfA], dropout: Dropout | None, token_keys: Tensor | None, grad_u: Tensor, x: Tensor
+) -> list[Tensor]:
+    """grad_u [T, R] and x [T, I] -> [r, I] of each part."""
+    grad_joined_a = grad_u.t() @ (x if dropout is None else dropout(x, token_keys))  # [R, I]
+    return [_added(grad_joined_a[part.rows].to(part.dtype), part.by_norm) for part in parts]
 
 
 def _by_gain(grad: Tensor, y: Tensor, bias: Tensor | None, direction: _Direction) -> Tensor:

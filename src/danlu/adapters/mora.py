@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -30,6 +31,7 @@ from danlu.adapters.targets import Form, square_width
 from danlu.errors import ModelError
 from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
 from danlu.recipe import sections
+from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 Angles = tuple[Tensor, Tensor] | None
 """cos and sin [G, w/2] of every pair of features of every group, in the type of activations; None for sharing."""
@@ -132,7 +134,9 @@ class Mora(Adapter):
 
     def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
-        path: Tensor = _Path.apply(x, self.mora_M, self.cos, self.sin, self.folding, dropout, recomputed)
+        deferral = deferral_of(self.mora_M)
+        m = self.mora_M if deferral is None else deferral.anchor
+        path: Tensor = _Path.apply(x, m, self.cos, self.sin, self.folding, dropout, recomputed, deferral)
         return y + path
 
     def merged_into(self, dense: DenseLinear) -> DenseLinear:
@@ -153,7 +157,10 @@ class Mora(Adapter):
 
 
 class _Path(torch.autograd.Function):
-    """decompress(M compress(x)). Saved is x, which other operations save too, not its groups; or what recomputes x."""
+    """decompress(M compress(x)). Saved is x, which other operations save too, not its groups; or what recomputes x.
+
+    With a deferral its anchor stands for M, whose gradient is left to the queue.
+    """
 
     @staticmethod
     def forward(
@@ -165,7 +172,11 @@ class _Path(torch.autograd.Function):
         folding: Folding,
         dropout: Dropout | None,
         recomputed: Recomputed | None,
+        deferral: Deferral | None,
     ) -> Tensor:
+        if deferral is not None:
+            (m,) = deferral.weights
+        ctx.deferral = deferral
         saved_x = saved_inputs(x, recomputed) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(m, cos, sin, *saved_x)
         ctx.folding, ctx.dropout = folding, dropout
@@ -186,11 +197,16 @@ class _Path(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x = saved_x[0] if ctx.recompute is None else ctx.recompute(*saved_x)
             z = folding.compress(x if dropout is None else dropout(x, ctx.token_keys), angles)
-            grad_m = (grad_z.flatten(0, 1).t() @ z.flatten(0, 1)).to(m.dtype)
+            (grad_m,) = made_or_deferred(ctx.deferral, partial(_gradient_of_m, m.dtype), grad_z, z)
         if ctx.needs_input_grad[0]:
             grad_x = folding.compress_transposed(grad_z @ m.to(grad.dtype), angles)
             grad_x = grad_x if dropout is None else dropout(grad_x, ctx.token_keys)
-        return grad_x, grad_m, None, None, None, None, None
+        return grad_x, grad_m, None, None, None, None, None, None
+
+
+def _gradient_of_m(dtype: torch.dtype, grad_z: Tensor, z: Tensor) -> tuple[Tensor]:
+    """grad_z and z = compress(x), both [T, G, w] -> [w, w] in `dtype`."""
+    return ((grad_z.flatten(0, 1).t() @ z.flatten(0, 1)).to(dtype),)
 
 
 def _angles(cos: Tensor | None, sin: Tensor | None, dtype: torch.dtype) -> Angles:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
-from danlu.adapters.adapter_config import CONFIG, DANLU, TASK_TYPES, WEIGHTS, AdapterFolder
+from danlu.adapters.adapter_config import CONFIG, DANLU, ROTATED, TASK_TYPES, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.hf_layers import HFLayer
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
@@ -45,6 +45,7 @@ def write_adapter(
     writes: bool = True,
     task: Task = "causal-lm",
     head: Mapping[str, Tensor] | None = None,
+    rotated: bool = False,
 ) -> None:
     """Writes one adapter of the set into an existing, empty folder, in float32.
 
@@ -55,6 +56,7 @@ def write_adapter(
         value: from a tensor's name in the model to the whole tensor, a collective call where the adapter is sharded.
         writes: False on processes that only take part in `value`, and touch no file.
         task, head: of a model that classifies, and its head's tensors as model folders name them ("score.weight").
+        rotated: the base's rotary embedding is another one under it, which config.json beside will say.
     """
     added = adapters.added[name]
     whole = None if value is None else {parameter: value(parameter) for parameter in adapters.tensors(name)}
@@ -79,6 +81,7 @@ def write_adapter(
         "base_fingerprint": base_fingerprint,
         "below": list(below),
         "adapter": added.section.model_dump(mode="json"),
+        ROTATED: rotated,
         # An adapter whose factors were subtracted from the base is written for the original one, before quantization.
         "quantization": None if getattr(added.section, "init", None) in BASE_CHANGING_INITS else quantization,
     }

@@ -7,7 +7,9 @@ adapter is written as an ordinary LoRA of twice the rank on the original base: W
 W + s [B, -B0] [A; A0]. One that PEFT wrote is read the same way: when PEFT loads it, its `init_lora_weights` may
 subtract such factors from the base again.
 
-O, I outputs and inputs of a layer · r rank
+What of stacked parameters is called otherwise, and lies in another order, is in `peft_stacked`.
+
+O, I outputs and inputs of a layer · r rank · E experts
 """
 
 from __future__ import annotations
@@ -24,9 +26,20 @@ from torch import Tensor, nn
 
 from danlu.adapters import low_rank_init
 from danlu.adapters.adapter_config import init_taken_from_base
+from danlu.adapters.grouped_lora import GroupedLowRank
 from danlu.adapters.hf_layers import HFLayer, adapted_layers, hf_layers
 from danlu.adapters.lora import EmbeddingLowRank, LowRank
-from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
+from danlu.adapters.peft_stacked import check_target_parameters, stacked_tensors, unstacked, wrapped_parameter
+from danlu.adapters.peft_values import (
+    PREFIX,
+    ModuleValues,
+    PeftContent,
+    PeftReader,
+    is_taken_for_experts,
+    target_modules,
+    target_parameters,
+    target_weights,
+)
 from danlu.adapters.targets import value_by_pattern
 from danlu.errors import ModelError
 from danlu.layer_types import Site
@@ -44,7 +57,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "lora_bias": (False, None),
     "monteclora_config": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "use_bdlora": (None, False),
     "use_qalora": (False, None),
@@ -55,10 +67,10 @@ _BASE_LAYER = ".base_layer.weight"
 
 @dataclass(frozen=True)
 class Factors:
-    """The adapter of one module of a Hugging Face folder."""
+    """The adapter of one module of a Hugging Face folder, or of one stacked parameter."""
 
-    a: Tensor  # [r, I]; of an embedding [r, V]
-    b: Tensor  # [O, r]; of an embedding [D, r]
+    a: Tensor  # [r, I]; of an embedding [r, V]; of experts [E, r, I]
+    b: Tensor  # [O, r]; of an embedding [D, r]; of experts [E, O, r]
     scale: float
     magnitude: Tensor | None = None  # [O]
     embedding: bool = False
@@ -66,16 +78,28 @@ class Factors:
     @property
     def rank(self) -> int:
         """The rank r of A and B."""
-        return self.a.shape[0]
+        return self.a.shape[-2]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is of the matrices of all experts."""
+        return self.a.ndim == 3
 
 
 def to_peft(section: sections.LowRank, modules: Mapping[str, nn.Module], sites: Sequence[Site]) -> PeftContent:
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     by_module = {layer.name: _layer_factors(layer, modules) for layer in adapted_layers(modules, sites)}
     values, tensors = peft_of_factors(by_module, rslora=section.scaling == "rslora")
+    weights = {site.name for site in sites if site.name in modules and is_taken_for_experts(site, sites)}
+    parameters = target_parameters(modules, sites) + target_weights(weights, sites)
+    for layer in adapted_layers(weights, sites):
+        for patterns in (values["rank_pattern"], values["alpha_pattern"]):
+            if layer.name in patterns:  # PEFT matches it with the parameter's name, danlu with the module's
+                patterns[f"{layer.name}.weight"] = patterns[layer.name]
     values |= {
-        "lora_dropout": section.dropout,
-        "target_modules": target_modules(modules, sites),
+        "lora_dropout": 0.0 if parameters else section.dropout,  # PEFT loads no other beside `target_parameters`
+        "target_modules": target_modules([name for name in modules if name not in weights], sites),
+        "target_parameters": parameters or None,
         "bias": {"none": "none", "all": "all", "adapted": "lora_only"}[section.bias],
         "use_dora": section.kind == "dora",
     }
@@ -85,7 +109,7 @@ def to_peft(section: sections.LowRank, modules: Mapping[str, nn.Module], sites: 
 def peft_of_factors(by_module: Mapping[str, Factors], *, rslora: bool = False) -> PeftContent:
     """Values of adapter_config.json, and tensors by name, of factors by the module's name in Hugging Face folders.
 
-    `target_modules` are the whole names of the modules.
+    `target_modules` and `target_parameters` are whole names.
     """
     power = 0.5 if rslora else 1.0
     ranks = {name: factors.rank for name, factors in by_module.items()}
@@ -93,14 +117,17 @@ def peft_of_factors(by_module: Mapping[str, Factors], *, rslora: bool = False) -
     # The most frequent rank and alpha become `r` and `lora_alpha`; the others are patterns.
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     tensors: dict[str, Tensor] = {}
+    stacked = {name: (factors.a, factors.b) for name, factors in by_module.items() if factors.stacked}
     for name, factors in by_module.items():
-        tensors |= {f"{PREFIX}{name}.{key}": tensor for key, tensor in _named_tensors(factors).items()}
+        if name not in stacked:
+            tensors |= {f"{PREFIX}{name}.{key}": tensor for key, tensor in _named_tensors(factors).items()}
     values = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(by_module),
+        "target_modules": [name for name in by_module if name not in stacked],
+        "target_parameters": list(stacked) or None,
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "bias": "none",
@@ -109,7 +136,7 @@ def peft_of_factors(by_module: Mapping[str, Factors], *, rslora: bool = False) -
         "use_rslora": rslora,
         "use_dora": False,
     }
-    return values, tensors
+    return values, tensors | stacked_tensors(stacked)
 
 
 def read_factors(reader: PeftReader) -> dict[str, Factors]:
@@ -147,6 +174,10 @@ def for_original_base(reader: PeftReader, weight: Callable[[str], Tensor | None]
     by_module = _read(reader)
     rest = {key: tensor for key, tensor in reader.tensors.items() if key not in reader.used}
     for name, factors in by_module.items():
+        if factors.stacked:
+            raise ModelError(
+                f"{where}: init_lora_weights is {init!r}, which PEFT does not compute for stacked parameters ({name})"
+            )
         # A rank above the smaller side is cut to it by PEFT, which goes on to scale by the rank that was asked for.
         scale = _alpha(name, reader) / _rank(name, reader) ** power
         base = None if factors.embedding else weight(name)
@@ -164,7 +195,7 @@ def for_original_base(reader: PeftReader, weight: Callable[[str], Tensor | None]
         a, b = torch.cat([factors.a, a]), torch.cat([factors.b, -b], dim=1)
         by_module[name] = replace(factors, a=a, b=b, scale=scale)
     new_values, new_tensors = peft_of_factors(by_module, rslora=bool(values.get("use_rslora")))
-    kept = ("lora_dropout", "target_modules", "bias", "use_dora")
+    kept = ("lora_dropout", "target_modules", "target_parameters", "bias", "use_dora")
     changed = {key: value for key, value in new_values.items() if key not in kept}
     return PeftReader({**values, **changed}, rest | new_tensors, where)
 
@@ -205,7 +236,7 @@ def from_peft(reader: PeftReader, sites: Sequence[Site]) -> tuple[sections.LowRa
             if factors.embedding:
                 by_site[site.name] = {"lora_embedding_A": factors.a, "lora_embedding_B": factors.b}
                 continue
-            by_site[site.name] = {"lora_A": factors.a, "lora_B": factors.b[rows]}
+            by_site[site.name] = {"lora_A": factors.a, "lora_B": factors.b[..., rows, :]}
             if factors.magnitude is not None:
                 by_site[site.name][_MAGNITUDE] = factors.magnitude[rows]
     rank, alpha = reader.positive_int("r", 8), reader.finite_number("lora_alpha", 8.0)
@@ -237,13 +268,13 @@ def _layer_factors(layer: HFLayer, modules: Mapping[str, nn.Module]) -> Factors:
             f"{layer.name}: DoRA on a part of what Hugging Face folders keep in one tensor cannot be written for PEFT; "
             f"{lacking} would need it too. Add it to adapter.targets"
         )
-    a = torch.cat([part.a for part in parts])
-    b = a.new_zeros(layer.shape[0], a.shape[0])
+    a = torch.cat([part.a for part in parts], dim=-2)
+    b = a.new_zeros(*a.shape[:-2], layer.shape[0], a.shape[-2])
     column = 0
     for site, rows in layer.rows():
         # Block by block: outputs of one part see the columns of B that belong to its own A alone.
         if (part := by_site.get(site.name)) is not None:
-            b[rows, column : column + part.rank] = part.b * (part.scale / scale)
+            b[..., rows, column : column + part.rank] = part.b * (part.scale / scale)
             column += part.rank
     return Factors(a, b, scale, layer.assembled(magnitudes) if magnitudes else None)
 
@@ -252,6 +283,8 @@ def _site_factors(module: nn.Module) -> Factors:
     """The factors of one site's module, for the original base."""
     if isinstance(module, EmbeddingLowRank):
         return Factors(module.lora_embedding_A, module.lora_embedding_B, module.scale, embedding=True)
+    if isinstance(module, GroupedLowRank):
+        return Factors(module.lora_A.detach(), module.lora_B.detach(), module.scale)
     assert isinstance(module, LowRank)
     a, b = module.lora_A.detach(), module.lora_B.detach()
     if module.initial_A is not None and module.initial_B is not None:
@@ -266,11 +299,14 @@ def _read(reader: PeftReader, known: set[str] | None = None) -> dict[str, Factor
     factors without their counterpart, and for an adapter without any.
     """
     parts: dict[str, dict[str, Tensor]] = {}
+    stacked: dict[str, bool] = {}
     for key, tensor in reader.tensors.items():
         name = key.removeprefix(PREFIX)
         for end in (*_FACTORS, _MAGNITUDE, *_EMBEDDING):
             if name.endswith(f".{end}"):
-                module = name.removesuffix(f".{end}")
+                owner = name.removesuffix(f".{end}")
+                module = wrapped_parameter(owner, reader) or owner
+                stacked[module] = module != owner
                 if known is not None and module not in known:
                     raise ModelError(
                         f"{reader.where}: {key} is for {module}, a layer that this model does not have: "
@@ -285,6 +321,8 @@ def _read(reader: PeftReader, known: set[str] | None = None) -> dict[str, Factor
         if missing := [end for end in required if end not in ends]:
             raise ModelError(f"{reader.where}: {PREFIX}{module}.{missing[0]} is missing")
         a, b = (ends[end].float() for end in required)
+        if stacked[module]:
+            a, b = unstacked(module, a, b, _rank(module, reader), reader.where)
         factors[module] = Factors(a, b, 1.0, ends.get(_MAGNITUDE), embedding)
     if not factors:
         raise ModelError(f"{reader.where}: holds no tensor of an adapter")
@@ -300,6 +338,14 @@ def _named_tensors(factors: Factors) -> dict[str, Tensor]:
 def _check_shapes(layer: HFLayer, factors: Factors, reader: PeftReader) -> None:
     """Raises ModelError for factors that do not fit the layer; the embedding's shape is (V, D)."""
     (outputs, inputs), rank = layer.shape, factors.rank
+    if (experts := layer.parts[0].experts) is not None:
+        stored = [factors.a.shape[0], factors.b.shape[1], factors.a.shape[2]]
+        if stored != [experts, outputs, inputs]:
+            raise ModelError(
+                f"{reader.where}: the factors of {layer.name} make {stored} matrices, this model has "
+                f"{[experts, outputs, inputs]}: the adapter is of another base"
+            )
+        return
     # An embedding's outputs are its vocabulary, which its A is the side of; it has no magnitudes.
     shapes = [(rank, outputs), (inputs, rank)] if factors.embedding else [(rank, inputs), (outputs, rank), (outputs,)]
     for key, shape in zip(_named_tensors(factors), shapes, strict=False):
@@ -311,6 +357,7 @@ def _check_types(reader: PeftReader) -> None:
     for key in ("lora_alpha", "lora_dropout"):
         reader.finite_number(key, 0.0)
     reader.positive_int("r", 8)
+    check_target_parameters(reader)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = reader.values.get(key) or {}
         if not isinstance(patterns, dict) or any(not _is_pattern(pattern) for pattern in patterns):

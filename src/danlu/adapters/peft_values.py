@@ -86,8 +86,38 @@ class PeftReader:
 def target_modules(modules: Collection[str], sites: Sequence[Site]) -> list[str]:
     """PEFT's `target_modules` for adapters of some of all `sites`: the ends of their layers' names (`q_proj`) where no
     other layer has one of them, else their whole names; those of a multimodal model's language part always."""
+    return _shortest(modules, [site for site in sites if site.experts is None], parts=1)
+
+
+def target_parameters(modules: Collection[str], sites: Sequence[Site]) -> list[str]:
+    """PEFT's `target_parameters` likewise, for the stacked matrices of experts: `mlp.experts.down_proj`."""
+    return _shortest(modules, [site for site in sites if site.experts is not None], parts=3)
+
+
+def target_weights(modules: Collection[str], sites: Sequence[Site]) -> list[str]:
+    """PEFT's `target_parameters` for linear layers, by their weights: `mlp.shared_experts.down_proj.weight`."""
+    dense = [site for site in sites if site.experts is None]
+    return [f"{name}.weight" for name in _shortest(modules, dense, parts=3)]
+
+
+def is_taken_for_experts(site: Site, sites: Sequence[Site]) -> bool:
+    """Whether PEFT would take a linear layer that `target_modules` names for experts of the same name.
+
+    PEFT (0.21) makes `gate_proj`, `up_proj` and `down_proj` of models with experts `target_parameters`, for adapters
+    that were trained with transformers 4: also those of dense layers and shared experts, whichever names are given.
+    """
+    named = site.experts is None and site.hf_name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+    return named and any(other.experts is not None for other in sites)
+
+
+def _shortest(modules: Collection[str], sites: Sequence[Site], *, parts: int) -> list[str]:
+    """Names of the layers of some of the sites: their last parts where these mean no other layer, else whole."""
+
+    def end(name: str) -> str:
+        return ".".join(name.split(".")[-parts:])
+
     targets = [layer.name for layer in adapted_layers(modules, sites)]
-    ends = sorted({name.rpartition(".")[2] for name in targets})
-    matched = {layer.name for layer in hf_layers(sites) if layer.name.rpartition(".")[2] in ends}
+    ends = sorted({end(name) for name in targets})
+    matched = {layer.name for layer in hf_layers(sites) if end(layer.name) in ends}
     is_part = any(name.startswith(LANGUAGE_PART) for name in targets)  # a vision tower has layers of the same ends
     return ends if matched == set(targets) and not is_part else targets

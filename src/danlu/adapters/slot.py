@@ -1,6 +1,7 @@
 """The slots of a model's modules. Each holds adapters by name, of which some are active.
 
-T tokens · O, I outputs and inputs of a layer · K key/value heads · C head width · D model width
+T tokens · N rows of experts' tokens · O, I outputs and inputs of a layer · K key/value heads · C head width
+D model width
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter
+from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, GroupedLinearAdapter
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, low_rank_linears
 from danlu.adapters.prefix import LayerPrefix
 from danlu.adapters.virtual_tokens import VirtualTokens
-from danlu.layer_types import EmbeddingLayer, LinearLayer, Recomputed
+from danlu.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, Recomputed, Site
 
 
 class Slot(nn.ModuleDict):
@@ -93,6 +94,25 @@ def leave_slots_uncompiled() -> None:
     LinearSlot.forward_shared = torch.compiler.disable(LinearSlot.forward_shared)  # type: ignore[method-assign]
 
 
+class GroupedSlot(Slot):
+    """Sits in `adapter` of the stacked linear layers of experts."""
+
+    def forward(self, x: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor:
+        """[N, I] -> [N, O]: the base, then each active adapter on top of it. counts: rows of each expert."""
+        y = linear.base(x, counts)
+        for adapter in self.stack():
+            assert isinstance(adapter, GroupedLinearAdapter)
+            y = adapter.adapt_output(x, y, counts, linear)
+        return y
+
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
+        """The layers with the active adapters merged into their weights."""
+        for adapter in self.stack():
+            assert isinstance(adapter, GroupedLinearAdapter)
+            dense = adapter.merged_into(dense)
+        return dense
+
+
 class EmbeddingSlot(Slot):
     """Sits in `adapter` of an embedding."""
 
@@ -142,11 +162,14 @@ class BranchSlot(Slot):
         return x
 
 
-def new_slot(attribute: str, *, embedding: bool = False) -> Slot:
-    """An empty slot for an attribute of the decoder's modules."""
+def new_slot(attribute: str, site: Site | None) -> Slot:
+    """An empty slot for an attribute of the decoder's modules. site: of the module, where it is one."""
     match attribute:
         case "adapter":
-            return EmbeddingSlot() if embedding else LinearSlot()
+            assert site is not None, "adapters sit on sites"
+            if site.experts is not None:
+                return GroupedSlot()
+            return EmbeddingSlot() if site.group == "embedding" else LinearSlot()
         case "prefix":
             return PrefixSlot()
         case "after_attention" | "after_mlp":

@@ -16,7 +16,14 @@ from danlu.recipe import sections
 Form = Literal["rotation", "sharing"]
 """How MoRA maps inputs to its square: see `mora`."""
 
-GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
+GROUPS = {
+    "all-linear": ("attention", "mlp"),
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "experts": ("experts",),
+}
+EXPERTS = "experts"
+"""What a target has in it that reaches the stacked matrices of experts."""
 _Value = TypeVar("_Value")
 
 
@@ -63,9 +70,11 @@ def targets_of(section: Any) -> list[str]:
 def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter.targets") -> list[Site]:
     """The sites that targets name, in the model's order.
 
-    A target is a group (all-linear, attention, mlp), the end of a module's name (`q_proj`, `self_attn.q_proj`,
-    `layers.0.self_attn.q_proj`), here or as Hugging Face folders have it, or a regular expression that a whole name
-    matches. Raises RecipeError for a target that matches nothing, with the names that are near.
+    A target is a group (all-linear, attention, mlp, experts), the end of a module's name (`q_proj`,
+    `self_attn.q_proj`, `layers.0.self_attn.q_proj`), here or as Hugging Face folders have it, or a regular expression
+    that a whole name matches. The stacked matrices of experts are reached by targets that say `experts` alone
+    (`experts`, `experts.down_proj`): PEFT's `target_modules` and its all-linear do not reach them either. Raises
+    RecipeError for a target that matches nothing, with the names that are near.
     """
     chosen: set[str] = set()
     for target in targets:
@@ -78,7 +87,10 @@ def select(sites: Sequence[Site], targets: Iterable[str], *, key: str = "adapter
 
 def _matches(site: Site, target: str) -> bool:
     if target in GROUPS:
-        return site.group in GROUPS[target]
+        # An adapter of the one output of a gate would be larger than the gate.
+        return site.group in GROUPS[target] and min(site.shape) > 1
+    if site.experts is not None and EXPERTS not in target:
+        return False
     names = (site.name, site.hf_name)
     return any(f".{name}".endswith(f".{target}") or _matches_whole(target, name) for name in names)
 
@@ -92,10 +104,18 @@ def _matches_whole(pattern: str, name: str) -> bool:
 
 def _no_match(sites: Sequence[Site], target: str) -> str:
     """The message for a target that no site matches, with the names that are near."""
-    names = sorted({name.rpartition(".")[2] for site in sites for name in (site.name, site.hf_name)})
-    near = get_close_matches(target.rpartition(".")[2], [*names, *GROUPS], n=3, cutoff=0.5)
+    names = sorted({_end(name) for site in sites for name in (site.name, site.hf_name)})
+    end = target.rpartition(".")[2]
+    of_experts = [name for name in names if name.endswith(f".{end}")]
+    near = of_experts or get_close_matches(end, [*names, *GROUPS], n=3, cutoff=0.5)
     hint = f" Near: {', '.join(near)}." if near else ""
     return f"{target!r} matches no layer of this model.{hint} There are {', '.join([*GROUPS, *names])}"
+
+
+def _end(name: str) -> str:
+    """The end of a site's name that a target needs at least."""
+    owner, _, end = name.rpartition(".")
+    return f"{EXPERTS}.{end}" if owner.endswith(f".{EXPERTS}") else end
 
 
 def by_pattern(site: Site, patterns: Mapping[str, _Value], default: _Value) -> _Value:
@@ -133,9 +153,12 @@ def square_width(shape: tuple[int, int], rank: int, form: Form) -> int:
 
 
 def _check_kind(site: Site, section: Any) -> None:
-    """Raises RecipeError for an adapter other than plain LoRA on an embedding, and for dropout on the head."""
+    """Raises RecipeError for an adapter other than plain LoRA on an embedding or experts, and for dropout on the head
+    or experts."""
     if isinstance(section, sections.Prompt | sections.Prefix):
         return
+    if site.experts is not None:
+        _check_on_experts(site, section)
     if site.group == "embedding":
         low_rank = isinstance(section, sections.LowRank)
         if not low_rank or section.kind == "dora" or section.init not in ("default", "gaussian"):
@@ -145,6 +168,23 @@ def _check_kind(site: Site, section: Any) -> None:
         raise RecipeError(
             "adapter.dropout: the head is multiplied together with its loss and has no dropout. "
             "Leave lm_head out of adapter.targets (adapter.modules_to_save trains it in full), or set dropout: 0"
+        )
+
+
+def _check_on_experts(site: Site, section: Any) -> None:
+    """Raises RecipeError for what experts cannot have: an adapter other than plain LoRA, and dropout."""
+    low_rank = isinstance(section, sections.LowRank)
+    if not low_rank or section.kind == "dora" or section.init not in ("default", "gaussian"):
+        what = f"init: {section.init}" if low_rank and section.kind != "dora" else section.kind
+        raise RecipeError(
+            f"adapter.targets: {what} cannot sit on the stacked matrices of experts ({site.hf_name}), for which PEFT "
+            "has plain LoRA alone. Use kind: lora, or leave experts out of adapter.targets"
+        )
+    if section.dropout > 0:
+        raise RecipeError(
+            f"adapter.dropout: {section.dropout} cannot be applied to the inputs of experts ({site.hf_name}): masks go "
+            "by token, and rows reach the experts without their tokens' places. Set dropout: 0, or leave experts out "
+            "of adapter.targets"
         )
 
 

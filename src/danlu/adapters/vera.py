@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftRe
 from danlu.errors import ModelError
 from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
 from danlu.recipe import sections
+from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "fan_in_fan_out": (False, None)}
@@ -106,7 +108,9 @@ class Vera(Adapter):
 
     def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
         dropout = self.dropout if self.dropout.active else None
-        path: Tensor = _Path.apply(x, self.vera_lambda_d, self.vera_lambda_b, self.a, self.b, dropout)
+        b, deferral = self.vera_lambda_b, deferral_of(self.vera_lambda_b)
+        shown = b if deferral is None else deferral.anchor
+        path: Tensor = _Path.apply(x, self.vera_lambda_d, shown, self.a, self.b, dropout, deferral)
         return y + path
 
     def merged_into(self, dense: DenseLinear) -> DenseLinear:
@@ -117,12 +121,25 @@ class Vera(Adapter):
 
 
 class _Path(torch.autograd.Function):
-    """b * B (d * A x). Of activations only A x [T, r] is saved, and no copy of A or B in x's dtype."""
+    """b * B (d * A x). Of activations only A x [T, r] is saved, and no copy of A or B in x's dtype.
+
+    With a deferral its anchor stands for b, whose gradient takes a product as large as any and is left to the queue.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, d: Tensor, b: Tensor, big_a: Tensor, big_b: Tensor, dropout: Dropout | None
+        ctx: Any,
+        x: Tensor,
+        d: Tensor,
+        b: Tensor,
+        big_a: Tensor,
+        big_b: Tensor,
+        dropout: Dropout | None,
+        deferral: Deferral | None,
     ) -> Tensor:
+        if deferral is not None:
+            (b,) = deferral.weights
+        ctx.deferral = deferral
         u = F.linear(x if dropout is None else dropout(x), big_a.to(x.dtype))  # [T, r]
         ctx.save_for_backward(u, d, b, big_a, big_b)
         ctx.dropout = dropout
@@ -135,16 +152,23 @@ class _Path(torch.autograd.Function):
         wants_x, wants_d, wants_b = ctx.needs_input_grad[:3]
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad_x = grad_d = grad_b = None
-        if wants_b:  # the sum over tokens of grad * B z is the diagonal of (grad^T z) B^T
-            z = u * d.to(u.dtype)
-            grad_b = ((grad.t() @ z).to(b.dtype) * big_b.to(b.dtype)).sum(1)
+        if wants_b:
+            make = partial(_gradient_of_b, b.dtype)
+            (grad_b,) = made_or_deferred(ctx.deferral, make, grad, u, d, big_b)
         if wants_d or wants_x:
             grad_z = (grad * b.to(grad.dtype)) @ big_b.to(grad.dtype)  # [T, r]
             grad_d = (grad_z * u).sum(0, dtype=wide).to(d.dtype) if wants_d else None
             if wants_x:
                 grad_x = (grad_z * d.to(grad.dtype)) @ big_a.to(grad.dtype)
                 grad_x = grad_x if ctx.dropout is None else ctx.dropout(grad_x, ctx.token_keys)
-        return grad_x, grad_d, grad_b, None, None, None
+        return grad_x, grad_d, grad_b, None, None, None, None
+
+
+def _gradient_of_b(dtype: torch.dtype, grad: Tensor, u: Tensor, d: Tensor, big_b: Tensor) -> tuple[Tensor]:
+    """grad [T, O], u = A x [T, r], d [r] and B [O, r] -> [O] in `dtype`."""
+    z = u * d.to(u.dtype)
+    # The sum over tokens of grad * B z is the diagonal of (grad^T z) B^T.
+    return (((grad.t() @ z).to(dtype) * big_b.to(dtype)).sum(1),)
 
 
 # ── PEFT's format ──

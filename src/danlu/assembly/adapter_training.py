@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +15,21 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.merge import merge_and_unload
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import Base, find_base
+from danlu.assembly.base_model import Base, find_base, rotated_by
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
 from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
 from danlu.assembly.value_adapter import check_value_adapter
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.models.hf_config import config_values
+from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
+from danlu.models.hf_folder import read_config, read_json
 from danlu.models.loading import load
-from danlu.models.saving import copy_tokenizer, write_pad_token, write_template
+from danlu.models.rotation import same_rotation
+from danlu.models.saving import copy_tokenizer, write_json, write_pad_token, write_template
 from danlu.models.score_head import head_tensors
+from danlu.models.untouched import with_untouched_values
 from danlu.output_folder import replace_folder
 from danlu.recipe import sections
 from danlu.types import Task
@@ -137,6 +144,7 @@ def write_result(
     below = named_stack(started_from)
     if continued:
         take_last(below, started_from)
+    rotated = _rotated_config(model.config, base, below)
     needed = sum(4 * tensor.numel() for tensor in adapters.tensors(name).values())
     with replace_folder(target, 3 * needed, own_file=CONFIG) as fresh:
         paths = [str(folder.path.resolve()) for folder in below]
@@ -151,9 +159,28 @@ def write_result(
             value=value,
             task=task or model.config.task,
             head=None if score_head is None else head_tensors(score_head),
+            rotated=rotated is not None,
         )
+        if rotated is not None:
+            write_json(fresh / MODEL_CONFIG, rotated)
         copy_tokenizer(tokenizer_from, fresh)
         if pad_token is not None:
             write_pad_token(fresh, pad_token[0])
         if chat_template is not None:
             write_template(fresh, chat_template)
+
+
+def _rotated_config(config: ModelConfig, base: Base, below: Sequence[AdapterFolder]) -> dict[str, Any] | None:
+    """The content of a config.json of the base as it was rotated in training; None where the base with the adapters
+    below says the same.
+
+    config: of the model that was trained.
+    """
+    own = read_config(base.folder)
+    if same_rotation(config, rotated_by(own, below)):
+        return None
+    stored = read_json(base.folder / MODEL_CONFIG)
+    dtype = stored.get("torch_dtype") or stored.get("dtype") or "float32"
+    values = config_values(replace(config, task=own.task), torch_dtype=str(dtype))
+    quantized = {key: stored[key] for key in ("quantization_config",) if key in stored}
+    return {**with_untouched_values(base.folder, config, values), **quantized}

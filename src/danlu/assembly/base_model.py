@@ -9,7 +9,8 @@ from pathlib import Path
 from danlu.adapters.adapter_config import AdapterFolder
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import fingerprint, read_config, read_json, resolve_folder
+from danlu.models.hf_folder import CONFIG, fingerprint, read_config, read_json, resolve_folder
+from danlu.models.rotation import same_rotation, with_rotation_of
 
 ORIGIN = "danlu.json"
 """File of a folder that danlu quantized: which model it was made from."""
@@ -71,10 +72,46 @@ def check_base(adapter: AdapterFolder, base: Base) -> None:
 
 
 def config_with_adapters(folder: Path, adapters: Sequence[AdapterFolder]) -> ModelConfig:
-    """The config of a model folder with adapters on it, lowest first: for the task of the topmost one that classifies.
+    """The config of a model folder with adapters on it, lowest first: for the task of the topmost one that classifies,
+    and rotated as they need it.
 
-    Raises ModelError as `read_config` does.
+    Raises ModelError as `read_config` and `rotated_by` do.
     """
-    config = read_config(folder)
+    config = rotated_by(read_config(folder), adapters)
     tasks = [adapter.task for adapter in adapters if adapter.task != "causal-lm"]
     return replace(config, task=tasks[-1] if tasks else config.task)
+
+
+def rotated_by(config: ModelConfig, adapters: Sequence[AdapterFolder]) -> ModelConfig:
+    """The config of a base with the rotary embedding that adapters on it, lowest first, were trained with.
+
+    An adapter that was trained with `long_context` has its own, which is that of all trained upon it. Raises ModelError
+    for two that differ and of which neither was trained upon the other, and for a folder that lost its config.json.
+    """
+    base, last = config, None
+    for adapter in adapters:
+        if adapter.rotation_folder is None:
+            continue
+        rotated = with_rotation_of(base, read_config(adapter.rotation_folder))
+        upon = {path.resolve() for path in adapter.below}
+        if last is not None and last.path.resolve() not in upon and not same_rotation(config, rotated):
+            raise ModelError(
+                f"{last.path} and {adapter.path}: were trained with different rotary embeddings of the base "
+                f"({CONFIG} of each), and a model has one. Merge one of them into the base first (danlu merge), or "
+                "use one alone"
+            )
+        config, last = rotated, adapter
+    return config
+
+
+def check_same_rotation(config: ModelConfig, stacks: Sequence[Sequence[AdapterFolder]]) -> None:
+    """Raises ModelError for stacks of adapters that could not share one base in memory, since it has one rotation."""
+    first_config = None
+    for stack in stacks:
+        rotated = rotated_by(config, stack)
+        if first_config is not None and not same_rotation(first_config, rotated):
+            raise ModelError(
+                f"{stacks[0][-1].path} and {stack[-1].path}: under one of them the base's rotary embedding is another "
+                "(it was trained with long_context), and they would share one base. Load each alone"
+            )
+        first_config = first_config or rotated

@@ -11,6 +11,7 @@ O, I outputs and inputs of a layer · r rank
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from danlu import __version__
 from danlu.adapters.adapter import in_float32
-from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, init_taken_from_base, open_adapter
+from danlu.adapters.adapter_config import (
+    CONFIG,
+    ROTATED,
+    AdapterFolder,
+    adapter_stack,
+    init_taken_from_base,
+    open_adapter,
+)
 from danlu.adapters.combine import Combination, weighted_sum
 from danlu.adapters.low_rank_init import pissa
 from danlu.adapters.peft_folder import read_tensors, write_files
@@ -31,8 +39,11 @@ from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
 from danlu.assembly.merging import common_below, find_tokenizer
 from danlu.errors import ModelError
+from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
+from danlu.models.hf_folder import read_config
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
+from danlu.models.rotation import same_rotation
 from danlu.models.saving import copy_tokenizer
 from danlu.numerics.relative_error import RelativeErrors
 from danlu.output_folder import refuse_existing, replace_folder
@@ -76,6 +87,7 @@ def combine(
         _check_same_base(folders[0], folder)
         if base is not None:
             check_base(folder, base)
+        _check_rotation(folders[0], folder)
     embeddings: dict[str, Tensor] = {}
     by_folder = [_factors(folder, embeddings, base) for folder in folders]
     written: dict[str, Factors] = {}
@@ -91,7 +103,7 @@ def combine(
         if combination.method == "linear":
             written[name] = summed_apart(name, weighted)
         else:
-            new_rank = min(rank or sum(part.rank for part, _ in weighted), *exact.shape)
+            new_rank = min(rank or sum(part.rank for part, _ in weighted), *exact.shape[-2:])
             generator = named_generator(combination.seed, f"{name}.svd")
             written[name] = refactored(exact, new_rank, generator, embedding=weighted[0][0].embedding)
         exact_norm = float(exact.norm())
@@ -103,11 +115,12 @@ def combine(
 
 
 def _exact_change(name: str, parts: Sequence[Factors | None], combination: Combination) -> Tensor:
-    """What the changes themselves combine to, [O, I] or [V, D] as the weight is, of whatever rank."""
+    """What the changes themselves combine to, of the shape of the weight, of whatever rank."""
     known = [None if part is None else _change(part) for part in parts]
     shape = next(change.shape for change in known if change is not None)
     changes = [torch.zeros(shape) if change is None else change for change in known]
-    return combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.weight.{n}"))
+    experts = shape[0] if len(shape) == 3 else None
+    return combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.weight.{n}"), experts=experts)
 
 
 def _change(factors: Factors) -> Tensor:
@@ -118,8 +131,8 @@ def _change(factors: Factors) -> Tensor:
 
 def concatenated(parts: Sequence[tuple[Factors, float]]) -> Factors:
     """The weighted sum of changes, with the ranks one after the other."""
-    a = torch.cat([factors.a * (weight * factors.scale) for factors, weight in parts])
-    return Factors(a, torch.cat([factors.b for factors, _ in parts], dim=1), 1.0, embedding=parts[0][0].embedding)
+    a = torch.cat([factors.a * (weight * factors.scale) for factors, weight in parts], dim=-2)
+    return Factors(a, torch.cat([factors.b for factors, _ in parts], dim=-1), 1.0, embedding=parts[0][0].embedding)
 
 
 def summed_apart(name: str, parts: Sequence[tuple[Factors, float]]) -> Factors:
@@ -140,7 +153,11 @@ def summed_apart(name: str, parts: Sequence[tuple[Factors, float]]) -> Factors:
 
 def refactored(change: Tensor, rank: int, generator: torch.Generator, *, embedding: bool = False) -> Factors:
     """The nearest change of this rank (Eckart-Young): the first singular directions, of a large matrix by power
-    iterations. change: [O, I], or [V, D] with `embedding`."""
+    iterations. change: [O, I], of experts [E, O, I], or [V, D] with `embedding`."""
+    if change.ndim == 3:
+        by_expert = [refactored(matrix, rank, generator) for matrix in change]
+        a, b = (torch.stack(factors) for factors in zip(*((each.a, each.b) for each in by_expert), strict=True))
+        return Factors(a, b, 1.0)
     matrix = change.t() if embedding else change
     small = min(matrix.shape) < _LARGE * rank
     start = pissa(matrix, rank, 1.0, iterations=None if small else _POWER_ITERATIONS, generator=generator)
@@ -180,9 +197,9 @@ def _base_weight(base: Path, module: str) -> Tensor:
 
 
 def _check_shapes(name: str, parts: Sequence[Factors]) -> None:
-    shapes = {(part.b.shape[0], part.a.shape[1], part.embedding) for part in parts}
+    shapes = {((*part.b.shape[:-1], part.a.shape[-1]), part.embedding) for part in parts}
     if len(shapes) > 1:
-        listed = " and ".join(f"[{outputs}, {inputs}]" for outputs, inputs, _ in sorted(shapes))
+        listed = " and ".join(str(list(shape)) for shape, _ in sorted(shapes))
         raise ModelError(f"{name}: the adapters are of different models: it is {listed}")
 
 
@@ -196,6 +213,19 @@ def _check_same_base(first: AdapterFolder, second: AdapterFolder) -> None:
         )
 
 
+def _check_rotation(first: AdapterFolder, second: AdapterFolder) -> None:
+    """Raises ModelError for adapters under which the base's rotary embedding differs."""
+    if first.rotation_folder is None or second.rotation_folder is None:
+        alike = first.rotation_folder == second.rotation_folder
+    else:
+        alike = same_rotation(read_config(first.rotation_folder), read_config(second.rotation_folder))
+    if not alike:
+        raise ModelError(
+            f"{second.path}: was trained with another rotary embedding of the base (long_context) than {first.path}: "
+            "their changes do not add up"
+        )
+
+
 def _write(
     target: Path,
     folders: Sequence[AdapterFolder],
@@ -205,11 +235,12 @@ def _write(
     tensors: Mapping[str, Tensor],
 ) -> None:
     first = folders[0]
-    targets = [folder.values.get("target_modules") for folder in folders]
     narrowed = any(folder.values.get(key) for folder in folders for key in ("layers_to_transform", "exclude_modules"))
-    if all(isinstance(names, list) for names in targets) and not narrowed:
-        # The union of short names means the same modules as the long ones.
-        values["target_modules"] = sorted({name for names in targets for name in names or ()})
+    for key in ("target_modules", "target_parameters"):
+        targets = [folder.values.get(key) for folder in folders]
+        if all(isinstance(names, list) for names in targets) and not narrowed:
+            # The union of short names means the same modules as the long ones.
+            values[key] = sorted({name for names in targets for name in names or ()})
     config = {
         **values,
         "task_type": "CAUSAL_LM",
@@ -222,9 +253,12 @@ def _write(
         "base_fingerprint": first.danlu.get("base_fingerprint"),
         "below": [str(folder.path.resolve()) for folder in below],
         "made_from": [str(folder.path.resolve()) for folder in folders],
+        ROTATED: first.rotation_folder is not None,
     }
     tokenizer_folder = find_tokenizer([folder.path for folder in folders])
     with replace_folder(target, 3 * sum(4 * tensor.numel() for tensor in tensors.values()), own_file=CONFIG) as fresh:
         write_files(fresh, config, own, tensors)
         if tokenizer_folder is not None:
             copy_tokenizer(tokenizer_folder, fresh)
+        if first.rotation_folder is not None:
+            shutil.copyfile(first.rotation_folder / MODEL_CONFIG, fresh / MODEL_CONFIG)

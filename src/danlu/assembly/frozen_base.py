@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from danlu.models.hf_folder import read_config
 from danlu.models.hf_layout import hf_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
-from danlu.models.modules import Linear
+from danlu.models.modules import GroupedLinear, Linear
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule
+from danlu.numerics.stacked_weight import StackedWeight
 from danlu.recipe import sections
+from danlu.shard_box import ShardBox
 
 _ADVICE = "Leave out `quantization`, or name the original model"
 
@@ -40,9 +42,17 @@ class Adapted:
     adapters: AdapterSet
 
 
-LayerHookFactory = Callable[[Adapted], Callable[[str], None]]
-"""What is to be done with a model while its weights come, and then with each layer that has all of its own, by name:
-what is taken away of a layer makes room for the next one."""
+class LayerHook(Protocol):
+    """What is done with a model while its weights come."""
+
+    @property
+    def boxes(self) -> Mapping[str, ShardBox]: ...  # of parameters of which only that box is read
+
+    def layer_loaded(self, name: str) -> None: ...  # it has all of its weights; what is freed makes room for the next
+
+
+LayerHookFactory = Callable[[Adapted], LayerHook]
+"""Makes the hook of a model whose weights are still to come."""
 
 
 def adapters_of(
@@ -88,7 +98,8 @@ def load_frozen(
     each product. Peak memory is the result plus one weight as it is stored.
 
     Args:
-        quantization: section of the recipe for the linear layers (not the head); None keeps what is stored.
+        quantization: section of the recipe for the linear layers (not the head), experts' among them, of which each
+            is quantized by itself; None keeps what is stored.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
         saved_factors: the tensors that an earlier run saved of some of the new adapters, by name.
         layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
@@ -114,10 +125,13 @@ def load_frozen(
         owner, _, attribute = parameter.rpartition(".")
         if attribute == "weight" and value.ndim == 2:
             value = adapters.prepare_weight(owner, value)
-            if quantization is not None and owner in linears and parameter not in whole:
-                linear: Linear = linears[owner]
+        if attribute == "weight" and quantization is not None and owner in linears and parameter not in whole:
+            linear: Linear | GroupedLinear = linears[owner]
+            if isinstance(linear, GroupedLinear):
+                linear.store(quantize_stack(value, quantization, parameter))
+            else:
                 linear.store(quantize_weight(value, quantization, parameter))
-                return None
+            return None
         return value.to(dtype if is_matrix(parameter, value.ndim) and parameter not in whole else torch.float32)
 
     adapted = Adapted(model, adapters)
@@ -126,9 +140,18 @@ def load_frozen(
     def layer_loaded(layer: str) -> None:
         if layer_hook is not None:
             adapters.finish_loading(f"layers.{layer}.")
-            layer_hook(layer)
+            layer_hook.layer_loaded(layer)
 
-    load_into(model, folder, device=device, take=take, unpack=partial(_unpack, device), layer_loaded=layer_loaded)
+    load_into(
+        model,
+        folder,
+        device=device,
+        take=take,
+        unpack=partial(_unpack, device),
+        stack=lambda name, matrices: StackedWeight(cast(Sequence[FourBitWeight], matrices), where=f"{folder}: {name}"),
+        layer_loaded=layer_loaded,
+        boxes={} if layer_hook is None else layer_hook.boxes,
+    )
     adapters.finish_loading()
     return adapted
 
@@ -162,6 +185,12 @@ def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> Qua
         case sections.Int8() | sections.Int4():
             return IntegerWeight.quantize(weight, 8 if section.kind == "int8" else 4, group=section.group, where=name)
     raise AssertionError(f"no packing is known for {type(section).__name__}")
+
+
+def quantize_stack(weight: Tensor, section: Any, name: str = "a stack of matrices") -> StackedWeight:
+    """Quantizes matrices [E, O, I] as `quantize_weight` does, each by itself."""
+    matrices = [quantize_weight(matrix, section, f"{name}[{index}]") for index, matrix in enumerate(weight.unbind())]
+    return StackedWeight(matrices, where=name)
 
 
 def _rounded(section: Any, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.combine import Combination
 from danlu.adapters.merge import check_mergeable, merged_parameter, unties_head
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import Base, base_of, check_base, config_with_adapters
+from danlu.assembly.base_model import Base, base_of, check_base, check_same_rotation, config_with_adapters
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.score_head import required_score_head
 from danlu.data.padding_token import padding_token
@@ -24,6 +24,7 @@ from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DataError, ModelError
 from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import read_config
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import named_generator
 from danlu.models.loading import stored_dtype, widest_dtype
@@ -88,6 +89,7 @@ def merge(
     classifies = [folder for stack in stacks for folder in stack if folder.task != "causal-lm"]
     if len(stacks) > 1 and classifies:
         raise ModelError(f"{classifies[0].path}: an adapter with a score head is merged alone: heads do not add up")
+    check_same_rotation(read_config(base.folder), stacks)
     shape = config_with_adapters(base.folder, stacks[0])
     head = required_score_head(base.folder, stacks[0]) if shape.task != "causal-lm" else None
     adapted = load_frozen(base.folder, dtype=widest_dtype(base.folder), quantization=quantization, config=shape)
@@ -187,6 +189,7 @@ class _Combining:
         self._pending: dict[str, Tensor] = {}  # parts of the last Hugging Face tensor that are still to be asked for
         model = opened.adapters.model
         assert isinstance(model, Decoder)
+        self._experts = {site.name: site.experts for site in opened.adapters.sites}
         self._parts = {part: tensor.parameters for tensor in hf_tensors(model.config) for part in tensor.parameters}
 
     def value(self, name: str) -> Tensor:
@@ -197,7 +200,7 @@ class _Combining:
 
     def _combined(self, parts: Sequence[str]) -> dict[str, Tensor]:
         """The parts of a tensor of a Hugging Face folder, combined as one tensor: trimming (ties) and dropping (dare)
-        go over all of it, as in other tools."""
+        go over all of it, as in other tools; of stacked experts trimming goes over the tensor of each expert."""
         adapters, combination = self._opened.adapters, self._combination
         self._opened.use(self._lowest)
         starts = [merged_parameter(adapters, part) for part in parts]
@@ -210,7 +213,8 @@ class _Combining:
                 torch.cat([merged_parameter(adapters, part) - at for part, at in zip(parts, starts, strict=True)])
             )
         name = adapters.hf_name(parts[0])
-        change = combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.{n}"))
+        experts = self._experts.get(parts[0].rpartition(".")[0])
+        change = combination.of(changes, lambda n: named_generator(combination.seed, f"{name}.{n}"), experts=experts)
         changes = list(change.split([len(start) for start in starts]))
         return {part: start + delta for part, start, delta in zip(parts, starts, changes, strict=True)}
 
@@ -227,7 +231,7 @@ def _changed_names(adapters: AdapterSet) -> set[str]:
 
 def _measured(name: str, value: Tensor, dtype: torch.dtype, rounding: RelativeErrors) -> Tensor:
     """The value itself; the relative error of rounding it to `dtype` goes into `rounding`."""
-    if value.ndim == 2 and dtype != value.dtype:
+    if value.ndim > 1 and dtype != value.dtype:
         error = norm = 0.0  # squared
         for chunk in value.detach().reshape(-1).split(_CHUNK_ELEMENTS):
             error += float((chunk.to(dtype).to(chunk.dtype) - chunk).square().sum(dtype=torch.float64))

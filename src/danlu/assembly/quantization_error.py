@@ -70,7 +70,7 @@ class QuantizationError:
 def quantization_errors(
     folder: Path, formats: Mapping[str, QuantizationSection], progress: Callable[[int, int], None] | None = None
 ) -> dict[str, QuantizationError]:
-    """By name of the format, the error it makes in the linear layers of attention and MLP.
+    """By name of the format, the error it makes in the linear layers of attention and MLP; each expert counts as one.
 
     Raises ModelError for a model that is quantized already, or that cannot be read.
     """
@@ -84,8 +84,13 @@ def quantization_errors(
         nonlocal done
         if parameter not in linears:
             return
+        layer = parameter.removesuffix(".weight")
+        matrices = [(layer, value)]
+        if value.ndim == 3:
+            matrices = [(f"{layer}[{expert}]", matrix) for expert, matrix in enumerate(value.unbind())]
         for name, section in formats.items():
-            errors[name].add(parameter.removesuffix(".weight"), value, section)
+            for each, matrix in matrices:
+                errors[name].add(each, matrix, section)
         done += 1
         if progress is not None:
             progress(done, len(linears))

@@ -19,7 +19,8 @@ from danlu.assembly.merging import find_tokenizer
 from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
-from danlu.models.families import config_values
+from danlu.models.config import is_of_router
+from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_parts import HFTensor
@@ -65,12 +66,15 @@ def quantize(
     section: sections.Nf4 | sections.Fp4,
     *,
     dtype: torch.dtype | None = None,
+    experts: bool = True,
     progress: Progress | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> Quantized:
-    """Writes a copy of `folder` with its linear layers in 4 bits; embedding, head and norms stay as they are.
+    """Writes a copy of `folder` with its linear layers in 4 bits; embedding, head, norms and routers stay as they are.
 
     dtype: of what stays, and of products; by default the one it is stored in. Codes are made of what is stored.
+    experts: whether they are quantized too, each by itself; those that share tensors on the disk, for which
+    bitsandbytes has no layout, stay as they are.
 
     The folder appears whole or not at all. Raises ModelError for a model that is quantized already, for one with parts
     beside the language model and for weights that are not finite, and ResourceError if `target` holds anything or the
@@ -87,13 +91,17 @@ def quantize(
             "which would be left out. Train from it with `quantization: nf4`, which quantizes while it reads"
         )
     model = meta_decoder(config)
-    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
+    sites = (site for site in adapter_sites(model) if site.is_linear or (experts and site.experts is not None))
+    linears = {f"{site.name}.weight" for site in sites}
     kept = dtype or stored_dtype(folder)
     kept = torch.float32 if kept == torch.float64 else kept
     tensors = hf_tensors(config)
+    quantized = {tensor.name for tensor in tensors if tensor.parameters[0] in linears and len(tensor.shape) == 2}
+    routers = {tensor.name.rpartition(".")[0] for tensor in tensors if is_of_router(tensor.parameters[0])}
     values = config_values(config, torch_dtype=str(kept).removeprefix("torch."))
-    values["quantization_config"] = quantization_values(section.kind, double=section.double, dtype=kept, skip=_LEFT)
-    sized = [(tensor, _size_bytes(tensor, linears, kept)) for tensor in tensors]
+    skip = [*_LEFT, *sorted(routers)]
+    values["quantization_config"] = quantization_values(section.kind, double=section.double, dtype=kept, skip=skip)
+    sized = [(tensor, _size_bytes(tensor, quantized, kept)) for tensor in tensors]
     with replace_folder(target, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)
         write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
@@ -107,7 +115,7 @@ def quantize(
                 names = [f"{tensor.name}{suffix}" for tensor in shard for suffix in ("", *SUFFIXES)]
                 stream = closing.enter_context(TensorStream(fresh / file, names))
                 streams |= {tensor.name: stream for tensor in shard}
-            writer = _Writer(tensors, streams, linears, section, kept, progress)
+            writer = _Writer(tensors, streams, quantized, section, kept, progress)
             load_into(model, folder, take=writer.take, unpack=refuse_four_bit)
         files = list(dict.fromkeys(streams.values()))
         total_bytes = sum(stream.bytes for stream in files)
@@ -122,7 +130,7 @@ class _Writer:
 
     tensors: list[HFTensor]
     streams: dict[str, TensorStream]  # by tensor
-    linears: set[str]
+    in_four_bits: set[str]  # names of tensors
     section: sections.Nf4 | sections.Fp4
     dtype: torch.dtype
     progress: Progress | None
@@ -139,7 +147,7 @@ class _Writer:
                 return
         for tensor in self.tensors_of[parameter]:
             whole = tensor.assembled(self.waiting.__getitem__)
-            if parameter in self.linears:
+            if tensor.name in self.in_four_bits:
                 self._write_quantized(tensor.name, whole)
             else:
                 self._write(tensor.name, whole.to(self.dtype))
@@ -173,10 +181,10 @@ class _Writer:
         self.streams[name].add(name, value)
 
 
-def _size_bytes(tensor: HFTensor, linears: set[str], dtype: torch.dtype) -> int:
+def _size_bytes(tensor: HFTensor, in_four_bits: set[str], dtype: torch.dtype) -> int:
     """Bytes on disk, rounded up: of a quantized weight 4.5 bits a number and the constants of one."""
     count = math.prod(tensor.shape)
-    return count * 9 // 16 + 4096 if tensor.parameters[0] in linears else count * dtype.itemsize
+    return count * 9 // 16 + 4096 if tensor.name in in_four_bits else count * dtype.itemsize
 
 
 def refuse_four_bit(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from danlu.adapters.adapter_config import CONFIG, WEIGHTS, AdapterFolder, adapter_stack, open_adapter, resolve_adapter
 from danlu.adapters.targets import choose
-from danlu.assembly.base_model import Base, check_base, find_base
+from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.families import config_values
+from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
 from danlu.models.long_context import with_long_context
@@ -75,8 +75,17 @@ def longest_shared_path(data: sections.Data, model: sections.Model, adapter: Any
     return None if fixed is None else max(0, fixed - _virtual_tokens(model, adapter))
 
 
+def base_config(model: sections.Model) -> ModelConfig:
+    """The config of `model.path`, rotated as the adapters of `model.adapters` were trained with.
+
+    Of a hub id that is not there nothing but its config.json is fetched. Raises ModelError.
+    """
+    assert model.path is not None, "the recipe's rules ask for a base"
+    return rotated_by(find_config(model.path), named_stack(model.adapters))
+
+
 def _config_of(model: sections.Model) -> ModelConfig:
-    return find_config(model.path) if model.path is not None else from_scratch(model, vocab_size=1)
+    return base_config(model) if model.path is not None else from_scratch(model, vocab_size=1)
 
 
 def _virtual_tokens(model: sections.Model, adapter: Any) -> int:
@@ -95,7 +104,7 @@ def base_identity(model: sections.Model) -> dict[str, Any]:
     """
     assert model.path is not None, "the recipe's rules ask for a base"
     base = find_base(model.path)
-    config = json.loads(json.dumps(config_values(read_config(base.folder), torch_dtype="float32")))
+    config = json.loads(json.dumps(config_values(base_config(model), torch_dtype="float32")))
     below = {}
     for folder in named_stack(model.adapters):
         digest = blake2b((folder.path / CONFIG).read_bytes(), digest_size=16)

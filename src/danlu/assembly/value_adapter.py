@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from danlu.adapters.adapter_config import AdapterFolder, adapter_stack, open_adapter
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.assembly.base_model import check_base, find_base
+from danlu.assembly.base_model import check_base, find_base, rotated_by
 from danlu.assembly.parameter_roles import VALUE
 from danlu.assembly.recipe_adapters import named_stack, take_last
 from danlu.errors import RecipeError
+from danlu.models.hf_folder import read_config
+from danlu.models.rotation import same_rotation
 from danlu.recipe import Recipe
 from danlu.recipe.sections import AdapterSection, Continue
 from danlu.recipe.value import value_adapter, value_section, value_share
@@ -27,7 +29,8 @@ def value_on_base(recipe: Recipe) -> AdapterSection | AdapterFolder | None:
     *below, folder = adapter_stack(path)
     folder = open_adapter(folder.path)
     assert recipe.model.path is not None, "the recipe's rules ask for a base"
-    check_base(folder, find_base(recipe.model.path))
+    base = find_base(recipe.model.path)
+    check_base(folder, base)
     policys = named_stack(recipe.model.adapters)
     if isinstance(recipe.adapter, Continue):
         take_last(policys, recipe.model.adapters)
@@ -36,6 +39,13 @@ def value_on_base(recipe: Recipe) -> AdapterSection | AdapterFolder | None:
         raise RecipeError(
             f"value.model: {path} was trained upon {wants}, and the policy's adapter lies upon {has}. Use share: none, "
             "or an adapter that was trained upon the same"
+        )
+    config = read_config(base.folder)
+    rotated = [rotated_by(config, stack) for stack in ([*below, folder], named_stack(recipe.model.adapters))]
+    if not same_rotation(*rotated):
+        raise RecipeError(
+            f"value.model: {path} was trained with another rotary embedding of the base (long_context) than the "
+            "policy's adapter, and both are on one base. Use share: none"
         )
     return folder
 

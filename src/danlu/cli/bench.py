@@ -153,14 +153,13 @@ def windows(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
     """
     import numpy as np
 
-    from danlu.models.hf_folder import read_config
     from danlu.rollout.load_model import load_chat_tokenizer
     from danlu.types import Pack, Sample
 
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder).tokenizer
     front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     ids = tokenizer.encode(text)[:tokens]
-    step = min(read_config(resolved.folder).context_length, MAX_WINDOW) - len(front)
+    step = min(resolved.config.context_length, MAX_WINDOW) - len(front)
     window_ids = [np.array([*front, *ids[start : start + step]], dtype=np.int32) for start in range(0, len(ids), step)]
     if not window_ids or len(window_ids[0]) < 2:
         raise DataError("the text has fewer than two tokens: there is nothing to predict. Give a longer one")

@@ -69,7 +69,8 @@ def launch_chain(
 
     _check_resume(chain, resume)
     for stage in chain.stages:
-        layout_of(stage.loaded.recipe.parallel, processes)
+        with stage.loaded.naming_places():
+            layout_of(stage.loaded.recipe.parallel, processes)
     flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
     first = chain.stages[0].loaded.recipe
 

@@ -83,12 +83,11 @@ def chat(
     sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
     precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.models.hf_folder import read_config
     from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base, adapter or [])
     print_status_early(f"reading {resolved.given_path}")
-    context = read_config(resolved.folder).context_length
+    context = resolved.config.context_length
     options = sampling_options(resolved, sampling, seed)
     engine_options = engine_flags(resolved, cache_gib, draft)
     from danlu.rollout.chat import Conversation

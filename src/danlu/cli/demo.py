@@ -29,9 +29,11 @@ def demo(
 
     Nothing is downloaded. Data, recipes, runs and the exported model stay in the folder, to be looked at and tried.
     """
-    # Read by OpenMP when torch is imported. Threads that spin while they wait make so small a model slower beside any
-    # other work: 20 steps on two cores that others used too took over 127 s, and 34 s with threads that sleep.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Read by libgomp when torch is imported: how often a thread looks for work before it sleeps. So small a model comes
+    # back to its threads every few microseconds. 100 steps of pretraining on two cores took 23 s (median of three) with
+    # 6,000, 21 s with libgomp's own 300,000, 33 s with threads that sleep at once; beside two other busy processes
+    # 143 s with 300,000, 77 s with 10,000, 49 s asleep at once.
+    os.environ.setdefault("GOMP_SPINCOUNT", "6000")
     # torch takes a second to import, which `danlu demo --help` should not.
     from danlu.demo import demo as make
 

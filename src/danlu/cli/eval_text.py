@@ -113,7 +113,7 @@ def score(loaded: LoadedModel, samples: Selection, recipe: Recipe) -> Scores:
     packs = PackedDataset(samples, recipe.data.packing, length, seed=0, shuffle=False)
     learner = DecoderLearner(
         model=loaded.model,
-        forward=loaded.model,
+        model_forward=loaded.model,
         device=loaded.model.embed_tokens.weight.device,
         dtype=loaded.dtype,
         micro=max(1, MICRO_BATCH_TOKENS // length),

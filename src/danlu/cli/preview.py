@@ -57,12 +57,13 @@ def preview(
     for note in loaded.notes:
         print_status(note)
     escape_unencodable()  # rows may hold what this terminal's encoding cannot write
-    if loaded.recipe.stage != "rl":
-        _preview_rows(loaded.recipe, recipe.name, rows, row or (), packs, tokens or None, html, as_json=as_json)
-        return
-    if html is not None:
+    if loaded.recipe.stage == "rl" and html is not None:
         raise RecipeError("--html: a page shows what is trained on, and stage rl draws it. Use --json, or leave it out")
-    _preview_prompts(loaded.recipe, rows, row or (), tokens or None, as_json=as_json)
+    with loaded.naming_places():
+        if loaded.recipe.stage == "rl":
+            _preview_prompts(loaded.recipe, rows, row or (), tokens or None, as_json=as_json)
+        else:
+            _preview_rows(loaded.recipe, recipe.name, rows, row or (), packs, tokens or None, html, as_json=as_json)
 
 
 def _preview_rows(

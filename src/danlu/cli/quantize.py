@@ -26,10 +26,14 @@ def quantize(
     dtype: Annotated[
         str, typer.Option(help="Of what is not packed, and of products: auto, fp32, bf16, fp16.")
     ] = "auto",
+    experts: Annotated[
+        bool, typer.Option("--experts/--no-experts", help="Models with experts: quantize these too, each by itself.")
+    ] = True,
 ) -> None:
     """Write a model in 4 bits: linear layers packed as bitsandbytes does, embedding, head and norms as they are.
 
-    The folder is a model for danlu, and for transformers with bitsandbytes. One weight is in memory at a time.
+    The folder is a model for danlu, and for transformers with bitsandbytes; transformers 5, which stacks experts, reads
+    models that have some with --no-experts alone. One weight is in memory at a time.
     """
     problems = [f"--kind: {kind!r} is unknown; use nf4 or fp4"] if kind not in KINDS else []
     problems += [f"--dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}"] if dtype not in PRECISIONS else []
@@ -50,7 +54,7 @@ def quantize(
     section = sections.Nf4(double=double) if kind == "nf4" else sections.Fp4(double=double)
     with closing(RowProgress(sys.stderr, doing="quantizing", units="tensors")) as progress:
         shown = progress if sys.stderr.isatty() else None
-        written = quantizing.quantize(folder, out, section, dtype=DTYPES.get(dtype), progress=shown)
+        written = quantizing.quantize(folder, out, section, dtype=DTYPES.get(dtype), experts=experts, progress=shown)
     print_status(
         f"{folder} in {kind}: {written.quantized:,} of {written.parameters:,} parameters packed to "
         f"{written.bits:.3f} bits each, {format_bytes(written.bytes)} in all\n"

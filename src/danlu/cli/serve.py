@@ -104,7 +104,9 @@ def serve(
     print_notes(loaded)
     models = served_models(resolved, loaded, name, chat_template)
     draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None
-    settings = EngineOptions(cache_gib=cache_gib, sequences=sequences, draft=draft, exact=numerics == "exact")
+    settings = EngineOptions(
+        cache_gib=cache_gib, sequences=sequences, draft=draft, exact=numerics == "exact", routes=rollouts
+    )
     control = rollout_control_of(loaded, settings) if rollouts else None
     engine = engine_of(loaded, settings) if control is None else control.engine
     options = server.ServerOptions(secrets.randbits(62) if seed is None else seed, api_key, quiet)

@@ -87,7 +87,8 @@ def train(
         code = _train(loaded, resume, dry_run, quiet)
     else:
         check_processes(processes)
-        layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
+        with loaded.naming_places():
+            layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
         flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
         with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext() as logs:
             code = _launch(
@@ -196,7 +197,8 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     from danlu import run
 
     say, stream = (silent, io.StringIO()) if quiet else (print_status, None)
-    outcome = run.train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
+    with loaded.naming_places():
+        outcome = run.train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
     print_outcome(outcome, say)
     return outcome.exit_code
 

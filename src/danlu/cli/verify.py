@@ -75,11 +75,13 @@ def verify(
         timeout_s=timeout,
     )
     if pretend is not None:
-        layout, rows = verification.predict_traffic(loaded.recipe, pretend, options)
+        with loaded.naming_places():
+            layout, rows = verification.predict_traffic(loaded.recipe, pretend, options)
         world = f"a simulated world size of {pretend} ({layout})"
         _show(f"one process of {world} sends in a step with two micro-batches:", rows)
         return
-    result, rows = verification.verify(recipe.name, loaded.recipe, options)
+    with loaded.naming_places():
+        result, rows = verification.verify(recipe.name, loaded.recipe, options)
     _print(result)
     if traffic:
         _show("one process sends in a step:", rows)

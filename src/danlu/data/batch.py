@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from danlu.types import Batch, Branch, Pack, Sample, TargetSources
+from danlu.types import ROUTES, Batch, Branch, Pack, Sample, TargetSources
 
 # T packed tokens · N trained targets · M branches
 
@@ -69,10 +69,15 @@ def collate(
         source_weights = weights_by_source(of_targets, trained_weights, source_names)
     if trees:
         arrays.append(np.searchsorted([branch.stop for branch in trees], trained, side="right"))  # [N]
-    columns = {name: _column(documents, name, virtual)[trained] for name in samples[0].columns}
+    columns = {name: _column(documents, name, virtual)[trained] for name in samples[0].columns if name != ROUTES}
+    has_routes = ROUTES in samples[0].columns
+    if has_routes:
+        arrays.append(_column(documents, ROUTES, virtual, fill=-1))
     arrays += columns.values()
     tokens_, positions_, real_, logits_indices, targets, weights_, *rest = _to_device(arrays, torch.device(device))
     source_indices = rest.pop(0) if source_names else None
+    branch = rest.pop(0) if trees else None
+    routes = rest.pop(0) if has_routes else None
     return Batch(
         tokens=tokens_,
         positions=positions_,
@@ -88,13 +93,14 @@ def collate(
         if source_indices is None
         else TargetSources(tuple(source_names), source_indices, source_weights),
         trees=trees,
-        branch=rest.pop(0) if trees else None,
+        branch=branch,
         columns=dict(zip(columns, rest, strict=True)),
         facts={
             name: torch.from_numpy(np.concatenate([sample.facts[name] for sample in samples]).astype(np.float32))
             for name in samples[0].facts
         },
         stage_length=_stage_length(packs),
+        routes=routes,
     )
 
 
@@ -165,10 +171,10 @@ def _end_to_end(of_documents: Sequence[np.ndarray], front: np.ndarray) -> np.nda
     return np.concatenate(of_documents, dtype=front.dtype)
 
 
-def _column(documents: Sequence[_Document], name: str, virtual: int) -> np.ndarray:
-    """A column of all samples as [T, ...]; 0 for virtual tokens."""
+def _column(documents: Sequence[_Document], name: str, virtual: int, fill: int = 0) -> np.ndarray:
+    """A column of all samples as [T, ...]; `fill` for virtual tokens."""
     values = [sample.columns[name][start:stop] for sample, start, stop, _ in documents]
-    return _end_to_end(values, np.zeros((virtual, *values[0].shape[1:]), dtype=values[0].dtype))
+    return _end_to_end(values, np.full((virtual, *values[0].shape[1:]), fill, dtype=values[0].dtype))
 
 
 def _check_weights(weights: np.ndarray, documents: Sequence[_Document], first: np.ndarray) -> None:
@@ -212,7 +218,7 @@ def empty_like(sample: Sample) -> Pack:
                 nothing,
                 branches=(Branch(-1, 0, len(nothing.tokens)),) if sample.branches else (),
                 columns={
-                    name: np.zeros((len(nothing.tokens), *values.shape[1:]), values.dtype)
+                    name: np.full((len(nothing.tokens), *values.shape[1:]), -1 if name == ROUTES else 0, values.dtype)
                     for name, values in sample.columns.items()
                 },
                 facts={name: np.full(1, np.nan, np.float32) for name in sample.facts},
@@ -228,15 +234,16 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
 
     Every new shape of product makes oneDNN generate code and keep it (1.6 ms and up to a megabyte), and packs seldom
     have the same length. The tokens added are a document and a pack of their own and not `real`, the targets added have
-    weight 0; they are in no branch, and have no columns and facts.
+    weight 0; they are in no branch, and have no columns, facts and routes.
     """
     more_tokens, more_targets = (_padding_to_bucket(len(column)) for column in (batch.tokens, batch.targets))
     more_tokens += -(len(batch.tokens) + more_tokens) % multiple
+    more_tokens = more_tokens or (0 if len(batch.tokens) else multiple)  # a context rank may have none
     size = len(batch.tokens) + more_tokens
-    added = Branch(-1, len(batch.tokens), size)
+    added, lengths = Branch(-1, len(batch.tokens), size), batch.document_lengths
     return replace(
         batch,
-        trees=(*batch.trees, added) if batch.trees and more_tokens else batch.trees,
+        trees=(*batch.trees, added) if batch.trees and more_tokens and not batch.shares else batch.trees,
         tokens=F.pad(batch.tokens, (0, more_tokens)),
         positions=F.pad(batch.positions, (0, more_tokens)),
         real=F.pad(batch.real, (0, more_tokens)),
@@ -245,6 +252,8 @@ def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
         logits_indices=F.pad(batch.logits_indices, (0, more_targets)),
         targets=F.pad(batch.targets, (0, more_targets)),
         weights=F.pad(batch.weights, (0, more_targets)),
+        routes=None if batch.routes is None else F.pad(batch.routes, (0, 0, 0, 0, 0, more_tokens), value=-1),
+        document_lengths=None if lengths is None else F.pad(lengths, (0, more_tokens), value=1),
     )
 
 

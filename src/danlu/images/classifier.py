@@ -29,11 +29,12 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stage_protocols import HeldOut, LeastSeconds, Material, Stage
+from danlu.train.executor import AnyLearner
+from danlu.train.learner import MicroStep
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.position import ItemSource
 from danlu.train.run_folder import Start
 from danlu.train.state import Generate, Run
-from danlu.train.step import AnyLearner
 from danlu.types import (
     DivergenceKind,
     Loss,
@@ -142,14 +143,14 @@ class PlacedClassifier:
         return min(MAX_IMAGES_PER_MICRO_BATCH if asked == "auto" else asked, most)
 
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> ClassifierLearner:
-        """Under DDP where every data rank has all of the model."""
-        parallel, recipe = self.parallel, self.recipe
+        """The placed model with the objective."""
+        recipe = self.recipe
+        parallel = data.replicated_step(self.parallel, recipe.parallel)
         counted = Activations.beside([*self.model.parameters(), *self.model.buffers()])
         dtype = DTYPES[recipe.precision]
-        learner = ClassifierLearner(
+        return ClassifierLearner(
             self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted, sources
         )
-        return data.replicated(learner, (self.model, self.objective), recipe.parallel)
 
     def check_weights(self) -> None:
         """Nothing: images are not drawn from a model."""
@@ -266,7 +267,6 @@ class ClassifierLearner:
     parallel: StepParallel = field(default_factory=StepParallel)
     activations: Activations | None = None
     source_names: tuple[str, ...] = ()  # of the images, for the loss by source
-    replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
 
     def weights(self) -> dict[str, Tensor]:
         """All of the model: as much of each parameter as this process has."""
@@ -299,16 +299,22 @@ class ClassifierLearner:
         """The micro-batch of `items` on the device."""
         return collate_images(items, self.device, side=lenet.SIDE, source_names=self.source_names)
 
-    def dropout(self, step: int, items: Sequence[tuple[int, Image]]) -> AbstractContextManager[None]:
+    def at(self, micro_step: MicroStep[ImageBatch]) -> AbstractContextManager[None]:
         """LeNet-5 has no dropout."""
         return nullcontext()
 
+    def forward(self, chunk: int, micro_step: MicroStep[ImageBatch], x: Tensor | None) -> Loss:
+        """The loss of a micro-batch: all of LeNet-5 is one chunk."""
+        if micro_step.step is None:
+            return self.assess(micro_step.batch, micro_step.totals)
+        return self.losses(micro_step.batch, micro_step.totals, micro_step.gradient_scale)
+
+    def empty_activation(self, micro_step: MicroStep[ImageBatch]) -> Tensor:
+        """Nothing passes between chunks of a model in one chunk."""
+        raise AssertionError("LeNet-5 is one chunk")
+
     def losses(self, batch: ImageBatch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
         """The objective's loss of a micro-batch."""
-        return (self.replicated or self.compute_loss)(batch, totals, gradient_scale)
-
-    def compute_loss(self, batch: ImageBatch, totals: Totals, gradient_scale: float) -> Loss:
-        """`losses` without DDP around it."""
         loss = self.objective(self._outputs(batch), batch, totals)
         return replace(loss, total=scale_gradient(loss.total, gradient_scale))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from danlu.assembly.frozen_base import check_frozen
-from danlu.assembly.recipe_adapters import base_changes, base_identity, check_adapters
+from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, ModelError, RecipeError
@@ -29,20 +29,22 @@ from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
 from danlu.models.config import ModelConfig
-from danlu.models.families import architecture_of
-from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.experts_spec import Experts
+from danlu.models.hf_config import architecture_of
+from danlu.models.hf_folder import check_vocabulary, resolve_folder
 from danlu.models.hf_validation import check_headers
-from danlu.models.layer_spec import Experts
 from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import build
 from danlu.models.long_context import ropes_by_length, with_long_context
 from danlu.models.presets import from_scratch
+from danlu.models.untouched import check_untouched
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject, check_placing, place, subject_of
+from danlu.plan.pipeline_split import split_problems
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_share
@@ -78,13 +80,15 @@ class DecoderBuilder:
             self._check_base(start.path)
         if recipe.model.path is not None:
             folder, where = resolve_folder(recipe.model.path), recipe.model.path
-            config = self._scaled(self._with_task(read_config(folder)))
+            config = self._scaled(self._with_task(base_config(recipe.model)))
             self._check_layout(config)
             check_router(recipe, config)
             if recipe.adapter is not None:
                 check_frozen(folder, recipe.quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, quantized=False)
+            else:
+                check_untouched(folder, config)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
             config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
             where = recipe.model.preset or "model.config"
@@ -139,7 +143,8 @@ class DecoderBuilder:
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
         alone = ranks.alone and recipe.parallel.workers != "threads"
         placed.subject.model.staged_ropes = ropes_by_length(self._unscaled(material.tokenizer), recipe.long_context)
-        placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile and alone
+        if alone:
+            placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
         reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
         decoder = replace(decoder, rewards=partial(recipe_rewards, judges=judges), reward_bytes=reward_bytes)
@@ -172,7 +177,8 @@ class DecoderBuilder:
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
 
     def _check_layout(self, config: ModelConfig) -> None:
-        if wrong := list(problems(self.recipe.parallel, config)):
+        parallel = self.recipe.parallel
+        if wrong := [*problems(parallel, config), *split_problems(parallel.pipeline, config)]:
             raise RecipeError(wrong)
 
     def _check_base(self, checkpoint: Path) -> None:
@@ -201,7 +207,7 @@ class DecoderBuilder:
         if model.path is None:
             config = from_scratch(model, facts.vocab_size, facts.bos_id, facts.eos_id)
         else:
-            config = read_config(resolve_folder(model.path))
+            config = base_config(model)
         check_vocabulary(config, facts.vocab_size)
         return self._with_task(config)
 
@@ -268,7 +274,10 @@ def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objecti
 
 
 def check_router(recipe: Recipe, config: ModelConfig) -> None:
-    """Raises RecipeError for a `router` of a model without experts, or with biases that its family does not keep."""
+    """Raises RecipeError for a `router` or a replay of routes of a model without experts, or with biases that its
+    family does not keep."""
+    if recipe.rollout.routing_replay and not config.has_experts:
+        raise RecipeError(f"rollout.routing_replay: {config.family} as it is here has no experts. Leave it out")
     if recipe.router is None:
         return
     feeds = [kind.feed for kind in config.kinds if isinstance(kind.feed, Experts)]
@@ -307,8 +316,8 @@ def _with_balancer(parallel: StepParallel, balancer: Balancer) -> StepParallel:
 def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:
     """The same step with the objective's own tensors beside the model's: whole on every process.
 
-    Their gradients are summed over data ranks; DDP does so itself. Tensor ranks have the same hidden states, and so the
-    same gradients, of which nothing is summed.
+    Their gradients are summed over data ranks, in buckets where nothing is sharded. Tensor ranks have the same hidden
+    states, and so the same gradients, of which nothing is summed.
     """
     ranks, tensors = parallel.ranks, objective_tensors(objective)
     if ranks.alone or not tensors:
@@ -316,7 +325,7 @@ def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe
     parameters = objective_parameters(objective)
     local = {name: replicated_parameter(name, parameters.get(name, tensor), ranks) for name, tensor in tensors.items()}
     trained = {name: local[name] for name in parameters}
-    sums = sums_over_data(trained, ranks, by_ddp=recipe.parallel.shard == "none")
+    sums = sums_over_data(trained, ranks, in_buckets=recipe.parallel.shard == "none")
     return replace(
         parallel,
         local_parameters={**parallel.local_parameters, **local},

@@ -5,8 +5,7 @@ It is trained beside the policy; the head that makes a value of a hidden state b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from danlu.layer_types import Attend
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.families import architecture_of
+from danlu.models.hf_config import architecture_of
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.parallel.ranks import Ranks
@@ -195,12 +194,13 @@ def with_own_critic(parallel: StepParallel, critic: Placed) -> StepParallel:
     """The policy's part in a step, with that of a decoder of values that is placed like it."""
     own = critic.parallel
 
-    @contextmanager
-    def micro_batch(is_last: bool) -> Iterator[None]:
-        with ExitStack() as both:
-            both.enter_context(parallel.micro_batch(is_last))
-            both.enter_context(own.micro_batch(is_last))
-            yield
+    def prepare_backward(is_last: bool, chunk: int) -> None:
+        parallel.prepare_backward(is_last, chunk)
+        own.prepare_backward(is_last, chunk)
+
+    def finish_weight_pass(is_last: bool, chunk: int) -> None:
+        parallel.finish_weight_pass(is_last, chunk)
+        own.finish_weight_pass(is_last, chunk)
 
     def reshard() -> None:
         parallel.reshard()
@@ -216,7 +216,8 @@ def with_own_critic(parallel: StepParallel, critic: Placed) -> StepParallel:
             *parallel.partial_gradients,
             *((group, own_name(name)) for group, name in own.partial_gradients),
         ),
-        micro_batch=micro_batch,
+        prepare_backward=prepare_backward,
+        finish_weight_pass=finish_weight_pass,
         reshard=reshard,
     )
 

@@ -34,6 +34,13 @@ def explain_non_finite(
             "The run stopped before the update. If the weights were loaded, check their folder; if they were trained, "
             "go back to an earlier checkpoint with a lower optimizer.learning_rate."
         )
+    if model.chunks.last > 0:
+        return TrainingError(
+            f"step {step}: the loss is not finite, for {first_few(list(dict.fromkeys(batch.rows)))}. The weights "
+            "themselves are finite, and the run stopped before the update. Look at these rows, lower "
+            "optimizer.learning_rate, or train these steps without parallel.pipeline, where one process sees which "
+            "module it begins in."
+        )
     module, hidden = _first_non_finite_module(model, filled, attend, dtype)
     rows = _rows_without_finite_loss(DecoderOutputs(model, hidden, batch, len(batch.tokens), len(batch.targets)))
     where = f"first in the output of {module}" if module else "in the cross-entropy over the vocabulary"

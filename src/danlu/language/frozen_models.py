@@ -5,7 +5,7 @@ None of them has float32 copies of its matrices, gradients, or a place in checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.adapter_training import merged_model
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import Adapted, check_frozen, load_frozen
-from danlu.assembly.recipe_adapters import open_named
+from danlu.assembly.recipe_adapters import base_config, open_named
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import RecipeError
 from danlu.language.reader import tokenizer_of
@@ -89,7 +89,7 @@ def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks,
 
 def frozen_config(section: Model, vocab_size: int) -> ModelConfig:
     """The config of a frozen model."""
-    return from_scratch(section, vocab_size) if section.path is None else read_config(resolve_folder(section.path))
+    return from_scratch(section, vocab_size) if section.path is None else base_config(section)
 
 
 def _as_if_it_were_the_policy(recipe: Recipe, spec: ModelSpec) -> Recipe:
@@ -108,13 +108,13 @@ def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ran
         initialize(model, recipe.seed)
         return Subject(_narrowed(model, dtype))
     if section.adapters and not stacks and recipe.quantization is None:
-        return Subject(_narrowed(merged_model(section, device=device), dtype))
+        return Subject(_narrowed(merged_model(section, device=device, config=base_config(section)), dtype))
     placer: LayerPlacer | None = None
 
-    def layer_hook_factory(loading: Adapted) -> Callable[[str], None]:
+    def layer_hook_factory(loading: Adapted) -> LayerPlacer:
         nonlocal placer
         placer = LayerPlacer(loading.model, loading.adapters, recipe, ranks, device)
-        return placer.layer_loaded
+        return placer
 
     base = find_base(section.path)
     adapted = load_frozen(
@@ -123,6 +123,7 @@ def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ran
         device=device,
         quantization=recipe.quantization,
         layer_hook_factory=layer_hook_factory if layer_by_layer(recipe, ranks) else None,
+        config=base_config(section),
     )
     below = AdapterStacks(adapted.adapters)
     below.use(below.add(open_named(section.adapters, base)))

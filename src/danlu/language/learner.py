@@ -6,7 +6,7 @@ T packed tokens · N trained targets
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -18,22 +18,27 @@ from torch import Tensor, nn
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.parameter_roles import VALUE
 from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
+from danlu.data.context_batch import on_device, rows_of, share_of_batch
+from danlu.data.shares import shares
 from danlu.language.critic import Critic
 from danlu.language.diagnosis import explain_non_finite
 from danlu.language.moving import MovingWeights, moving_tensors
-from danlu.language.roles import Forward, RoleOutputs, decoder_outputs
+from danlu.language.roles import Forward, RoleOutputs, decoder_outputs, hidden_states
+from danlu.layer_types import Attend
 from danlu.memory.activation_offload import ActivationOffload
 from danlu.memory.recomputed_function import recomputed_within
-from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
-from danlu.models.load_balancing import Balancer, BatchTokens
-from danlu.objectives.branches import sum_by_branch
+from danlu.models.load_balancing import Balancer, BatchTokens, merged_metrics
+from danlu.models.router_replay import replaying
+from danlu.objectives.branches import local_sum_by_branch
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.clip import non_finite
+from danlu.parallel.context_attention import ContextGroups, context_attend_for
 from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
+from danlu.train.learner import MicroStep
 from danlu.train.memory_parts import Activations
 from danlu.train.step import sum_losses
 from danlu.types import (
@@ -57,7 +62,7 @@ class DecoderLearner:
     """The `Learner` of a language model: where, in which type, through which (perhaps compiled) forward it learns."""
 
     model: Decoder
-    forward: Forward  # the model itself, or its compiled form
+    model_forward: Forward  # the model itself, or its compiled form
     device: torch.device
     dtype: torch.dtype  # of activations; trained parameters are float32
     micro: int  # packs in a micro-batch
@@ -69,7 +74,6 @@ class DecoderLearner:
     critic: Critic | None = None  # where values are not a head on the policy
     activations: Activations | None = None  # None where the forward is compiled
     parallel: StepParallel = field(default_factory=StepParallel)
-    replicated: Callable[..., Loss] | None = None  # DDP around `compute_loss`
     offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
     token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
     source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
@@ -80,6 +84,8 @@ class DecoderLearner:
     """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
     exact: bool = False
     """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
+    context: ContextGroups = field(default_factory=ContextGroups)
+    """Ranks that take different tokens of the same packs."""
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
@@ -87,8 +93,7 @@ class DecoderLearner:
         named |= {} if self.critic is None else self.critic.tensors()
         named |= moving_tensors(self.moving)
         named |= {} if self.balancer is None else self.balancer.tensors()
-        local = self.parallel.local_parameters
-        return {name: local[name].local.detach() for name in named} if local else named
+        return self.parallel.local_weights(named)
 
     def totals(self, items: Sequence[Pack]) -> Totals:
         """What a step of these packs consists of, with the divisors that objective and evaluation ask for."""
@@ -129,11 +134,14 @@ class DecoderLearner:
         for numbers in micro_batches:
             batch = self.collate([viewed[number] for number in numbers])
             numbered = [(number, viewed[number]) for number in numbers]
-            with torch.no_grad(), nullcontext() if step is None else self.dropout(step, numbered):
+            with torch.no_grad(), self._dropout(step, numbered, batch):
                 outputs = self.outputs(batch, 1.0)
-                policy = sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
-                reference = sum_by_branch(outputs["reference"].logprobs().logprobs, batch) if has_reference else policy
-                own.append(torch.stack((policy, reference, sum_by_branch(torch.ones_like(batch.weights), batch))))
+                # Sums over the targets of this process, for those of all are added up below.
+                policy = local_sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
+                reference = policy
+                if has_reference:
+                    reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
+                own.append(torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch))))
         sums = torch.zeros(3, starts[-1], dtype=torch.float64)
         for numbers, values in zip(micro_batches, own, strict=True):
             places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
@@ -148,7 +156,9 @@ class DecoderLearner:
 
     def end_step(self) -> Mapping[str, float]:
         """How evenly the experts of each layer were loaded in the step."""
-        return {} if self.balancer is None else self.balancer.end_step(self.parallel.all_reduce_data)
+        if self.balancer is None:
+            return {}
+        return merged_metrics(self.parallel.pipeline.all_gather(self.balancer.end_step(self.parallel.all_reduce_data)))
 
     def updated(self, step: int) -> None:
         """Models that move take up the policy's new weights, and routers move the biases of their choice."""
@@ -160,39 +170,76 @@ class DecoderLearner:
     def collate(self, items: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
         virtual_token_ids = () if self.adapters is None else self.adapters.virtual_token_ids
-        return collate(
-            items or [self.empty], self.device, virtual_token_ids=virtual_token_ids, source_names=self.source_names
-        )
+        packs, is_cut = items or [self.empty], self.context.size > 1
+        device = "cpu" if is_cut else self.device
+        batch = collate(packs, device, virtual_token_ids=virtual_token_ids, source_names=self.source_names)
+        if not is_cut:
+            return batch
+        # A layer of width D multiplies a token with about 12 D^2 parameters, and a score with 2 D numbers.
+        token_cost = 6 * self.model.config.hidden_size
+        dealt = shares(batch.boundaries, self.context.size, trees=batch.trees, token_cost=token_cost)
+        return on_device(share_of_batch(batch, dealt, self.context.index, self.context.all_reduce), self.device)
+
+    def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
+        """Dropout of adapters, by the micro-batch's place in the step."""
+        return self._dropout(micro_step.step, micro_step.items, micro_step.batch)
 
     @contextmanager
-    def dropout(self, step: int, items: Sequence[tuple[int, Pack]]) -> Iterator[None]:
-        """Dropout of adapters for the packs of a micro-batch, each with its number in the step."""
-        if self.adapters is None:
+    def _dropout(self, step: int | None, items: Sequence[tuple[int, Pack]], batch: Any) -> Iterator[None]:
+        """Dropout of adapters for packs, each with its number in the step, of which `batch` is made; none without a
+        step."""
+        if self.adapters is None or step is None:
             yield
             return
         dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
-        lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in items or [(0, self.empty)]]
-        dropout_state.begin(step, lengths)
+        packs = items or [(0, self.empty)]
+        lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
+        rows = rows_of(batch.shares[self.context.index]) if self.context.size > 1 else None
+        dropout_state.begin(step, lengths, rows)
         try:
             yield
         finally:
             dropout_state.end()
 
-    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
-        """The objective's loss of a micro-batch; under DDP its backward pass sums gradients over data ranks."""
-        with nullcontext() if self.offload is None else self.offload.active():
-            return (self.replicated or self.compute_loss)(batch, totals, gradient_scale)
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+        """The loss of a micro-batch; of a chunk before the last one its hidden states [T', D], [T'/tp, D] where tensor
+        ranks cut tokens."""
+        batch, totals = micro_step.batch, micro_step.totals
+        if chunk < self.model.chunks.last:
+            return self._hidden_states(chunk, micro_step, x)
+        if micro_step.step is None:
+            return self.assess(batch, totals, x)
+        return self.losses(batch, totals, micro_step.gradient_scale, x)
 
-    def compute_loss(self, batch: Batch, totals: Totals, gradient_scale: float) -> Loss:
-        """`losses` without DDP and offloading around it."""
-        outputs = self.outputs(batch, gradient_scale, self._roles_of(self.objective), totals)
-        loss = self.objective(outputs, batch, totals)
-        return replace(loss, total=scale_gradient(loss.total, gradient_scale))
+    def empty_activation(self, micro_step: MicroStep[Any]) -> Tensor:
+        """[T', D] in the type of activations; where tensor ranks cut tokens, as they do in training, this one's."""
+        tokens = len(pad_to_bucket(micro_step.batch, self.token_multiple).tokens)
+        tokens //= 1 if micro_step.step is None else self.token_multiple
+        return torch.empty(tokens, self.model.config.hidden_size, dtype=self.dtype, device=self.device)
 
-    def assess(self, batch: Batch, totals: Totals) -> Loss:
-        """The evaluation's loss of a micro-batch, without gradients."""
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
+        """The objective's loss of a micro-batch. x: as `forward` has it."""
+        with self._offloaded():
+            outputs = self.outputs(batch, gradient_scale, self._roles_of(self.objective), totals, x)
+            loss = self.objective(outputs, batch, totals)
+            return replace(loss, total=scale_gradient(loss.total, gradient_scale))
+
+    def assess(self, batch: Batch, totals: Totals, x: Tensor | None = None) -> Loss:
+        """The evaluation's loss of a micro-batch, without gradients. x: as `forward` has it."""
         with torch.no_grad():
-            return self.evaluation(self.outputs(batch, 1.0, self._roles_of(self.evaluation)), batch, totals)
+            return self.evaluation(self.outputs(batch, 1.0, self._roles_of(self.evaluation), x=x), batch, totals)
+
+    def _hidden_states(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor:
+        trains = micro_step.step is not None
+        filled = pad_to_bucket(micro_step.batch, self.token_multiple)
+        routed = self._routed(filled, micro_step.totals if trains else None, micro_step.gradient_scale)
+        with self._offloaded() if trains else torch.no_grad(), routed:
+            return hidden_states(
+                self.model, self.model_forward, self.dtype, micro_step.batch, filled, self._attend(filled), chunk, x
+            )
+
+    def _offloaded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.offload is None else self.offload.active()
 
     def _roles_of(self, objective: Objective) -> Collection[Role]:
         return objective.roles if isinstance(objective, RoleObjective) else self.roles
@@ -203,36 +250,60 @@ class DecoderLearner:
         gradient_scale: float,
         roles: Collection[Role] | None = None,
         totals: Totals | None = None,
+        x: Tensor | None = None,
     ) -> dict[Role, Outputs]:
         """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the outputs of
         the policy and of the critic carry gradients.
 
         totals: of the step that the batch is trained on in; the load of the policy's experts is counted and balanced.
+        x: what the policy's chunk before the last one has returned, where it is in several.
+
+        The policy sends tokens to the experts that the batch has recorded of its rollout. Other models choose their
+        own: theirs are other weights, of which the rollout knows nothing.
         """
         filled = pad_to_bucket(batch, self.token_multiple)
-        attend = attend_for(filled, exact=self.exact)
+        attend = self._attend(filled)
         asked = (*self.roles, VALUE) if roles is None else roles
         beside: dict[Role, Outputs] = {
             role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items() if role in asked
         }
         if self.critic is not None and VALUE in asked:
             beside[VALUE] = self.critic(batch, filled, attend, gradient_scale)
-        with nullcontext() if totals is None else self._balanced(filled, totals, gradient_scale):
+        with self._routed(filled, totals, gradient_scale):
             policy = decoder_outputs(
-                self.model, self.forward, self.dtype, batch, filled, attend, gradient_scale, self.score_head, self.exact
+                self.model,
+                self.model_forward,
+                self.dtype,
+                batch,
+                filled,
+                attend,
+                gradient_scale,
+                self.score_head,
+                self.exact,
+                x,
             )
         return {**beside, "policy": policy}
 
-    def _balanced(self, filled: Batch, totals: Totals, gradient_scale: float) -> AbstractContextManager[None]:
-        """Within it, and where activations of it are recomputed, the policy's experts are counted and balanced.
+    def _attend(self, filled: Batch) -> Attend:
+        has_dropout = self.adapters is not None and self.adapters.build_context.dropout_state.active
+        return context_attend_for(filled, self.context, exact=self.exact, sends_expanded=has_dropout)
+
+    def _routed(self, filled: Batch, totals: Totals | None, gradient_scale: float) -> AbstractContextManager[None]:
+        """Within it, and where activations of it are recomputed, tokens go to the experts that are recorded of them; in
+        a step, whose `totals` are given, the policy's experts are counted and balanced.
 
         The step divides by `totals.weight`, and what balances is a mean over tokens.
         """
-        if self.balancer is None:
-            return nullcontext()
-        factor = gradient_scale * totals.weight / sum(totals.document_lengths)
-        tokens = BatchTokens.of(filled.real, filled.boundaries, filled.packs, factor)
-        return recomputed_within(partial(self.balancer.active, tokens))
+        contexts: list[Callable[[], AbstractContextManager[None]]] = []
+        if self.balancer is not None and totals is not None:
+            factor = gradient_scale * totals.weight / sum(totals.document_lengths)
+            tokens = BatchTokens.of(filled.real, filled.boundaries, filled.packs, factor)
+            if filled.shares:
+                tokens = tokens.of_share(filled.shares, self.context.index, self.context.sum)
+            contexts.append(partial(self.balancer.active, tokens))
+        if filled.routes is not None:
+            contexts.append(partial(replaying, self.model, filled.routes))
+        return recomputed_within(partial(_all_of, contexts)) if contexts else nullcontext()
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
@@ -243,9 +314,16 @@ class DecoderLearner:
 
     def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
         filled = pad_to_bucket(batch, self.token_multiple)
-        return explain_non_finite(
-            self.model, batch, filled, attend_for(filled, exact=self.exact), self.dtype, step, names
-        )
+        return explain_non_finite(self.model, batch, filled, self._attend(filled), self.dtype, step, names)
+
+
+@contextmanager
+def _all_of(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    """A context within all of them."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 @dataclass(frozen=True)
@@ -300,11 +378,13 @@ class ThreadedLearner(DecoderLearner):
         first = DecoderLearner(**{each.name: getattr(self, each.name) for each in fields(DecoderLearner)})
         return first.prepare(items, micro_batches, step)
 
-    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0) -> Loss:
+    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
         """The sum of all replicas' losses, on the first device."""
-        return self._on_replicas(batch, lambda learner, part: learner.compute_loss(part, totals, gradient_scale))
+        return self._on_replicas(
+            batch, lambda learner, part: DecoderLearner.losses(learner, part, totals, gradient_scale)
+        )
 
-    def assess(self, batch: Any, totals: Totals) -> Loss:
+    def assess(self, batch: Any, totals: Totals, x: Tensor | None = None) -> Loss:
         """The sum of all replicas' losses as evaluation reports them."""
         return self._on_replicas(batch, lambda learner, part: DecoderLearner.assess(learner, part, totals))
 
@@ -312,7 +392,7 @@ class ThreadedLearner(DecoderLearner):
         assert self.replicas is not None, "threads run replicas"
 
         def work(model: Any, part: Batch) -> Loss:
-            return loss_of(replace(self, model=model, forward=model, device=part.tokens.device), part)
+            return loss_of(replace(self, model=model, model_forward=model, device=part.tokens.device), part)
 
         return sum_losses(self.replicas.run(work, batch.parts), self.device)
 

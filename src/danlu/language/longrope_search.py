@@ -16,6 +16,11 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.adapter_training import merged_model
+from danlu.assembly.base_model import find_base
+from danlu.assembly.frozen_base import load_frozen
+from danlu.assembly.recipe_adapters import base_config, base_identity, open_named
 from danlu.data.packed_dataset import cut
 from danlu.data.samples import Samples
 from danlu.errors import DataError
@@ -24,7 +29,7 @@ from danlu.language.reader import dataset_spec, prepared_data
 from danlu.line_log import LineLog
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import fingerprint, read_config, resolve_folder
+from danlu.models.hf_folder import resolve_folder
 from danlu.models.loading import load
 from danlu.models.long_context import original_length, with_long_context
 from danlu.models.longrope_search import Candidate, count, search
@@ -44,22 +49,22 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
     """
     section = recipe.long_context
     assert section is not None and section.search is not None, "asked for where there is something to search"
-    assert recipe.model.path is not None, "the recipe's rules ask for a trained model"
-    base, length = resolve_folder(recipe.model.path), recipe.data.max_length
-    unscaled = read_config(base)
+    length, unscaled = recipe.data.max_length, base_config(recipe.model)
     original = section.original_length or original_length(unscaled, "longrope")
     config = with_long_context(unscaled, section, length)
     documents = _documents(recipe, original, section.search.documents, stream)
-    model = load(base, device=device, config=config)
+    model = _model(recipe, config, device)
     score = _Score(recipe, section, unscaled, model, documents, device)
+    identity = base_identity(recipe.model)
     made_from = {
         "search": section.search.model_dump(mode="json"),
-        "base": fingerprint(base),
+        "base": [identity["model"]["fingerprint"], *identity["adapters"].values()],
         "documents": [document.row for document in documents],
         "lengths": [original, length],
         "short_factor": section.short_factor,
         "seed": recipe.seed,
         "precision": recipe.precision,
+        "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
     }
     with (
         closing(_Judged(folder / LONGROPE_SEARCH, made_from)) as judged,
@@ -87,6 +92,23 @@ def summary(folder: Path) -> str:
         f"long_context.search: {len(lines):,} candidates; the best has perplexity {best['perplexity']:.4g} at the "
         f"longest length, linear scaling {linear['perplexity']:.4g}"
     )
+
+
+def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder:
+    """The model that is trained, as it is before the first step: quantized, and upon other adapters, as in the run."""
+    section = recipe.model
+    assert section.path is not None, "the recipe's rules ask for a trained model"
+    if recipe.adapter is None:
+        if section.adapters:
+            return merged_model(section, device=device, config=config)
+        return load(resolve_folder(section.path), device=device, config=config)
+    base = find_base(section.path)
+    adapted = load_frozen(
+        base.folder, dtype=DTYPES[recipe.precision], device=device, quantization=recipe.quantization, config=config
+    )
+    stacks = AdapterStacks(adapted.adapters)
+    stacks.use(stacks.add(open_named(section.adapters, base)))
+    return adapted.model
 
 
 class _Score:

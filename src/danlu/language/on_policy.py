@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,10 @@ def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, 
     """`rows` with the policy's own answers to a share of them; stored: the same rows, to be asked for by number."""
     recipe = placed.recipe
     chat = ChatTokenizer(tokenizer_of(recipe))
-    settings = on_policy_settings(recipe, chat)
+    settings, config = on_policy_settings(recipe, chat), placed.model.config
     virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
+    if config.rotates_by_text_length:
+        settings = replace(settings, rotary_length=lambda tokens: min(virtual + tokens, config.context_length))
     length = virtual + min(longest_prompt(stored) + settings.max_new_tokens, settings.max_length)
     options = engine_options(recipe)
     needed = cache_gib(placed.model, DTYPES[recipe.precision], [length] * settings.per_step, options)

@@ -138,8 +138,15 @@ class DecoderOutputs:
         """What the head says at the last token of each branch: [M] float32, or [M, labels] of one with several.
 
         Where there are no trees each document is one branch. The token is the branch's own last one, whatever lies
-        behind it in the batch: the other answer, or what fills the batch up.
+        behind it in the batch: the other answer, or what fills the batch up. Where context ranks share branches, all
+        have the scores that each computes of the tokens it has.
         """
+        if (shared := self.batch.shared_branches) is not None:
+            own = shared.last_tokens.ge(0).nonzero().squeeze(1)
+            device = self.last_hidden.device
+            scores = self._head_at(shared.last_tokens[own].to(device, non_blocking=True))
+            of_all = scores.new_zeros(len(shared.last_tokens), *scores.shape[1:])
+            return shared.all_reduce(of_all.index_copy(0, own.to(device, non_blocking=True), scores))
         stops = [branch.stop for branch in self.batch.trees] or self.batch.boundaries[1:]
         last = torch.tensor([stop - 1 for stop in stops if stop <= self.tokens])  # [M], made of what the host knows
         return self._head_at(last.to(self.last_hidden.device, non_blocking=True))

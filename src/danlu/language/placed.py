@@ -33,23 +33,32 @@ from danlu.language.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs
 from danlu.language.rollout_processes import rollout_processes
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
-from danlu.memory_estimate import CriticPass, MemoryEstimate, estimate_of, find_micro_batch, gathered_parameters
+from danlu.memory_estimate import (
+    CriticPass,
+    MemoryEstimate,
+    estimate_of,
+    find_micro_batch,
+    gathered_parameters,
+    stage_config,
+)
 from danlu.models.block_scaled import scaled_method
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
 from danlu.models.load_balancing import Balancer
+from danlu.models.modules import GroupedLinear
 from danlu.numerics.four_bit_weight import unpack_kernels
-from danlu.numerics.quantized_weight import QuantizedWeightModule, dense_workspace_bytes
+from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_bytes
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel import data
+from danlu.parallel.context_attention import ContextGroups
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas
 from danlu.placing import Placed, replica_devices, shards_on_host, token_shares
 from danlu.plan.flops import training_flops
 from danlu.plan.gemm import Peak, peak_of
 from danlu.plan.precision import DTYPES
-from danlu.recipe import Recipe
+from danlu.recipe import Recipe, sections
 from danlu.rollout.asynchronous import AsynchronousEngine
 from danlu.rollout.rollout_sampler import Rewards
 from danlu.rollout.self_check import check_exact
@@ -63,15 +72,20 @@ from danlu.stage_protocols import (
     PolicyWithoutAdapter,
     RoleSpec,
 )
+from danlu.train.executor import AnyLearner
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.position import ItemSource
 from danlu.train.state import Generate, Run
-from danlu.train.step import AnyLearner
 from danlu.types import HeadObjective, Objective, Pack, Role
 
 EXPERTS_STAY_WIDE = (
-    "quantization: the matrices of experts are not quantized but kept in the type of activations, 2 bytes a weight in "
-    "bf16: most of a model with experts is as large as without it"
+    "model.path: this folder has its linear layers quantized, but not the matrices of experts, which are most of the "
+    "model and kept in the type of activations. The original model with `quantization: nf4` takes less"
+)
+
+EXPERTS_WITHOUT_ADAPTER = (
+    "adapter.targets: no adapter sits on the experts, which are most of this model: `experts` among the targets puts "
+    "one on each of their matrices"
 )
 
 
@@ -119,8 +133,22 @@ class PlacedDecoder:
     def notes(self) -> Sequence[str]:
         """What is worth knowing of how the models were placed, for the console."""
         unpacked = (kernel.note for kernel in unpack_kernels(self.model, self.dtype))
-        experts = [EXPERTS_STAY_WIDE] if self.recipe.quantization is not None and self.model.config.has_experts else []
-        return (*doubts(self.recipe.model), *self.placed.notes, *unpacked, *experts, *self._dense_note())
+        notes = (*doubts(self.recipe.model), *self.placed.notes, *unpacked)
+        return (*notes, *self._expert_notes(), *self._dense_note())
+
+    def _expert_notes(self) -> list[str]:
+        """What of quantization and adapters does not reach the experts of a model that has some."""
+        if not self.model.config.has_experts:
+            return []
+        modules = list(self.model.modules())
+        is_quantized = any(isinstance(module, QuantizedModule) for module in modules)
+        experts_are = any(isinstance(module, GroupedLinear) and module.quantized is not None for module in modules)
+        notes = [EXPERTS_STAY_WIDE] if is_quantized and not experts_are else []
+        added = None if self.adapters is None else self.adapters.added.get(TRAINED)
+        if added is not None and isinstance(added.section, sections.LowRank):
+            on_experts = any(site.experts is not None for site in added.sites)
+            notes += [] if on_experts else [EXPERTS_WITHOUT_ADAPTER]
+        return notes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -155,11 +183,10 @@ class PlacedDecoder:
 
     def weights(self) -> dict[str, Tensor]:
         """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
-        local = self.parallel.local_parameters
         critic = critic_tensors(self.adapters, None if self.own_critic is None else self.own_critic.subject.model)
         weights = {**trained_weights(self.model, self.adapters), **critic, **objective_tensors(self.objective)}
         weights |= moving_tensors(self.moving)
-        return {name: local[name].local.detach() for name in weights} if local else weights
+        return self.parallel.local_weights(weights)
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
         """PackedDataset in a micro-batch, at most so many, by what the recipe says and what fits."""
@@ -173,7 +200,7 @@ class PlacedDecoder:
         average = sum(parameter.nbytes for parameter in optimizer.parameters.values()) if recipe.ema is not None else 0
         resident = self._resident(self.weights(), optimizer, average)
         elsewhere = optimizer.state_bytes() - optimizer.resident_state_bytes()
-        if ranks.data.size > 1 and shards_on_host(recipe, self.device):
+        if not ranks.dense_data.all.alone and shards_on_host(recipe, self.device):
             elsewhere += resident.total
             resident = replace(resident, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
         gathered, gradients = gathered_parameters(model, recipe)
@@ -182,16 +209,16 @@ class PlacedDecoder:
             of_critic = gathered_parameters(self.own_critic.subject.model, recipe)
             gathered, gradients = gathered + of_critic[0], gradients + of_critic[1]
         modules = (module for own in self._modules() for module in own.modules())
-        packed = (module.shape for module in modules if isinstance(module, QuantizedWeightModule))
+        packed = (module.workspace_elements for module in modules if isinstance(module, QuantizedModule))
         fixed = replace(
             resident,
             gradients=resident.gradients + gradients,
-            packed=max((rows * columns for rows, columns in packed), default=0) * self.dtype.itemsize,
+            packed=max(packed, default=0) * self.dtype.itemsize,
             gathered=gathered,
         )
         return estimate_of(
             recipe,
-            model.config,
+            stage_config(model.config, model.chunks),
             fixed,
             plan=self.placed.plan,
             micro=micro,
@@ -199,6 +226,7 @@ class PlacedDecoder:
             offloaded_bytes=elsewhere,
             processes=ranks.world.size,
             critic=self._critic_pass,
+            in_flight=self.parallel.pipeline.micro_batches_in_flight,
         )
 
     @property
@@ -210,7 +238,7 @@ class PlacedDecoder:
         return None
 
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> DecoderLearner:
-        """The placed models with the objective, under DDP where every data rank has all that is trained."""
+        """The placed models with the objective."""
         model, compiled = self.model, self.recipe.compile
         weights = (tensor for module in self._modules() for tensor in (*module.parameters(), *module.buffers()))
         forward = forward_of(model, compiled=compiled)
@@ -229,7 +257,7 @@ class PlacedDecoder:
             self._score_head,
             self._critic(forward),
             None if compiled else Activations.beside(weights),
-            self.parallel,
+            data.replicated_step(self.parallel, self.recipe.parallel),
             offload=self._activation_offload(),
             token_multiple=token_shares(self.recipe, self.parallel.ranks),
             source_names=sources,
@@ -238,14 +266,14 @@ class PlacedDecoder:
             balancer=self.balancer,
             exact=self.recipe.numerics == "exact",
             sequence_tokens=self.recipe.data.max_length if counts_trees else None,
+            context=ContextGroups.of(self.parallel.ranks, self.recipe.parallel.context.method),
         )
         if self.recipe.parallel.workers == "threads":
             devices = replica_devices(self.recipe, self.device)
             if self.frozen and len(set(devices)) > 1:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))
-        critic = None if self.own_critic is None else self.own_critic.subject.model
-        return data.replicated(learner, (model, critic, self.objective), self.recipe.parallel)
+        return learner
 
     def check_weights(self) -> None:
         """Raises ModelError where numerics are to be exact and are not, by weights as they are before the first step:
@@ -296,7 +324,7 @@ class PlacedDecoder:
         average = 0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values())
         return replace(
             self._resident(run.learner.weights(), run.optimizer, average),
-            activations=counted.peak_bytes,
+            activations=round(counted.peak_bytes * self.parallel.pipeline.micro_batches_in_flight),
             logits=0 if model.config.task != "causal-lm" else self._logits_bytes(counted.targets),
             packed=dense_workspace_bytes(),
         )
@@ -309,7 +337,9 @@ class PlacedDecoder:
             config.vocab_size,
             element_bytes=self.dtype.itemsize,
             device_type=self.device.type,
-            frozen=not self.model.head_weight.requires_grad,
+            frozen=self.adapters is not None
+            if not self.model.chunks.has_last
+            else not self.model.head_weight.requires_grad,
         )
 
     def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.language.roles import FrozenDecoder, forward_of
 from danlu.models.attend import attend_for
+from danlu.models.router_replay import replaying
 from danlu.parallel.dealing import deal_by_tokens
 from danlu.placing import Placed, token_shares
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.types import Pack, Sample
+from danlu.rollout.experience_trees import ROTARY_LENGTH
+from danlu.rollout.recorded_routes import end_to_end
+from danlu.types import ROUTES, Pack, Sample
 
 
 def policy_logprobs(
@@ -22,27 +26,43 @@ def policy_logprobs(
     sequences: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int],
     *,
+    max_new_tokens: int,
     temperature: float = 1.0,
+    routes: Sequence[np.ndarray | None] = (),
 ) -> list[list[float]]:
     """The log-probability of each token behind the prompts, from packed sequences; all processes compute all of them.
 
-    sequences: prompt and answer, without virtual tokens; prompt_lengths: tokens of each that are the prompt.
+    sequences: prompt and answer, without virtual tokens; prompt_lengths: tokens of each that are the prompt;
+    max_new_tokens: that the answers might have had, for LongRoPE chose its factors by these and the prompt's; routes:
+    of each sequence the experts of its tokens, as `Completion.routes`, which they go to again; without any, or with
+    None, routers choose.
     """
     model, adapters = placed.subject.model, placed.subject.adapters
     exact, device = recipe.numerics == "exact", next(model.parameters()).device
     outputs = FrozenDecoder(model, forward_of(model, compiled=recipe.compile), DTYPES[recipe.precision], exact)
     virtual_token_ids = () if adapters is None else adapters.virtual_token_ids
+    known = end_to_end(routes, [len(sequence) for sequence in sequences]) if routes else None
+    of_sequences = None if known is None else np.split(known, np.cumsum([len(each) for each in sequences])[:-1])
     rows = [np.array(sequence, dtype=np.int32) for sequence in sequences]
     logprobs: list[list[float]] = [[] for _ in rows]
+
+    def sample(number: int) -> Sample:
+        answered = np.arange(len(rows[number])) >= prompt_lengths[number]
+        text = len(virtual_token_ids) + prompt_lengths[number] + max_new_tokens
+        return Sample(
+            rows[number],
+            answered.astype(np.float32),
+            f"sample {number}",
+            columns={} if of_sequences is None else {ROUTES: of_sequences[number]},
+            facts={ROTARY_LENGTH: np.array([min(text, model.config.context_length)], np.float32)},
+        )
+
     # One that is longer than a packed sequence has one of its own, and leaves another empty.
     for numbers in filter(None, deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length)):
-        samples = []
-        for number in numbers:
-            answered = np.arange(len(rows[number])) >= prompt_lengths[number]
-            samples.append(Sample(rows[number], answered.astype(np.float32), f"sample {number}"))
-        batch = collate([Pack(tuple(samples))], device, virtual_token_ids=virtual_token_ids)
+        batch = collate([Pack(tuple(map(sample, numbers)))], device, virtual_token_ids=virtual_token_ids)
         filled = pad_to_bucket(batch, token_shares(recipe, placed.parallel.ranks))
-        values = outputs(batch, filled, attend_for(filled, exact=exact)).logprobs(temperature=temperature)
+        with nullcontext() if filled.routes is None else replaying(model, filled.routes):
+            values = outputs(batch, filled, attend_for(filled, exact=exact)).logprobs(temperature=temperature)
         counts = [len(rows[number]) - prompt_lengths[number] for number in numbers]
         for number, own in zip(numbers, values.logprobs.split(counts), strict=True):
             logprobs[number] = own.tolist()

@@ -25,6 +25,7 @@ from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
 from danlu.recipe.sections import LengthStage
+from danlu.recipe.staged_lengths import amount_per_step
 from danlu.stage_protocols import Material, StoredRows
 from danlu.train.position import Stretch
 from danlu.train.progress import RowProgress
@@ -162,7 +163,6 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
         packs.append(PackedDataset(train, recipe.data.packing, stage.length, order))
         check_targets(map(packs[-1].at, range(packs[-1].packs_per_epoch)), "data.train", "train on")
     longest = prepared[max(prepared)]
-    lines.append(_stages_line(recipe, stages))
     return Material(
         StagedPacks(packs, [stage.length for stage in stages]),
         None,
@@ -178,16 +178,10 @@ def _stretches(recipe: Recipe, stages: Sequence[LengthStage]) -> list[Stretch]:
     stretches, first_step = list[Stretch](), 1
     for number, stage in enumerate(stages):
         metrics = {"stage": number + 1, "max_length": stage.length}
-        stretches.append(Stretch(first_step, number * STAGE_ITEMS, recipe.batch.packs(stage.length), metrics))
+        per_step, amount = recipe.batch.packs(stage.length), amount_per_step(recipe, stage)
+        stretches.append(Stretch(first_step, number * STAGE_ITEMS, per_step, metrics, amount))
         first_step += stage.steps
     return stretches
-
-
-def _stages_line(recipe: Recipe, stages: Sequence[LengthStage]) -> str:
-    parts = [
-        f"{stage.steps:,} steps of {recipe.batch.packs(stage.length)} x {stage.length:,} tokens" for stage in stages
-    ]
-    return f"long_context: {', then '.join(parts)}"
 
 
 def held_out_packs(recipe: Recipe, samples: Samples | None) -> list[Pack] | None:

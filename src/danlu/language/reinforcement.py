@@ -53,9 +53,9 @@ from danlu.rollout.request import Completion, SamplingOptions
 from danlu.rollout.resolve_model import ResolvedModel
 from danlu.rollout.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards, RolloutSampler
 from danlu.stage_protocols import HeldOut, Prompts
+from danlu.train.executor import AnyLearner
 from danlu.train.position import ItemSource
 from danlu.train.run_folder import ROLLOUTS
-from danlu.train.step import AnyLearner
 from danlu.types import Pack
 
 if TYPE_CHECKING:

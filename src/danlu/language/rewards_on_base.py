@@ -8,13 +8,13 @@ from functools import partial
 from torch import nn
 
 from danlu.adapters.adapter_config import open_adapter
-from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.peft_folder import add_adapter
 from danlu.assembly.base_model import find_base
 from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.score_head import required_score_head
 from danlu.language.reward_model import RewardModel, resolve_reward_model
 from danlu.memory_estimate import activation_dtype
+from danlu.models.rotation import same_rotation
 from danlu.parallel.ranks import Ranks
 from danlu.placing import Subject
 from danlu.plan.precision import DTYPES
@@ -41,9 +41,8 @@ def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dic
         resolved = resolve_reward_model(section.path)
         if not _has_base_of_policy(recipe, resolved):
             continue
-        assert subject.adapters is not None, "the recipe trains an adapter"
         where = f"rewards.{number}: {section.path} is an adapter on the policy's base"
-        if (reason := _needs_base_of_its_own(recipe, subject.adapters, resolved, ranks)) is not None:
+        if (reason := _needs_base_of_its_own(recipe, subject, resolved, ranks)) is not None:
             lines.append(f"{where}, which the first process loads once more: {reason}")
             continue
         judges[section.path], size = _judge(recipe, subject, resolved, len(judges))
@@ -57,10 +56,12 @@ def _has_base_of_policy(recipe: Recipe, resolved: ResolvedModel) -> bool:
     return find_base(resolved.folder).fingerprint == find_base(recipe.model.path).fingerprint
 
 
-def _needs_base_of_its_own(recipe: Recipe, adapters: AdapterSet, resolved: ResolvedModel, ranks: Ranks) -> str | None:
+def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedModel, ranks: Ranks) -> str | None:
     """Why a reward model cannot judge on the policy's base; None where it can."""
-    section, (stack,) = recipe.parallel, resolved.stacks
-    if ranks.tensor.size > 1 or (section.shard != "none" and ranks.data.size > 1) or section.workers == "threads":
+    section, (stack,), adapters = recipe.parallel, resolved.stacks, subject.adapters
+    assert adapters is not None, "the recipe trains an adapter"
+    is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
+    if ranks.tensor.size > 1 or is_sharded or section.workers == "threads":
         return "the policy's is cut among processes or copied"
     if any(added.base_changing_sites() for added in adapters.added.values()):
         return "the policy's adapter took its start out of it"
@@ -68,6 +69,8 @@ def _needs_base_of_its_own(recipe: Recipe, adapters: AdapterSet, resolved: Resol
         adapter.values.get("init_lora_weights") not in _PLAIN_STARTS for adapter in stack
     ):
         return "its adapter is not one that can be switched (virtual tokens, or a start taken out of the base)"
+    if not same_rotation(subject.model.config, resolved.config):
+        return "it was trained with another rotary embedding of the base (long_context)"
     quantization = None if recipe.quantization is None else recipe.quantization.model_dump(mode="json")
     if stack[-1].quantization != quantization:
         return "the policy's is held in other bits than when it was trained"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
@@ -99,26 +100,63 @@ def decoder_outputs(
     gradient_scale: float = 1.0,
     score_head: nn.Linear | None = None,
     exact: bool = False,
+    x: Tensor | None = None,
 ) -> DecoderOutputs:
-    """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`."""
-    rotation: dict[str, Any] = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
-    if ROTARY_LENGTH in batch.facts and model.config.rotates_by_text_length:
-        rotation["lengths"] = _recorded_lengths(filled).to(filled.tokens.device)
-    hidden = forward(filled.tokens, filled.positions, attend, dtype, **rotation)  # [T', D]
+    """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`.
+
+    x: what the chunk before the last one has returned, where the decoder is in several.
+    """
+    hidden = hidden_states(model, forward, dtype, batch, filled, attend, model.chunks.last, x)  # [T', D]
     counts = len(batch.tokens), len(batch.targets)
     return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head, exact=exact)
 
 
-def _recorded_lengths(filled: Batch) -> Tensor:
+def hidden_states(
+    model: Decoder,
+    forward: Forward,
+    dtype: torch.dtype,
+    batch: Batch,
+    filled: Batch,
+    attend: Attend,
+    chunk: int,
+    x: Tensor | None,
+) -> Tensor:
+    """Hidden states behind a chunk of a decoder, of `batch`, which goes through it as `filled`.
+
+    x: what the chunk before has returned; None for the first.
+    """
+    rotation: dict[str, Any] = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
+    if filled.document_lengths is not None:
+        rotation["lengths"] = filled.document_lengths
+    if ROTARY_LENGTH in batch.facts and model.config.rotates_by_text_length:
+        rotation["lengths"] = recorded_lengths(filled).to(filled.tokens.device)
+    if model.chunks.last > 0:
+        rotation |= {"chunk": chunk, "x": x}
+    return forward(filled.tokens, filled.positions, attend, dtype, **rotation)
+
+
+def recorded_lengths(filled: Batch) -> Tensor:
     """[T'] int64 on the host: by how many tokens each document was rotated when its answers were drawn.
 
-    Branches of a document have the same fact, or none (its stem); what fills a batch up has none, and counts as short.
+    Branches of a document have the same fact, or none (its stem). Documents without one, which nobody has drawn, are
+    rotated by their own length.
     """
-    of_documents = torch.ones(len(filled.boundaries) - 1, dtype=torch.int64)
-    starts = torch.tensor([branch.start for branch in filled.trees])
+    recorded = filled.facts[ROTARY_LENGTH]  # [M]
+    if filled.shared_branches is not None:
+        assert filled.document_lengths is not None, "context ranks know of each token how long its document is"
+        own_lengths = filled.document_lengths.cpu()
+        is_root = torch.tensor([branch.parent < 0 for branch in filled.trees] or [True] * len(recorded))
+        documents = is_root.cumsum(0) - 1  # [M]
+        by_document = torch.full((len(documents),), torch.nan)
+        by_document[documents[~recorded.isnan()]] = recorded[~recorded.isnan()]
+        of_tokens = by_document[documents[filled.shared_branches.branch_of_token]]  # [T], NaN where none is recorded
+        of_tokens = F.pad(of_tokens, (0, len(own_lengths) - len(of_tokens)), value=torch.nan)
+        return torch.where(of_tokens.isnan(), own_lengths, of_tokens.nan_to_num().long())
+    lengths = torch.tensor(filled.boundaries).diff()
+    of_documents = lengths.clone()
+    starts = torch.tensor([branch.start for branch in filled.trees] or filled.boundaries[:-1])
     documents = torch.searchsorted(torch.tensor(filled.boundaries), starts, right=True) - 1
-    recorded = filled.facts[ROTARY_LENGTH]
-    documents = documents[: len(recorded)]  # without the branch that fills the batch up
+    documents = documents[: len(recorded)]  # without what fills the batch up
     is_recorded = ~recorded.isnan()
     of_documents[documents[is_recorded]] = recorded[is_recorded].long()
-    return of_documents.repeat_interleave(torch.tensor(filled.boundaries).diff())
+    return of_documents.repeat_interleave(lengths)

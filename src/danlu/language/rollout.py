@@ -16,6 +16,7 @@ from danlu.models.loading import load
 from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.sections import DraftModel, Ngram, Rollout
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import DraftOptions, EngineAdapters, EngineOptions, RolloutEngine
@@ -75,6 +76,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         preempt=section.preempt,
         swap_gib=section.swap_gib,
         exact=recipe.numerics == "exact",
+        routes=replays_routes(recipe),
     )
 
 
@@ -106,9 +108,10 @@ def policy_adapters(placed: Placed) -> EngineAdapters | None:
 
 
 def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
-    """The policy's weights as a rollout reads them, where data ranks shard them or have other experts."""
+    """The policy's weights as a rollout reads them, where data ranks (and context ranks) shard them or have other
+    experts."""
     model, ranks = placed.subject.model, placed.parallel.ranks
-    if ranks.data.alone or (recipe.parallel.shard == "none" and ranks.expert.alone):
+    if ranks.dense_data.all.alone or (recipe.parallel.shard == "none" and ranks.expert.alone):
         return None
     whole_bytes = sum(
         parameter.numel() * gathered_element_bytes(recipe, parameter)

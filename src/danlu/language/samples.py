@@ -53,7 +53,15 @@ def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
             engine.sleep()
         rows = [(*request.prompt, *answer.tokens) for request, answer in zip(requests, completions, strict=True)]
         prompt_lengths = [len(request.prompt) for request in requests]
-        trainer = policy_logprobs(recipe, placed, rows, prompt_lengths, temperature=section.temperature or 1.0)
+        trainer = policy_logprobs(
+            recipe,
+            placed,
+            rows,
+            prompt_lengths,
+            max_new_tokens=section.max_new_tokens,
+            temperature=section.temperature or 1.0,
+            routes=[completion.routes for completion in completions],
+        )
         gap = rollout_gap(completions, trainer)
         texts = [completion.text for completion in completions]
         return Samples(texts, {"rollout_gap_max": gap.largest, "rollout_gap_mean": gap.mean})

@@ -48,7 +48,7 @@ def scoring_learner(loaded: LoadedModel) -> DecoderLearner:
     assert loaded.score_head is not None, "a language model has no score head"
     return DecoderLearner(
         model=loaded.model,
-        forward=loaded.model,
+        model_forward=loaded.model,
         device=loaded.model.embed_tokens.weight.device,
         dtype=loaded.dtype,
         micro=1,

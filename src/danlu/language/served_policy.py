@@ -17,12 +17,13 @@ from danlu.models.config import ModelConfig
 from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.rules.rollout import resolved_hand_over
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.engine_adapters import BASE
 from danlu.rollout.ranks import ParallelEngine
 from danlu.rollout.servers.canary import Canary, compare_with_server
-from danlu.rollout.servers.detect import Demands, detect_server
+from danlu.rollout.servers.detect import Demands, detect_server, without_routes
 from danlu.rollout.servers.fleet import ServerFleet
 from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
 from danlu.rollout.servers.http_engine import HTTPEngine
@@ -31,6 +32,7 @@ from danlu.rollout.servers.sglang import SGLangServer
 from danlu.rollout.servers.vllm import VLLMServer
 from danlu.rollout.stopping import Decode
 from danlu.shard_box import ShardBox
+from danlu.terminal import print_status
 from danlu.train.checkpoints.gathering import Gathering
 
 ADAPTER = "policy"
@@ -107,7 +109,7 @@ class ServedPolicy:
         random = np.random.default_rng(0)
         length = max(1, min(CANARY_TOKENS, config.context_length // 2))
         prompts = [tuple(random.integers(0, config.vocab_size, length).tolist()) for _ in range(CANARY_PROMPTS)]
-        new_tokens = max(1, min(16, config.context_length - length - 1))
+        new_tokens = self._canary_tokens(length)
         tolerance = 0.0 if self.recipe.numerics == "exact" else self.recipe.rollout.server.canary_tolerance
         adapter = ADAPTER if self.route == "adapter" else None
         differing = None
@@ -127,7 +129,17 @@ class ServedPolicy:
     ) -> list[list[float]]:
         adapters = self.placed.subject.adapters
         with adapters.disabled() if adapters is not None and adapter == BASE else nullcontext():
-            return policy_logprobs(self.recipe, self.placed, sequences, prompt_lengths)
+            return policy_logprobs(
+                self.recipe,
+                self.placed,
+                sequences,
+                prompt_lengths,
+                max_new_tokens=self._canary_tokens(prompt_lengths[0]),
+            )
+
+    def _canary_tokens(self, prompt_length: int) -> int:
+        """That an answer of the canary may have."""
+        return max(1, min(16, self.placed.subject.model.config.context_length - prompt_length - 1))
 
     def _whole(self, name: str) -> Tensor | None:
         """A parameter, whole, on the first process; all processes call it."""
@@ -169,12 +181,16 @@ class ServedPolicy:
         )
 
     def _server(self, options: ServerOptions) -> RolloutServer:
+        routes = replays_routes(self.recipe) and self.placed.subject.model.config.has_experts
         if self.recipe.rollout.engine == "http":
             exact = None
             if self.recipe.numerics == "exact":
                 exact = str(DTYPES[self.recipe.precision]).removeprefix("torch.")
-            demands = Demands(exact, self.recipe.rollout.server.push, options.bucket_mib << 20)
+            required = routes and self.recipe.rollout.routing_replay is True
+            demands = Demands(exact, self.recipe.rollout.server.push, options.bucket_mib << 20, routes, required)
             return ServerFleet(options.clients, lambda client: detect_server(client, demands), exact=exact is not None)
+        if routes:
+            print_status(without_routes("SGLang" if self.recipe.rollout.engine == "sglang" else "vLLM"))
         if self.recipe.rollout.engine == "sglang":
             return SGLangServer(options.client)
         return VLLMServer(options.client, bucket_bytes=options.bucket_mib << 20)

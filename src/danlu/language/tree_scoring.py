@@ -57,8 +57,11 @@ class TreeScorer:
                 continue
             trained = [token_starts[number] + np.flatnonzero(items[number].samples[0].weights) for number in numbers]
             places = torch.from_numpy(np.concatenate(trained))
+            shared = batch.shared_branches
+            if shared is not None:
+                places = places[shared.target_numbers.cpu()]
             of_tokens[:, places] = torch.stack([scored[name].cpu() for name in names])[:, : len(places)]
-            if last is not None:
+            if last is not None and (shared is None or shared.are_counted):
                 own = [np.arange(branch_starts[number], branch_starts[number + 1]) for number in numbers]
                 branches = torch.from_numpy(np.concatenate(own))
                 of_branches[branches] = last[: len(branches)]

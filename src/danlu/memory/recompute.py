@@ -81,14 +81,20 @@ def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
     """
     for entry in plan:
         wrap_layer(model.layers[str(entry.layer)], entry.kind, f"layers.{entry.layer}", gathered=gathered)
+    model.segments = {chunk: parts for chunk in model.chunks.local if (parts := _segments(model, plan, chunk))}
+
+
+def _segments(model: Decoder, plan: Plan, chunk: int) -> list[Callable[..., Tensor]]:
+    """What runs the layers of a chunk one after the other; empty where that is each layer by itself."""
     parts: list[Callable[..., Tensor]] = []
-    for segment, entries in groupby(plan, key=lambda entry: entry.segment):
+    own = [entry for entry in plan if entry.layer in model.chunks.layers[chunk]]
+    for segment, entries in groupby(own, key=lambda entry: entry.segment):
         layers = [model.layers[str(entry.layer)] for entry in entries]
         if segment is None or len(layers) == 1:
             parts += layers
         else:
             parts.append(RecomputedFunction(_Segment(layers), f"segment {segment} of the layers"))
-    model.segments = parts if any(isinstance(part, RecomputedFunction) for part in parts) else ()
+    return parts if any(isinstance(part, RecomputedFunction) for part in parts) else []
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ Its selective form, which watches every operator, refuses results that are chang
 products are, and its watching takes six times as long as ours (torch 2.13, a step of five layers of width 32).
 
 The same numbers come back only if the function is deterministic: no random numbers of torch's (danlu's dropout is
-counted, not drawn), no state that changes between forward and backward. torch.compile cannot trace frames: a model is
-either compiled or recomputed.
+counted, not drawn), no state that changes between forward and backward. What it made by `forward_values.from_forward`
+it is given back. torch.compile cannot trace frames: a model is either compiled or recomputed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from danlu.errors import TrainingError
+from danlu.models.forward_values import ForwardValues
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """The pack and unpack functions of torch.autograd.graph.saved_tensors_hooks."""
@@ -78,7 +79,7 @@ class RecomputedFunction:
         if not torch.is_grad_enabled():
             return self.function(*args)
         frame = _Frame(self.function, self.where, args)
-        with saved_tensors_hooks(frame.pack, _unpack):
+        with saved_tensors_hooks(frame.pack, _unpack), frame.forward_values.recorded():
             y = self.function(*args)
         outputs = None if self.within is None else self.within.outputs
         frame.close(output_may_be_saved=outputs is not None and outputs.register(frame, y))
@@ -186,6 +187,7 @@ class _Frame:
         self._function = function
         self._where = where
         self._surroundings = _surroundings
+        self.forward_values = ForwardValues()
         leaves, self._structure = tree_flatten(args)  # tensors may lie in tuples
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
@@ -281,8 +283,10 @@ class _Frame:
             torch.enable_grad(),
             saved_tensors_hooks(record, _never_unpacked),
         ):
+            arguments = self._arguments()  # of which outer frames may have to be recomputed
             try:
-                y = self._function(*self._arguments())
+                with self.forward_values.repeated():
+                    y = self._function(*arguments)
             except _AllRecomputed:
                 return
         if count != len(wanted):

@@ -1,8 +1,8 @@
 """Decoders, their families, and Hugging Face folders in and out.
 
 What needs no torch (the plan and the command line read model configs without it): `config` (ModelConfig, parameter
-shapes), `families` (FAMILIES, config.json both ways), `hf_folder` (resolve_folder, read_config), `hf_layout` (names
-on disk), `hf_validation` (check_headers), `presets` (from_scratch).
+shapes), `families` (FAMILIES), `hf_config` (config.json both ways), `hf_folder` (resolve_folder, read_config),
+`hf_layout` (names on disk), `hf_validation` (check_headers), `presets` (from_scratch).
 What computes: `decoder` (Decoder), `attention`, `mlp` and what they declare (`sublayer`), `modules`, `rope`, `ops`,
 `attend` with `segments`, `block_attention` and `attention_kernels`, `initialize`, `loading` (load), `saving` (save),
 `lenet`.

@@ -7,11 +7,12 @@ from dataclasses import replace
 from danlu.layer_types import Site
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import config_sites
-from danlu.models.modules import Linear
+from danlu.models.modules import GroupedLinear, Linear
 
 
 def adapter_sites(model: Decoder) -> list[Site]:
-    """Where adapters may sit: every linear layer, the embedding and the head, in the order of the forward pass.
+    """Where adapters may sit: every linear layer, those of experts, the embedding and the head, in the order of the
+    forward pass.
 
     The site of a tied head has no module yet: `Decoder.head_as_linear` makes it.
     """
@@ -22,6 +23,6 @@ def adapter_sites(model: Decoder) -> list[Site]:
             sites.append(replace(site, module=module))
         else:
             linear = model.get_submodule(site.name)
-            assert isinstance(linear, Linear)
+            assert isinstance(linear, Linear | GroupedLinear)
             sites.append(replace(site, shape=linear.shape, module=linear))
     return sites

@@ -134,7 +134,7 @@ class BlockAttention(torch.autograd.Function):
         out = q.new_empty(*q.shape[:2], v.shape[2])
         kept: list[Tensor] = []
         for block in settings.blocks:
-            queries = _by_head(block.queries(grouped))  # [K, G*B, C]
+            queries = by_head(block.queries(grouped))  # [K, G*B, C]
             keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
             scores = attention_scores(queries, keys, settings.scale)  # [K, G*B, L]
             if settings.softcap is not None:
@@ -173,7 +173,7 @@ class BlockAttention(torch.autograd.Function):
             of_sinks = next(kept) if grad_sinks is not None else None  # [K, G*B, 1]
             probabilities = next(kept)  # [K, G*B, L]
             keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C or W]
-            grad_out = _by_head(block.queries(grad_grouped))  # [K, G*B, C]
+            grad_out = by_head(block.queries(grad_grouped))  # [K, G*B, C]
             # Blocks share keys, so grad_k and grad_v are sums over blocks.
             block.add_to(grad_v, torch.bmm(probabilities.transpose(1, 2), grad_out))
             grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
@@ -188,7 +188,7 @@ class BlockAttention(torch.autograd.Function):
             if slope is not None:
                 grad_scores.mul_(slope)
             grad_q[block.real] = _by_token(torch.bmm(grad_scores, keys), block)
-            queries = _by_head(block.queries(grouped))
+            queries = by_head(block.queries(grouped))
             block.add_to(grad_k, torch.bmm(grad_scores.transpose(1, 2), queries))
         # scores = scale q.k: the scale is taken out of both sums and multiplied once.
         grad_k.mul_(settings.scale)
@@ -210,7 +210,7 @@ def attention_scores(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     return torch.bmm(queries, keys.transpose(1, 2), out_dtype=wide).mul_(scale)
 
 
-def _by_head(x: Tensor) -> Tensor:
+def by_head(x: Tensor) -> Tensor:
     """[B, K, G, C] -> [K, G*B, C]: the queries that share a key/value head become rows of one product."""
     rows, kv_heads, groups, width = x.shape
     return x.permute(1, 2, 0, 3).reshape(kv_heads, groups * rows, width)

@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danlu.errors import ModelError
-from danlu.models.layer_spec import Delta, Experts, LayerSpec
+from danlu.models.delta_spec import Delta
+from danlu.models.experts_spec import Experts
+from danlu.models.layer_spec import LayerSpec
 from danlu.models.rope_config import Rope
 from danlu.models.spec_shapes import MAXIMUMS as LAYER_MAXIMUMS
 from danlu.models.spec_shapes import Shapes, check_sizes

@@ -19,14 +19,18 @@ from danlu.errors import ModelError
 from danlu.layer_types import Attend, VocabShard
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
+from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
+from danlu.models.delta_spec import Delta
 from danlu.models.experts import MoE, leave_experts_uncompiled
+from danlu.models.experts_spec import Experts
 from danlu.models.factorized_attention import FactorizedAttention
 from danlu.models.factorized_spec import Factorized
 from danlu.models.gated_delta_net import GatedDeltaNet, leave_recurrence_uncompiled
+from danlu.models.heads_spec import Heads
 from danlu.models.latent_attention import LatentAttention
 from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Delta, Experts, Heads, Mixer
+from danlu.models.layer_spec import Mixer
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.rope import Rotation, rotary_tables
@@ -117,10 +121,11 @@ class Decoder(nn.Module):
     With a tied head there is one parameter, `embed_tokens.weight`, and `lm_head` is None. So it is where the task is to
     classify: such a decoder ends with its hidden states.
 
-    The slot `segments` may hold callables, each of which runs a few layers in a row, in place of the layers one by one.
+    The slot `segments` may hold callables, each of which runs a few layers in a row, in place of the layers one by one:
+    those of each chunk, by its number.
     """
 
-    segments: Sequence[Callable[..., Tensor]]
+    segments: Mapping[int, Sequence[Callable[..., Tensor]]]
     staged_ropes: Mapping[int, tuple[Rope, ...]]
     """By length of a stage of training, the rotary embeddings in the place of those of `config.ropes`."""
 
@@ -132,14 +137,38 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config)
         # Keyed by layer number, not a list: names stay what they are when a pipeline stage keeps only some layers.
         self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(len(config.layers))})
-        self.segments = ()
+        self.chunks = Chunks.whole(len(config.layers))
+        self.segments = {}
         self.staged_ropes = {}
         self.norm = RMSNorm(config.hidden_size, config)
         own = config.has_own_head
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
+        self.enter_chunk: BoundaryOp = identity
+        """What the input of a chunk that is not the first goes through."""
         self.enter_head: BoundaryOp = identity
         self.vocab_shard: VocabShard | None = None
         """Where the vocabulary is cut over processes: what is here of it."""
+
+    def keep_chunks(self, chunks: Chunks) -> None:
+        """Drops what is in no chunk of this process; what stays keeps its names.
+
+        A tied embedding stays with the first chunk and with the last, whose head it is.
+        """
+        self.chunks = chunks
+        kept = {str(layer) for layer in chunks.local_layers}
+        for name in self.layers.keys() - kept:
+            del self.layers[name]
+        if not chunks.has_first and chunks.has_last and self.has_tied_head:
+            self.embed_tokens.adapter = None  # what it changes are the embeddings of tokens
+        elif not chunks.has_first:
+            del self.embed_tokens
+        if not chunks.has_last:
+            del self.norm
+            self.lm_head = None
+
+    def layers_of(self, chunk: int) -> list[nn.Module]:
+        """The layers of a chunk of this process, in the order of the forward pass."""
+        return [self.layers[str(layer)] for layer in self.chunks.layers[chunk]]
 
     def compiled(self) -> Callable[..., Tensor]:
         """`forward` under torch.compile, except attention and experts: documents and routes of each pack differ."""
@@ -147,6 +176,11 @@ class Decoder(nn.Module):
         leave_recurrence_uncompiled()
         leave_experts_uncompiled()
         return torch.compile(self, dynamic=True)
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the embedding is the head over the vocabulary too."""
+        return self.config.task == "causal-lm" and self.config.tie_word_embeddings
 
     @property
     def head_weight(self) -> Tensor:
@@ -192,20 +226,26 @@ class Decoder(nn.Module):
         dtype: torch.dtype = torch.float32,
         lengths: Tensor | None = None,
         stage_length: int | None = None,
+        chunk: int = 0,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states behind a chunk; behind the last one after the final norm. A whole model is one chunk.
 
         Args:   tokens [T] int64, documents end to end; positions [T] int64, restarting at 0 in each;
                 attend: who sees whom; dtype: type of activations, whatever the parameters are stored in;
                 lengths [T] int64: what each token's document is rotated by, where that is not its own length, or
-                only a part of it is given here; stage_length: key of `staged_ropes`, None for the model's own.
-        Returns [T, D] in `dtype`.
+                only a part of it is given here; stage_length: key of `staged_ropes`, None for the model's own;
+                chunk: its number, of those that are here; x [T, D]: what the chunk before has returned for these
+                tokens, None for the first.
+        Returns [T, D] in `dtype`; under sequence parallelism [T/tp, D], as `x` is, but behind the last chunk.
         """
         rotations = self.rotations(positions, dtype, lengths, stage_length)
-        x = self.embed_tokens(tokens, dtype)  # [T, D]
-        for part in self.segments or self.layers.values():
-            x = part(x, rotations, attend)
-        hidden: Tensor = self.norm(x)
+        hidden: Tensor = self.embed_tokens(tokens, dtype) if x is None else self.enter_chunk(x)  # [T, D]
+        for part in self.segments.get(chunk) or self.layers_of(chunk):
+            hidden = part(hidden, rotations, attend)
+        if chunk < self.chunks.last:
+            return hidden
+        hidden = self.norm(hidden)
         if self.config.task == "causal-lm" and self.config.logits_divisor != 1.0:
             hidden = hidden / self.config.logits_divisor
         return self.enter_head(hidden)

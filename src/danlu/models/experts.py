@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.layer_types import ExpertExchange
-from danlu.models import layer_spec, ops
+from danlu.models import experts_spec, ops
 from danlu.models.config import ModelConfig
 from danlu.models.mlp import MLP
 from danlu.models.modules import GroupedLinear, Linear
@@ -40,7 +40,7 @@ class MoE(nn.Module):
     shared: MLP | None
     shared_gate: Linear | None
 
-    def __init__(self, config: ModelConfig, spec: layer_spec.Experts) -> None:
+    def __init__(self, config: ModelConfig, spec: experts_spec.Experts) -> None:
         super().__init__()
         self.router = Router(config, spec)
         self.experts = Experts(config, spec)
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
     exchange: ExpertExchange | None
 
-    def __init__(self, config: ModelConfig, spec: layer_spec.Experts) -> None:
+    def __init__(self, config: ModelConfig, spec: experts_spec.Experts) -> None:
         super().__init__()
         width, inner, self.num_experts = config.hidden_size, spec.intermediate_size, spec.num_experts
         self.gate_proj = GroupedLinear(spec.num_experts, width, inner, bias=spec.bias)

@@ -19,9 +19,9 @@ from danlu.models import ops
 from danlu.models.causal_conv import causal_conv, causal_conv_step, last_inputs
 from danlu.models.config import ModelConfig
 from danlu.models.delta_rule import gated_delta_rule, gated_delta_rule_from, gated_delta_step
-from danlu.models.layer_spec import Delta
+from danlu.models.delta_spec import Delta
 from danlu.models.modules import Linear, RMSNorm, forward_shared
-from danlu.models.recurrent_order import RecurrentRuns
+from danlu.models.recurrent_order import RecurrentOrder, RecurrentPart, RecurrentRuns
 from danlu.models.rope import Rotation
 from danlu.models.sublayer import RecomputePoints, Role
 
@@ -128,6 +128,8 @@ class GatedDeltaNet(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, runs: RecurrentRuns) -> Tensor:
         """[T, H, V]"""
+        if runs.parts:
+            return torch.cat([self._mix_part(q, k, v, g, beta, part) for part in runs.parts])
         if runs.caches is None:
             q, k, v = self.q_conv1d(q, runs), self.k_conv1d(k, runs), self.v_conv1d(v, runs)
             return gated_delta_rule(*self._by_head(q, k, v), g, beta, runs.order)
@@ -149,6 +151,19 @@ class GatedDeltaNet(nn.Module):
             part.write(self.layer, *after, state)
             mixed.append(out)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _mix_part(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, part: RecurrentPart) -> Tensor:
+        """`_mix` of some of the tokens, here or as some heads of all tokens of an exchange. Returns [part, H, V]."""
+        q, k, v, g, beta = (x[part.tokens].contiguous() for x in (q, k, v, g, beta))
+        order = part.order
+        if isinstance(order, RecurrentOrder):
+            return self._mix(q, k, v, g, beta, RecurrentRuns(order))
+        convolved = []
+        for x, conv in zip(self._by_head(q, k, v), (self.q_conv1d, self.k_conv1d, self.v_conv1d), strict=True):
+            weight = conv.weight.chunk(order.size)[order.index]  # of the heads that come here
+            convolved.append(causal_conv(order.to_heads(x).flatten(1), weight, order.order))
+        decay, correction = (x.contiguous() for x in order.to_heads(torch.stack((g, beta), dim=-1)).unbind(-1))
+        return order.to_tokens(gated_delta_rule(*self._by_head(*convolved), decay, correction, order.order))
 
     def _by_head(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = (-1, self.key_dim)

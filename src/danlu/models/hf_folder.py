@@ -14,7 +14,7 @@ from typing import Any
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.multimodal import language_name
 from danlu.output_folder import shortened
 from danlu.safetensors_format import TensorLocation, read_header

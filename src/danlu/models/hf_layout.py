@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from danlu.layer_types import LANGUAGE_PART, Site
 from danlu.models.config import ModelConfig, is_stacked, parameter_shapes
 from danlu.models.families import FAMILIES
-from danlu.models.family import Stored
+from danlu.models.families.family import Stored
 from danlu.models.hf_parts import HFTensor, Part
-from danlu.models.multimodal import language_name
+from danlu.models.multimodal import MULTIMODAL, language_name
 from danlu.shard_box import ShardBox
 
 # Tables that old checkpoints carry; danlu computes them from the config.
@@ -23,29 +23,33 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"
 """The head [labels, D] of a model that classifies; transformers has the bias where each token is classified."""
 
 
-def hf_tensors(config: ModelConfig) -> list[HFTensor]:
+def hf_tensors(config: ModelConfig, *, stacked: bool | None = None) -> list[HFTensor]:
     """The tensors of this model's folder, in the order of the forward pass; those of experts one expert after the
     other. A tied head is not stored.
+
+    stacked: whether the experts of a layer share tensors, in families that have both forms; None: as in their
+    published folders, which is what danlu writes.
     """
+    stacked = _is_published_stacked(config) if stacked is None else stacked
     shapes = parameter_shapes(config)
     sharing: dict[str, list[str]] = {}
     for name in shapes:
-        sharing.setdefault(hf_name(name, config), []).append(name)
+        sharing.setdefault(hf_name(name, config, stacked=stacked), []).append(name)
     placed: list[tuple[tuple[int, int], HFTensor]] = []
     experts_at: dict[str, int] = {}  # by what stands before the expert's number
     for number, (name, parameters) in enumerate(sharing.items()):
-        stored, turns = Stored(name), 1
+        lies, turns = Stored(name), 1
         first, *path = parameters[0].split(".")
-        if first == "layers" and not isinstance(entry := _entry(path[1:], _modules(config, path[0]))[0], str):
-            stored, turns = entry, entry.turns(config.layers[int(path[0])])
+        if first == "layers" and not isinstance(entry := _entry(path[1:], _modules(config, path[0], stacked))[0], str):
+            lies, turns = entry, entry.turns(config.layers[int(path[0])])
         own = {parameter: shapes[parameter] for parameter in parameters}
         before, is_by_expert, _ = name.partition("*")
         if not is_by_expert:
-            placed.append(((number, 0), _tensor(name, own, stored, turns)))
+            placed.append(((number, 0), _tensor(name, own, lies, turns)))
             continue
         at = experts_at.setdefault(before, number)
         for expert in range(own[parameters[0]][0]):
-            tensor = _tensor(name.replace("*", str(expert)), own, stored, turns, expert)
+            tensor = _tensor(name.replace("*", str(expert)), own, lies, turns, expert)
             placed.append(((at, expert), tensor))
     return [tensor for _, tensor in sorted(placed, key=lambda pair: pair[0])]
 
@@ -108,9 +112,24 @@ def may_have_untouched(config: ModelConfig) -> bool:
     return config.multimodal is not None or family.has_mtp or family.has_mtp_module
 
 
+_STACKED = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_|$)")
+
+
+def holds_stacked_experts(names: Iterable[str], config: ModelConfig) -> bool:
+    """Whether the experts of a layer share tensors in a folder of a family that has both forms.
+
+    names: of the folder's tensors.
+    """
+    return bool(FAMILIES[config.family].stacked_modules) and any(_STACKED.search(name) for name in names)
+
+
+def _is_published_stacked(config: ModelConfig) -> bool:
+    return config.multimodal is not None and MULTIMODAL[config.multimodal].stacked_experts
+
+
 def config_sites(config: ModelConfig) -> list[Site]:
     """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
-    linear layer, the embedding and the head over the vocabulary, where it has one.
+    linear layer, the stacked ones of experts, the embedding and the head over the vocabulary, where it has one.
     """
     shape = (config.vocab_size, config.hidden_size)
     sites = [Site("embed_tokens", hf_name("embed_tokens", config), "embedding", None, shape, None)]
@@ -118,8 +137,10 @@ def config_sites(config: ModelConfig) -> list[Site]:
         name, _, kind = parameter.rpartition(".")
         first, *rest = name.split(".")
         is_linear = kind == "weight" and len(sides) == 2 and not name.endswith(".router")
-        if first == "layers" and is_linear:
-            stored = _entry(rest[1:], _modules(config, rest[0]))[0]
+        if is_stacked(parameter) and kind == "weight":
+            sites.append(_experts_site(name, sides, config))
+        elif first == "layers" and is_linear:
+            stored = _entry(rest[1:], _modules(config, rest[0], stacked=False))[0]
             turns = 1 if isinstance(stored, str) else stored.turns(config.layers[int(rest[0])])
             index, outputs_inputs = int(rest[0]), (sides[0], sides[1])
             sites.append(Site(name, hf_name(name, config), rest[1], index, outputs_inputs, None, turns))
@@ -128,23 +149,44 @@ def config_sites(config: ModelConfig) -> list[Site]:
     return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
-def hf_name(parameter: str, config: ModelConfig) -> str:
+def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
+    """The site of one matrix of all experts of a layer.
+
+    transformers' classes (5.0 and later) keep the experts of every family stacked in a module `mlp.experts`, gate and
+    up in one parameter `gate_up_proj`, however their folders have them; adapters go by these names.
+    """
+    _, index, *_, matrix = name.split(".")
+    entry = _entry([*name.split(".")[2:], "weight"], _modules(config, index, stacked=False))[0]
+    experts, outputs, inputs = sides
+    turns = outputs if isinstance(entry, Stored) and entry.alternates and matrix != "down_proj" else 1
+    parameter = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+    stored = f"{_prefix(config)}.layers.{index}.mlp.experts.{parameter}"
+    return Site(name, stored, "experts", int(index), (outputs, inputs), None, turns, experts)
+
+
+def _prefix(config: ModelConfig) -> str:
+    return "model" if config.multimodal is None else LANGUAGE_PART
+
+
+def hf_name(parameter: str, config: ModelConfig, *, stacked: bool | None = None) -> str:
     """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, as transformers' class of a
     model has it.
 
     Of stacked experts with a tensor each, the number stays open: `model.layers.3.mlp.experts.*.gate_proj.weight`.
+    stacked: as in `hf_tensors`.
     """
+    stacked = _is_published_stacked(config) if stacked is None else stacked
     head, *rest = parameter.split(".")
-    prefix = "model" if config.multimodal is None else LANGUAGE_PART
+    prefix = _prefix(config)
     if head != "layers":
         return parameter if head == "lm_head" else f"{prefix}.{parameter}"
     index, *path = rest
-    entry, cut = _entry(path, _modules(config, index))
+    entry, cut = _entry(path, _modules(config, index, stacked))
     return ".".join((prefix, "layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))
 
 
-def _modules(config: ModelConfig, index: str) -> Mapping[str, str | Stored]:
-    return FAMILIES[config.family].modules_of(config.layers[int(index)])
+def _modules(config: ModelConfig, index: str, stacked: bool) -> Mapping[str, str | Stored]:
+    return FAMILIES[config.family].modules_of(config.layers[int(index)], stacked=stacked)
 
 
 def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:

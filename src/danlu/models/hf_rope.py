@@ -121,6 +121,8 @@ def _read(
     trained = values.optional_integer("original_max_position_embeddings") or longest
     known = {_TEMPERATURE} if rules.has_temperature else set[str]()
     scaling = _read_scaling(rope, SCALINGS[kind], trained, longest, known)
+    if isinstance(scaling, LongRopeScaling):
+        _check_factors(rope, scaling, dim)
     return Rope(theta, dim, longest, scaling, _read_temperature(rope, rules, trained), _read_sections(rope))
 
 
@@ -158,7 +160,7 @@ def _read_scaling(
         elif name == "original_max_position_embeddings":
             fits = isinstance(value, int) and value > 0
         elif name in ("short_factor", "long_factor"):
-            fits = isinstance(value, list) and all(_is_number(factor) for factor in value)
+            fits = isinstance(value, list) and all(_is_number(factor) and factor > 0 for factor in value)
             given[name] = tuple(map(float, value)) if fits else value
         else:
             fits = _is_number(value) and (name != "factor" or value > 0)  # which is divided by
@@ -173,6 +175,16 @@ def _read_scaling(
     if problems:
         raise ModelError(f"{rope.where}: {scaling.kind}: " + "; ".join(problems))
     return scaling(**given)
+
+
+def _check_factors(rope: HFValues, scaling: LongRopeScaling, dim: int) -> None:
+    """Raises ModelError for factors of another number of pairs than `dim` rotated features are."""
+    for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+        if len(factors) != dim // 2:
+            raise ModelError(
+                f"{rope.where}: {name} has {len(factors)} factors, and {dim} rotated features of a head are "
+                f"{dim // 2} pairs: give a factor for each"
+            )
 
 
 def _is_number(value: Any) -> bool:

@@ -5,13 +5,24 @@ It takes milliseconds, so it comes before rows are tokenised, which may take hou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from danlu.errors import ModelError
 from danlu.models.block_scaled import ScaledLocation, fp8_block, with_scaled
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, IGNORED, SCORE, SCORE_BIAS, hf_name, hf_tensors, own_name
+from danlu.models.hf_layout import (
+    EMBEDDING,
+    HEAD,
+    IGNORED,
+    SCORE,
+    SCORE_BIAS,
+    hf_name,
+    hf_tensors,
+    holds_stacked_experts,
+    own_name,
+)
 from danlu.models.hf_parts import HFTensor
 from danlu.safetensors_format import FLOAT_DTYPES, TensorLocation
 
@@ -31,6 +42,16 @@ def untouched_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLoca
     return {name: location for name, location in stored.items() if own_name(name, config) is None}
 
 
+def expected_tensors(config: ModelConfig, stored: Mapping[str, TensorLocation | ScaledLocation]) -> list[HFTensor]:
+    """The tensors that a folder is to hold, as they lie in it: experts one by one or stacked, as it has them; of
+    MXFP4's numbers the inputs, which share scales, last.
+
+    stored: the folder's tensors by name among `hf_tensors`, with their scales.
+    """
+    tensors = hf_tensors(config, stacked=holds_stacked_experts(stored, config))
+    return [as_stored(tensor, stored.get(tensor.name)) for tensor in tensors]
+
+
 def as_stored(tensor: HFTensor, location: TensorLocation | ScaledLocation | None) -> HFTensor:
     """A tensor as it lies in a folder: MXFP4's numbers have the inputs last, which share scales."""
     return tensor.transposed if isinstance(location, ScaledLocation) and location.is_mxfp4 else tensor
@@ -45,7 +66,7 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
     """
     values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     stored, problems = with_scaled(own_tensors(folder, config), fp8_block(values, str(folder / CONFIG)))
-    expected = [as_stored(tensor, stored.get(tensor.name)) for tensor in hf_tensors(config)]
+    expected = expected_tensors(config, stored)
     embedding = hf_name(EMBEDDING, config)
     four_bit = {tensor.name for tensor in expected if tensor.name in stored and stored[tensor.name].dtype == FOUR_BIT}
     if four_bit and not quantized:

@@ -18,9 +18,11 @@ T tokens of a micro-batch · E experts · k experts of a token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,10 +30,12 @@ from torch import Tensor
 
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE
+from danlu.models.forward_values import from_forward
 from danlu.models.router import Router, Routes
+from danlu.types import Share
 
-SumOverData = Callable[[Tensor], Tensor]
-"""Sums a tensor over the processes that have other tokens, in place."""
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Sums a tensor over processes that have other tokens, in place."""
 
 _LOSSES_AND_MORE = ("dropped", "entropy", "balance", "z")
 
@@ -61,6 +65,8 @@ class BatchTokens:
     packs: Tensor  # [T] int64, the number of each token's pack
     pack_lengths: Tensor  # [packs] float64, real tokens of each
     factor: float  # what sums over tokens are multiplied by to be terms of the objective's total
+    sum_over_documents: SumOverRanks | None = None
+    """Sums over the processes that have other tokens of the same documents; None where there are none."""
 
     @classmethod
     def of(cls, real: Tensor, boundaries: Sequence[int], packs: Sequence[int], factor: float) -> BatchTokens:
@@ -69,6 +75,20 @@ class BatchTokens:
         lengths = torch.zeros(len(boundaries) - 1, device=real.device).index_add_(0, document, real.float())
         pack_lengths = torch.zeros(len(packs) - 1, dtype=torch.float64, device=real.device)
         return cls(real, document, lengths, pack, pack_lengths.index_add_(0, pack, real.double()), factor)
+
+    def of_share(self, shares: Sequence[Share], index: int, sum_over_documents: SumOverRanks) -> BatchTokens:
+        """The same for the share of one context rank: its documents are whole ones, which other ranks have parts of.
+
+        What fills the share up is a document more, with the number behind theirs.
+        """
+        lengths = Counter[int]()
+        for run in itertools.chain.from_iterable(share.runs for share in shares):
+            lengths[run.document] += run.tokens
+        count = max(lengths, default=-1) + 1
+        numbers = torch.tensor([*(run.document for run in shares[index].runs), count], device=self.real.device)
+        whole = torch.tensor([*(lengths[number] for number in range(count)), 0.0], device=self.real.device)
+        documents = numbers.index_select(0, self.documents)
+        return replace(self, documents=documents, document_lengths=whole, sum_over_documents=sum_over_documents)
 
 
 def _runs(boundaries: Sequence[int], like: Tensor) -> Tensor:
@@ -113,7 +133,7 @@ class Balancer:
         return {f"router.load.{name}": layer.load for name, layer in self.layers.items()}
 
     @torch.no_grad()
-    def end_step(self, sum_over_data: SumOverData) -> dict[str, float]:
+    def end_step(self, sum_over_data: SumOverRanks) -> dict[str, float]:
         """Sums what was counted over the processes, all of which call it, and returns what is logged of it.
 
         By layer: `load`, the most rows of an expert over their mean; `entropy`, of a token's scores in nats, its mean;
@@ -151,6 +171,15 @@ class Balancer:
         if self.balancing.kind == "bias":
             for layer in self.layers.values():
                 layer.move_bias()
+
+
+def merged_metrics(of_stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What `Balancer.end_step` returns for all layers, of what it returned for those of each stage of a pipeline."""
+    merged: dict[str, float] = {}
+    for metrics in of_stages:
+        for name, value in metrics.items():
+            merged[name] = merged.get(name, 0.0) + value  # the losses are sums over layers; all else is of one layer
+    return merged
 
 
 class LayerBalancer:
@@ -206,6 +235,9 @@ class LayerBalancer:
             chosen = torch.zeros_like(shares).scatter_(1, best, 1.0).masked_fill_(~tokens.real.unsqueeze(1), 0.0)
             of_document = shares.new_zeros(len(tokens.document_lengths), shares.shape[1])
             of_document.index_add_(0, tokens.documents, chosen)
+            if (sum_over_documents := tokens.sum_over_documents) is not None:
+                own = of_document
+                of_document = from_forward(lambda: sum_over_documents(own))
             even = tokens.document_lengths.clamp(min=1).unsqueeze(1) * self.router.top_k / shares.shape[1]
             f = (of_document / even).index_select(0, tokens.documents)
         else:

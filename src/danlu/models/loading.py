@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from danlu.errors import ModelError
-from danlu.layer_types import QuantizedWeight
+from danlu.layer_types import QuantizedWeight, StackedQuantizedWeight
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name, hf_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name
 from danlu.models.hf_parts import HFTensor
-from danlu.models.hf_validation import FOUR_BIT, as_stored, check_headers, own_tensors
-from danlu.models.modules import Linear
+from danlu.models.hf_validation import FOUR_BIT, check_headers, expected_tensors, own_tensors
+from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.multimodal import language_name
 from danlu.models.router import Router
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
@@ -34,6 +34,8 @@ from danlu.shard_box import ShardBox
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""
+_WEIGHT_ENDINGS = (".weight", ".bias", ".gate_up_proj", ".down_proj", ".gate_up_proj_bias", ".down_proj_bias")
+"""Of the names of weights and biases, stacked experts' among them; constants of 4-bit weights end otherwise."""
 
 Located = tuple[HFTensor, Location]
 Take = Callable[[str, Tensor], Tensor | None]
@@ -41,6 +43,8 @@ Take = Callable[[str, Tensor], Tensor | None]
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
 """(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
 bitsandbytes quantized."""
+Stack = Callable[[str, Sequence[QuantizedWeight]], StackedQuantizedWeight]
+"""(parameter, the weights of a layer's experts in their order, which `Unpack` gave) -> all of them."""
 
 
 def load(
@@ -114,26 +118,32 @@ def load_into(
     device: torch.device | str = "cpu",
     take: Take,
     unpack: Unpack,
+    stack: Stack | None = None,
     layer_loaded: Callable[[str], None] = lambda layer: None,
     boxes: Mapping[str, ShardBox] | None = None,
 ) -> None:
     """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
 
-    A weight that bitsandbytes quantized goes through `unpack` into the layer's slot and never through `take`.
+    A weight that bitsandbytes quantized goes through `unpack` into the layer's slot and never through `take`; those of
+    experts, which are tensors of their own, also through `stack` (None: `unpack` takes no weight).
     `layer_loaded` is called with the name of each layer ("3") that has all of its weights; the order is that of the
     files. boxes: of parameters of which only that box is read and becomes the parameter, such as a rank's experts.
-    Raises ModelError as `load` does.
+    Weights of layers that the model has not, as a stage of a pipeline, are passed over. Raises ModelError as `load`
+    does.
     """
     folder = Path(folder)
     stored = own_tensors(folder, model.config)
-    located = _locate(folder, model.config, quantized=True)
+    here = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # of a stage, its own layers
+    located = [each for each in _locate(folder, model.config, quantized=True) if here.issuperset(each[0].parameters)]
     missing = Counter(_layer(tensor) for tensor, _ in located)
     whole = {name: ShardBox.full(shape) for name, shape in parameter_shapes(model.config).items()}
-    values = _Values(located, whole | dict(boxes or {}))
+    wanted = whole | dict(boxes or {})
+    values = _Values(located, wanted)
+    quantized = _QuantizedWeights(model, stored, wanted, unpack, stack)
     with TensorReader() as reader:
         for tensor, location in located:
             if isinstance(location, TensorLocation) and location.dtype == FOUR_BIT:
-                _unpack(model, tensor, location, stored, unpack)
+                quantized.read(tensor, location)
             else:
                 for parameter, value in values.read(reader, tensor, location):
                     stays = take(parameter, value.to(device))
@@ -148,16 +158,39 @@ def load_into(
         head.tie(model.embed_tokens)  # the head was made before there was a weight to share
 
 
-def _unpack(
-    model: Decoder, tensor: HFTensor, location: TensorLocation, stored: Mapping[str, TensorLocation], unpack: Unpack
-) -> None:
-    """Puts a weight that bitsandbytes quantized into the slots of its linear layers."""
-    linears = [_linear(model, parameter) for parameter in tensor.parameters]
-    constants = _with_constants(tensor.name, stored)
-    quantized = unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
-    for linear, weight in zip(linears, quantized, strict=True):
-        _check_shape(tensor.name, location, weight.shape, linear.shape)
-        linear.store(weight)
+class _QuantizedWeights:
+    """Puts weights that bitsandbytes quantized into the slots of linear layers; of experts once all have come."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        stored: Mapping[str, TensorLocation],
+        wanted: Mapping[str, ShardBox],
+        unpack: Unpack,
+        stack: Stack | None,
+    ) -> None:
+        self._model, self._stored, self._wanted = model, stored, wanted
+        self._unpack, self._stack = unpack, stack
+        self._begun: dict[str, dict[int, QuantizedWeight]] = {}  # parameter -> number of an expert -> its weight
+
+    def read(self, tensor: HFTensor, location: TensorLocation) -> None:
+        """Reads a tensor with its constants: the weight of a linear layer, of several, or of a wanted expert."""
+        if all(part.box.intersection(self._wanted[part.parameter]) is None for part in tensor.parts):
+            return
+        linears = [_linear(self._model, part.parameter) for part in tensor.parts]
+        constants = _with_constants(tensor.name, self._stored)
+        weights = self._unpack(tensor.name, constants, str(location.file), [linear.shape[0] for linear in linears])
+        for part, linear, weight in zip(tensor.parts, linears, weights, strict=True):
+            _check_shape(tensor.name, location, weight.shape, linear.shape)
+            if isinstance(linear, Linear):
+                linear.store(weight)
+                continue
+            begun = self._begun.setdefault(part.parameter, {})
+            begun[part.box.offsets[0]] = weight
+            if len(begun) == self._wanted[part.parameter].sizes[0]:
+                assert self._stack is not None, "what unpacks experts stacks them"
+                del self._begun[part.parameter]
+                linear.store(self._stack(part.parameter, [begun[expert] for expert in sorted(begun)]))
 
 
 class _Values:
@@ -202,7 +235,9 @@ def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) ->
     """
     stored = check_headers(folder, config, quantized=True)
     constants = {name: location for name, location in stored.items() if isinstance(location, TensorLocation)}
-    for tensor in hf_tensors(config):
+    expected = expected_tensors(config, stored)
+    _check_quantized_alike((tensor, stored[tensor.name]) for tensor in expected if tensor.name in stored)
+    for tensor in expected:
         location = stored.get(tensor.name)
         if isinstance(location, TensorLocation) and location.dtype == FOUR_BIT:
             shape = describe(tensor.name, _with_constants(tensor.name, constants, _SMALL_BYTES), str(location.file))
@@ -242,7 +277,7 @@ def widest_dtype(folder: str | Path) -> torch.dtype:
 def _floating(folder: str | Path) -> list[TensorLocation]:
     """Floating-point weights and biases, without the constants of 4-bit weights."""
     stored = read_tensors(Path(folder)).items()
-    return [location for name, location in stored if location.dtype in DTYPES and name.endswith((".weight", ".bias"))]
+    return [location for name, location in stored if location.dtype in DTYPES and name.endswith(_WEIGHT_ENDINGS)]
 
 
 def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
@@ -253,8 +288,8 @@ def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Locat
         matrix, head = stored.get(embedding), stored.get(HEAD)
         if isinstance(matrix, TensorLocation) and isinstance(head, TensorLocation):
             _check_same(embedding, matrix, head)
-    pairs = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in hf_tensors(config)]
-    located = [(as_stored(tensor, location), location) for tensor, location in pairs]
+    located = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in expected_tensors(config, stored)]
+    _check_quantized_alike(located)
     return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))
 
 
@@ -272,10 +307,25 @@ def _check_shape(name: str, location: TensorLocation, actual: Sequence[int], exp
         )
 
 
-def _linear(model: Decoder, parameter: str) -> Linear:
+def _linear(model: Decoder, parameter: str) -> Linear | GroupedLinear:
     linear = model.get_submodule(parameter.removesuffix(".weight"))
-    assert isinstance(linear, Linear)
+    assert isinstance(linear, Linear | GroupedLinear)
     return linear
+
+
+def _check_quantized_alike(located: Iterable[Located]) -> None:
+    """Raises ModelError for a layer some of whose experts are in 4 bits and others are not."""
+    first: dict[str, tuple[bool, str]] = {}  # by parameter: whether its first tensor is in 4 bits, and its name
+    for tensor, location in located:
+        is_quantized = location.dtype == FOUR_BIT
+        for parameter in tensor.parameters:
+            was_quantized, name = first.setdefault(parameter, (is_quantized, tensor.name))
+            if is_quantized != was_quantized:
+                quantized, wide = (tensor.name, name) if is_quantized else (name, tensor.name)
+                raise ModelError(
+                    f"{location.file}: {quantized} is in 4 bits and {wide} is not; the experts of a layer are held "
+                    "alike. Quantize the original model: all of its experts, or none"
+                )
 
 
 def _with_constants(name: str, stored: Mapping[str, TensorLocation], max_bytes: int | None = None) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from danlu.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Dense
+from danlu.models.mlp_spec import Dense
 from danlu.models.modules import Linear, forward_shared
 from danlu.models.sublayer import RecomputePoints, Role
 

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import EmbeddingAdapter, LinearAdapter, NormShard, QuantizedWeight, Recomputed
+from danlu.layer_types import (
+    EmbeddingAdapter,
+    GroupedAdapter,
+    LinearAdapter,
+    NormShard,
+    QuantizedWeight,
+    Recomputed,
+    StackedQuantizedWeight,
+)
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.packed_weights import active_packed_weights
@@ -105,16 +113,21 @@ def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
 class GroupedLinear(nn.Module):
     """Linear layers of one shape, as those of experts: rows [N, in], those of each layer together -> [N, out].
 
-    Parameters are those of all layers in one tensor, uninitialised: load or `initialize` them.
+    Parameters are those of all layers in one tensor, uninitialised: load or `initialize` them. The slot `quantized`
+    holds frozen weights in few bits, in place of `weight`; the slot `adapter` takes over the product.
     """
 
+    quantized: StackedQuantizedWeight | None
+    adapter: GroupedAdapter | None
     bias: Tensor | None
 
     def __init__(self, groups: int, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
         self.shape = (out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
+        self.register_module("quantized", None)
+        self.register_module("adapter", None)
         self.adds_bias = True
         """False where the outputs are a part of a sum over processes, to which another one adds the bias."""
 
@@ -123,12 +136,38 @@ class GroupedLinear(nn.Module):
         """[groups, out]: zeros where another process adds it, which still lead back to the bias."""
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0
 
+    def store(self, quantized: StackedQuantizedWeight) -> None:
+        """Replaces the weights by quantized ones."""
+        self.weight = None
+        self.quantized = quantized
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """[groups, out, in]: the weights themselves where they are stored in that type, else a new tensor."""
+        if self.weight is not None:
+            return self.weight.to(dtype)
+        return self._stored().dense(dtype)
+
+    def base(self, x: Tensor, counts: Tensor) -> Tensor:
+        """The product without the adapter."""
+        if self.weight is not None:
+            return ops.grouped_linear(x, self.weight, counts, self.added_bias)
+        return ops.quantized_grouped_linear(x, self._stored(), counts, self.added_bias)
+
+    def _stored(self) -> StackedQuantizedWeight:
+        assert self.quantized is not None, "grouped linear layers have weights or quantized ones"
+        return self.quantized
+
+    def product(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """x [N, I'] times other matrices [groups, O', I'] of these layers -> [N, O'] in x's dtype."""
+        return ops.grouped_linear(x, weight, counts)
+
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [N, in]; counts [groups] int64, rows of each layer, N in all -> [N, out] in x's dtype."""
-        return ops.grouped_linear(x, self.weight, counts, self.added_bias)
+        return self.base(x, counts) if self.adapter is None else self.adapter(x, counts, self)
 
     def extra_repr(self) -> str:
-        return f"{len(self.weight)} of {self.shape[1]} -> {self.shape[0]}"
+        count = self._stored().count if self.weight is None else len(self.weight)
+        return f"{count} of {self.shape[1]} -> {self.shape[0]}"
 
 
 class RMSNorm(nn.Module):

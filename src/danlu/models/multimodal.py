@@ -33,6 +33,8 @@ class Multimodal:
     """The families that its language part may be of."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What its text_config means by absent keys, beside what the family does (transformers 5.23)."""
+    stacked_experts: bool = False
+    """Whether the experts of a layer share two tensors in its published folders."""
 
 
 MULTIMODAL: dict[str, Multimodal] = {
@@ -50,7 +52,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "mistral3": Multimodal(("mistral", "ministral3"), {"tie_word_embeddings": True}),
     "qwen3_5": Multimodal(("qwen3_5_text",), {"tie_word_embeddings": False}),
-    "qwen3_5_moe": Multimodal(("qwen3_5_moe_text",), {"tie_word_embeddings": False}),
+    "qwen3_5_moe": Multimodal(("qwen3_5_moe_text",), {"tie_word_embeddings": False}, stacked_experts=True),
 }
 """By model_type of config.json."""
 

@@ -9,21 +9,25 @@ T tokens · I in features · O out features · D model width · H query heads ·
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.layer_types import NormShard
-from danlu.models.layer_spec import Activation, ClampedSwiGLU
+from danlu.layer_types import NormShard, StackedQuantizedWeight
+from danlu.models.grouped_mm import grouped_mm, grouped_weight_gradient, quantized_grouped_mm
+from danlu.models.mlp_spec import Activation, ClampedSwiGLU
 from danlu.models.packed_weights import active_packed_weights
+from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I], plus bias [O] -> [T, O] in x's dtype; gradients of weight and bias in theirs."""
     if (packed := active_packed_weights()) is not None:
         return packed.product(x, weight, bias)
+    deferral = deferral_of(weight)
     if weight.dtype == x.dtype:
         narrow_bias = bias is None or bias.dtype == x.dtype
         if x.dtype == torch.bfloat16 and x.shape[:-1] == (1,) and x.device.type == "cpu" and narrow_bias:
@@ -31,28 +35,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             # and gives the same bits ([32000, 512]: 2.5 ms against 1.5 ms; [2048, 2048]: 0.56 ms against 0.41 ms).
             y = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
             return y.unsqueeze(0)
+        added = bias if narrow_bias else None
+        y = F.linear(x, weight, added) if deferral is None else _Linear.apply(x, deferral.anchor, added, deferral)
         if narrow_bias:
-            return F.linear(x, weight, bias)
-        y = F.linear(x, weight)
+            return y
     else:
-        y = _CastLinear.apply(x, weight)
+        y = _Linear.apply(x, weight if deferral is None else deferral.anchor, None, deferral)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-class _CastLinear(torch.autograd.Function):
-    """`F.linear(x, weight.to(x.dtype))` that keeps the float32 weight, not its narrow copy, for the backward pass."""
+class _Linear(torch.autograd.Function):
+    """`F.linear(x, weight.to(x.dtype), bias)` that keeps the weight as it is stored, and no narrow copy of it.
+
+    With a deferral its anchor stands for the weight, whose gradient is left to the queue.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None) -> Tensor:
+        if deferral is not None:
+            (weight,) = deferral.weights
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype))
+        ctx.deferral = deferral
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad.t() @ x).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            (grad_weight,) = made_or_deferred(ctx.deferral, partial(_weight_gradient, weight.dtype), grad, x)
+        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def _weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    """grad [T, O] and x [T, I] -> [O, I] in `dtype`."""
+    return ((grad.t() @ x).to(dtype),)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,57 +79,68 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
     counts [G] int64: the first counts[0] rows are of the first layer, and so on; N in all. Gradients of weight and bias
     are in their type, and zero for a layer without rows: its moments and its decay go on.
     """
-    y: Tensor = _GroupedLinear.apply(x, weight, counts)
+    deferral = deferral_of(weight)
+    y: Tensor = _GroupedLinear.apply(x, weight if deferral is None else deferral.anchor, counts, deferral)
+    return _with_bias_of_group(y, counts, bias)
+
+
+def quantized_grouped_linear(
+    x: Tensor, weight: StackedQuantizedWeight, counts: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`grouped_linear` over frozen weights that are dequantized for the product, and again for the backward pass."""
+    return _with_bias_of_group(_QuantizedGroupedLinear.apply(x, weight, counts), counts, bias)
+
+
+def _with_bias_of_group(y: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
+    """y [N, O] plus, of bias [G, O], each row's own."""
     if bias is None:
         return y
-    layers = torch.repeat_interleave(counts, output_size=len(x))  # [N]
+    layers = torch.repeat_interleave(counts, output_size=len(y))  # [N]
     return y + embedding(layers, bias, y.dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One product for each group of rows. Keeps the float32 weight, not its narrow copy, as `_CastLinear` does."""
+    """One product for each group of rows. Keeps the weight as it is stored, and may leave its gradient, as `_Linear`
+    does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral | None) -> Tensor:
+        if deferral is not None:
+            (weight,) = deferral.weights
         ctx.save_for_backward(x, weight, counts)
-        return _grouped_mm(x, weight.to(x.dtype).transpose(1, 2), counts)
+        ctx.deferral = deferral
+        return grouped_mm(x, weight.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x, weight, counts = ctx.saved_tensors
-        grad = grad.contiguous()  # grouped_mm refuses expanded gradients
-        grad_x = _grouped_mm(grad, weight.to(grad.dtype), counts) if ctx.needs_input_grad[0] else None
-        grad_weight = _grouped_mm(grad.t(), x, counts).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+        grad = grad.contiguous()  # grouped products refuse expanded gradients
+        grad_x = grouped_mm(grad, weight, counts) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            make = partial(_grouped_weight_gradient, weight.dtype)
+            (grad_weight,) = made_or_deferred(ctx.deferral, make, grad, x, counts)
+        return grad_x, grad_weight, None, None
 
 
-_GROUPED_MM_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPED_MM_BYTES = 16  # that its strides have to be multiples of
+def _grouped_weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor, counts: Tensor) -> tuple[Tensor]:
+    """grad [N, O], x [N, I] and counts [G] -> [G, O, I] in `dtype`."""
+    return (grouped_weight_gradient(grad, x, counts, dtype),)
 
 
-def _grouped_mm(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-    """left [N, K] by groups of rows @ right [G, K, M] -> [N, M]; left [K, N] @ right [N, M], by groups of what is
-    contracted -> [G, K, M].
+class _QuantizedGroupedLinear(torch.autograd.Function):
+    """Keeps neither x nor dequantized weights for the backward pass."""
 
-    By torch's grouped product where it takes such tensors, else group by group. On a CPU both give the same bits, and
-    the first takes 0.7 to 1.0 of the time (one thread of a Sapphire Rapids; 32 and 128 groups, 4096 rows, float32 and
-    bfloat16); on a GPU it does not wait for the counts.
-    """
-    fits = left.dtype in _GROUPED_MM_TYPES and all(_has_aligned_rows(each) for each in (left, right))
-    if fits:
-        return F.grouped_mm(left, right, offs=counts.cumsum(0, dtype=torch.int32))
-    sizes = counts.tolist()
-    if right.ndim == 3:
-        return torch.cat([rows @ matrix for rows, matrix in zip(left.split(sizes), right.unbind(), strict=True)])
-    groups = zip(left.split(sizes, dim=1), right.split(sizes), strict=True)
-    return torch.stack([columns @ rows for columns, rows in groups])
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: StackedQuantizedWeight, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.weight = weight
+        return quantized_grouped_mm(x, weight, counts, transposed=True)
 
-
-def _has_aligned_rows(matrices: Tensor) -> bool:
-    """Whether the rows, or columns, of matrices begin at multiples of the bytes that a grouped product asks for."""
-    strides = matrices.stride()[-2:]
-    step = max(strides) if 1 in strides else 1
-    return step * matrices.element_size() % _GROUPED_MM_BYTES == 0
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (counts,) = ctx.saved_tensors
+        return quantized_grouped_mm(grad.contiguous(), ctx.weight, counts), None, None
 
 
 def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, sparse_gradient: bool = False) -> Tensor:
@@ -246,7 +275,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """See `layer_spec.ClampedSwiGLU`. It saves gate and up only, where autograd would keep eight tensors as large."""
+    """See `mlp_spec.ClampedSwiGLU`. It saves gate and up only, where autograd would keep eight tensors as large."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

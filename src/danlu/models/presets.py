@@ -7,7 +7,8 @@ from pathlib import Path
 
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.families import FAMILIES, read_config_values
+from danlu.models.families import FAMILIES
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import check_vocabulary, read_json
 from danlu.recipe.sections import Model
 

@@ -184,6 +184,33 @@ class RecurrentCache(Protocol):
     def write(self, layer: int, *states: Tensor) -> None: ...  # likewise, behind these tokens
 
 
+class HeadExchange(Protocol):
+    """Exchanges tokens for heads among processes that have parts of the same documents: each gets some heads of all
+    their tokens, which are whole documents then."""
+
+    @property
+    def size(self) -> int: ...  # processes
+
+    @property
+    def index(self) -> int: ...  # of this one: it gets the heads of the part with this number of so many equal ones
+
+    @property
+    def order(self) -> RecurrentOrder: ...  # of the tokens of all
+
+    def to_heads(self, x: Tensor) -> Tensor: ...  # [t, H, ..] of the tokens here -> [T, H / size, ..] in that order
+
+    def to_tokens(self, x: Tensor) -> Tensor: ...  # the way back
+
+
+@dataclass(frozen=True)
+class RecurrentPart:
+    """Some of the tokens of a forward pass, and how they are gone through."""
+
+    tokens: slice
+    order: RecurrentOrder | HeadExchange
+    """Of these tokens, or what makes whole documents of them and of other processes' tokens."""
+
+
 @dataclass(frozen=True)
 class RecurrentRuns:
     """How layers with a state go through the tokens of a forward pass; `runs` of an `Attend`."""
@@ -192,6 +219,8 @@ class RecurrentRuns:
     """Of all tokens, where states begin anew in each document."""
     caches: Sequence[RecurrentCache] | None = None
     """In a rollout: parts of the tokens, in order, which continue what is cached."""
+    parts: Sequence[RecurrentPart] = ()
+    """On a context rank, in the place of `order`: parts of the tokens, in order, that have nothing of each other."""
 
 
 def _tokens_before(run: Segment, most: int) -> list[int]:

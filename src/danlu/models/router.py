@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from danlu.models import ops
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Experts
+from danlu.models.experts_spec import Experts
 
 _LEAST_SUM = 1e-20  # that weights are divided by: sigmoids of very negative logits may all be zero
 
@@ -27,9 +27,10 @@ class Routes(NamedTuple):
 
 
 class Router(nn.Module):
-    """x [T, D] -> `Routes`, as `layer_spec.Router` says. Parameters are uninitialised.
+    """x [T, D] -> `Routes`, as `experts_spec.Router` says. Parameters are uninitialised.
 
-    The slot `balancer` counts what goes where, adds losses and leaves out what experts have no room for.
+    The slot `balancer` counts what goes where, adds losses and leaves out what experts have no room for. The slot
+    `replay` is shown the experts [T, k] that are chosen, and says where tokens go in their place (`router_replay`).
 
     Logits and scores are float32 whatever the type of activations: in bfloat16 two experts in a hundred tokens would
     change places with each other (Switch Transformer, arXiv:2101.03961, section 2.4).
@@ -38,6 +39,7 @@ class Router(nn.Module):
     bias: Tensor | None
     correction: Tensor | None
     balancer: Callable[[Tensor, Routes], Routes] | None
+    replay: Callable[[Tensor], Tensor] | None
 
     def __init__(self, config: ModelConfig, spec: Experts) -> None:
         super().__init__()
@@ -49,6 +51,7 @@ class Router(nn.Module):
         self.correction = nn.Parameter(torch.empty(spec.num_experts), requires_grad=False) if has_correction else None
         """Added to the scores that experts are chosen by, never trained by gradients."""
         self.balancer = None
+        self.replay = None
         self.drops = False
         """Whether experts may be full: set by a balancer with a capacity."""
 
@@ -58,6 +61,8 @@ class Router(nn.Module):
             logits = logits + self.bias.to(logits.dtype)
         scores = logits.softmax(-1) if self.spec.score == "softmax" else logits.sigmoid()
         experts = self.chosen(scores.detach())
+        if self.replay is not None:
+            experts = self.replay(experts)
         weights = scores.gather(1, experts)
         if self.spec.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)

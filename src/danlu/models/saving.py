@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.families import config_values
+from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_parts import HFTensor, Part

@@ -14,7 +14,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors
 from danlu.models.hf_layout import may_have_untouched, own_name
-from danlu.models.multimodal import with_text_values
+from danlu.models.multimodal import TEXT_CONFIG, with_text_values
 from danlu.models.safetensors_io import BUFFER_BYTES, ranges
 from danlu.safetensors_format import TensorLocation
 
@@ -49,6 +49,21 @@ class KeptTensor:
                 handle.write(content)
 
 
+def check_untouched(origin: Path, config: ModelConfig) -> None:
+    """Raises ModelError where a folder of the model can no longer be read of which a result takes tensors over.
+
+    For runs that go on, whose own weights are a checkpoint's.
+    """
+    if not may_have_untouched(config):
+        return
+    try:
+        read_tensors(origin)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. The result takes the tensors that are not trained over from this folder: put it back"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Kept:
     """What is taken over from the folder that a model comes from."""
@@ -76,14 +91,23 @@ class Kept:
 
     def config_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The content of the result's config.json. values: of what danlu trains, as a model of its own."""
-        original = read_json(self.origin / CONFIG)
-        if self.config.multimodal is not None:
-            return with_text_values(original, values)
-        keys = FAMILIES[self.config.family].mtp_keys
-        return {**values, **{key: original[key] for key in keys if key in original}}
+        return with_untouched_values(self.origin, self.config, values)
 
     def copy_processor(self, folder: Path) -> None:
         """Copies what says how images and sounds are prepared."""
         for name in _PROCESSOR_FILES:
             if (self.origin / name).is_file():
                 shutil.copyfile(self.origin / name, folder / name)
+
+
+def with_untouched_values(origin: Path, config: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json with what the folder `origin` says beside the language part.
+
+    config: of the language part, and values: of a config.json of it alone.
+    """
+    original = read_json(origin / CONFIG)
+    is_whole = config.multimodal is None
+    language = original if is_whole else original[TEXT_CONFIG]
+    keys = FAMILIES[config.family].mtp_keys
+    values = {**values, **{key: language[key] for key in keys if key in language}}
+    return values if is_whole else with_text_values(original, values)

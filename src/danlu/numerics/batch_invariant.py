@@ -30,6 +30,10 @@ where rows are mostly zeros: a single sequence takes 6 times as long with 32, 10
 ALIGNMENT_BYTES = 64
 """Of torch's own memory on a CPU. MKL's kernels may take other steps over rows that begin elsewhere."""
 
+MIN_COLUMNS = 16
+"""N of every product on a CPU. With fewer, MKL's kernels add up a row by where it lies in its tile, whatever K is (2 to
+11 columns, AMD Zen 4, 2026-11): columns of zeros are added."""
+
 DEVICES = ("CPU", "CUDA")
 
 _library: torch.library.Library | None = None
@@ -87,12 +91,17 @@ def _override() -> torch.library.Library:
 
 def mm(left: Tensor, right: Tensor) -> Tensor:
     """left [M, K] @ right [K, N] in tiles of rows."""
+    if short := _missing_columns(left, right):
+        return mm(left, F.pad(right, (0, short)))[:, :-short].contiguous()
     return _in_tiles(left, right, lambda rows, _, out: torch.mm(rows, right, out=out))
 
 
 def addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta * added + alpha * (left [M, K] @ right [K, N]) in tiles of rows; added broadcasts to [M, N]."""
     whole = added.expand(left.shape[0], right.shape[1])
+    if short := _missing_columns(left, right):
+        padded = addmm(F.pad(whole, (0, short)), left, F.pad(right, (0, short)), beta=beta, alpha=alpha)
+        return padded[:, :-short].contiguous()
 
     def product(rows: Tensor, place: slice, out: Tensor) -> Any:
         return torch.addmm(_filled(whole[place], len(rows)), rows, right, beta=beta, alpha=alpha, out=out)
@@ -175,6 +184,13 @@ def _in_tiles(left: Tensor, right: Tensor, product: Callable[[Tensor, slice, Ten
         product(_filled(left[place], tile), place, filled)
         out[place] = filled[: rows - whole]
     return out
+
+
+def _missing_columns(left: Tensor, right: Tensor) -> int:
+    """How many columns `right` [K, N] has too few for a row to have the same bits wherever it lies."""
+    if left.device.type != "cpu" or not _rows_are_tokens(left):
+        return 0
+    return max(0, MIN_COLUMNS - right.shape[1])
 
 
 def _rows_are_tokens(left: Tensor) -> bool:

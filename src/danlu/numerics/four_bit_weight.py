@@ -5,6 +5,7 @@ O, I outputs and inputs · N = O I numbers · B blocks of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import gcd
@@ -18,6 +19,7 @@ from danlu.numerics import bitsandbytes_kernels, bitsandbytes_layout, four_bit
 from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
 from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested
 from danlu.numerics.quantized_weight import QuantizedWeightModule
+from danlu.numerics.stacked_weight import StackedWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of matrices that can be quantized."""
@@ -141,6 +143,14 @@ class FourBitWeight(QuantizedWeightModule):
     def write(self, out: Tensor) -> None:
         bitsandbytes_kernels.dequantize_into(out, self.codes, self._magnitudes(), self.kind, self.block)
 
+    def write_stacked(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """See `QuantizedWeightModule`: all at once where each begins with a block, which on a GPU is a few kernels."""
+        if math.prod(self.shape) % self.block:
+            super().write_stacked(tensors, out)
+            return
+        absmax = _stacked_magnitudes(tensors)
+        bitsandbytes_kernels.dequantize_into(out, tensors["codes"].view(-1, 1), absmax.view(-1), self.kind, self.block)
+
     def extra_repr(self) -> str:
         return f"{self.kind}, {super().extra_repr()}"
 
@@ -160,12 +170,26 @@ def _absmax_of(absmax: Tensor | Nested, start: int, stop: int) -> Tensor | Neste
     return Nested(absmax.codes[start:stop].clone(), scales.clone(), absmax.offset, absmax.values)
 
 
+def _stacked_magnitudes(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The absmax of the blocks of E matrices, [E, B] float32, out of their stacked tensors."""
+    absmax = tensors["absmax"]
+    if "nested_absmax" not in tensors:
+        return absmax
+    if "nested_values" in tensors:
+        values = tensors["nested_values"].gather(1, absmax.to(torch.int64))
+    else:
+        values = dynamic_map(absmax.device)[absmax.to(torch.int32)]
+    scales = tensors["nested_absmax"].repeat_interleave(NESTED_BLOCK, dim=1)[:, : absmax.shape[1]]
+    return values.mul_(scales).add_(tensors["nested_offset"].unsqueeze(1))
+
+
 def unpack_kernels(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_kernels.UnpackKernel]:
     """What dequantizes the 4-bit weights of a model for products in `dtype`, each kernel once; none without such."""
+    matrices = (module.matrix(0) if isinstance(module, StackedWeight) else module for module in model.modules())
     kernels = [
-        bitsandbytes_kernels.unpack_kernel(module.device, dtype, module.block)
-        for module in model.modules()
-        if isinstance(module, FourBitWeight)
+        bitsandbytes_kernels.unpack_kernel(matrix.device, dtype, matrix.block)
+        for matrix in matrices
+        if isinstance(matrix, FourBitWeight)
     ]
     return list(dict.fromkeys(kernels))
 

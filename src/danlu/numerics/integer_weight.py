@@ -8,6 +8,7 @@ O, I outputs and inputs · G groups of inputs, of which the last may be short
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from math import gcd
 from typing import Literal, Self
@@ -101,6 +102,13 @@ class IntegerWeight(QuantizedWeightModule):
                 numbers = numbers.view(-1, 2 * self.codes.shape[1])[:, :inputs]
             grouped = _grouped(numbers, self.group) * self.scales[rows].unsqueeze(2)
             out[rows] = grouped.flatten(1)[:, :inputs]
+
+    def write_stacked(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """See `QuantizedWeightModule`: as one matrix, since no two rows share a scale."""
+        codes, scales = (tensors[name].flatten(0, 1) for name in ("codes", "scales"))
+        shape = (len(codes), self.shape[1])
+        rows = IntegerWeight(codes, scales, bits=self.bits, group=self.group, shape=shape, dtype=self.dtype)
+        rows.write(out.flatten(0, 1))
 
     def extra_repr(self) -> str:
         return f"int{self.bits}, {super().extra_repr()}"

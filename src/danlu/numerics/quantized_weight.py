@@ -1,12 +1,14 @@
 """The product with a frozen matrix that is unpacked for it: once in the forward pass, once more in the backward pass.
 
-T tokens · I, O inputs and outputs
+T tokens · I, O inputs and outputs · E matrices of one shape
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Self
@@ -16,41 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class QuantizedWeightModule(nn.Module):
-    """A frozen quantized matrix [O, I], as buffers that keep their dtypes whatever the model is cast to."""
+class QuantizedModule(nn.Module):
+    """What is quantized and frozen, as buffers that keep their dtypes whatever the model is cast to."""
 
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    """Of the matrix that was packed."""
-
+    @property
     @abstractmethod
-    def write(self, out: Tensor) -> None:
-        """Dequantizes the matrix into `out` [O, I]: contiguous, any float dtype, on this weight's device."""
-
-    @abstractmethod
-    def shard(self, rows: slice, columns: slice) -> QuantizedWeightModule:
-        """The sub-matrix of some rows and columns, by the same codes: nothing is quantized again."""
-
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix [O, I] dequantized into new memory, in `dtype` or that of the original matrix."""
-        out = torch.empty(self.shape, dtype=self.dtype if dtype is None else dtype, device=self.device)
-        self.write(out)
-        return out
-
-    @contextmanager
-    def in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The matrix [O, I] dequantized into the shared workspace: valid until the block ends."""
-        with _workspace(self.shape, dtype, self.device) as matrix:
-            self.write(matrix)
-            yield matrix
-
-    def product(self, x: Tensor) -> Tensor:
-        """x [T, I] -> [T, O] in x's type, differentiable in x.
-
-        The matrix is unpacked in x's type into memory that all products share, and unpacked again for the backward
-        pass: nothing is kept for it.
-        """
-        return _Product.apply(x, self)
+    def workspace_elements(self) -> int:
+        """Numbers of the largest dense tensor that is made for a product with it."""
 
     def stored_bytes(self) -> int:
         """Bytes of codes and constants."""
@@ -73,6 +47,59 @@ class QuantizedWeightModule(nn.Module):
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         return self
 
+
+class QuantizedWeightModule(QuantizedModule):
+    """A frozen quantized matrix [O, I]."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    """Of the matrix that was packed."""
+
+    @abstractmethod
+    def write(self, out: Tensor) -> None:
+        """Dequantizes the matrix into `out` [O, I]: contiguous, any float dtype, on this weight's device."""
+
+    @abstractmethod
+    def shard(self, rows: slice, columns: slice) -> QuantizedWeightModule:
+        """The sub-matrix of some rows and columns, by the same codes: nothing is quantized again."""
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """A matrix of this one's shape and format with other codes and constants, by name; they are not copied."""
+        other = copy.copy(self)
+        other._parameters = {}
+        other._buffers = {**dict.fromkeys(self._buffers), **tensors}
+        return other
+
+    def write_stacked(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+        """Dequantizes E matrices of this one's shape and format, whose tensors are stacked, into `out` [E, O, I]."""
+        for index, matrix in enumerate(out.unbind()):
+            self.with_tensors({name: tensor[index] for name, tensor in tensors.items()}).write(matrix)
+
+    @property
+    def workspace_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The matrix [O, I] dequantized into new memory, in `dtype` or that of the original matrix."""
+        out = torch.empty(self.shape, dtype=self.dtype if dtype is None else dtype, device=self.device)
+        self.write(out)
+        return out
+
+    @contextmanager
+    def in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The matrix [O, I] dequantized into the shared workspace: valid until the block ends."""
+        with dense_workspace(self.shape, dtype, self.device) as matrix:
+            self.write(matrix)
+            yield matrix
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O] in x's type, differentiable in x.
+
+        The matrix is unpacked in x's type into memory that all products share, and unpacked again for the backward
+        pass: nothing is kept for it.
+        """
+        return _Product.apply(x, self)
+
     def extra_repr(self) -> str:
         outputs, inputs = self.shape
         bits = 8 * self.stored_bytes() / (outputs * inputs)
@@ -83,13 +110,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeightModule) -> Tensor:
         ctx.weight = weight
-        with _workspace(weight.shape, x.dtype, x.device) as matrix:
+        with dense_workspace(weight.shape, x.dtype, x.device) as matrix:
             weight.write(matrix)
             return F.linear(x, matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        with _workspace(ctx.weight.shape, grad.dtype, grad.device) as matrix:
+        with dense_workspace(ctx.weight.shape, grad.dtype, grad.device) as matrix:
             ctx.weight.write(matrix)
             return grad @ matrix, None
 
@@ -114,7 +141,7 @@ def dense_workspace_bytes() -> int:
 
 
 @contextmanager
-def _workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+def dense_workspace(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     """A tensor from the shared workspace, valid until the block ends; its content is arbitrary.
 
     On a CPU it is the same memory over and over: unpacking into fresh pages takes five times as long (4096 x 4096 in
@@ -123,7 +150,7 @@ def _workspace(shape: tuple[int, int], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         yield torch.empty(shape, dtype=dtype, device=device)
         return
-    needed = shape[0] * shape[1] * dtype.itemsize
+    needed = math.prod(shape) * dtype.itemsize
     # Taken out of the list, so that a second thread, or a product within a product, gets memory of its own.
     try:
         memory = _spare.pop()

@@ -15,18 +15,42 @@ CHOSEN, REJECTED = 1.0, 0.0
 
 
 def sum_by_branch(values: Tensor, batch: Batch) -> Tensor:
-    """The weighted sum of `values` [N] over the targets of each branch: [M], differentiable; 0 without targets."""
+    """The weighted sum of `values` [N] over the targets of each branch: [M], differentiable; 0 without targets.
+
+    Where context ranks have targets of the same branches it is the sum over all of them, on each.
+    """
+    return sum_over_ranks(local_sum_by_branch(values, batch), batch)
+
+
+def local_sum_by_branch(values: Tensor, batch: Batch) -> Tensor:
+    """`sum_by_branch` over the targets that this process has."""
     assert batch.branch is not None, "the samples of this stage are trees"
     return values.new_zeros(len(batch.trees)).index_add(0, batch.branch, values * batch.weights.to(values.dtype))
+
+
+def sum_over_ranks(values: Tensor, batch: Batch) -> Tensor:
+    """`values` of branches or groups of them, summed over the context ranks that have targets of the same ones."""
+    return values if batch.shared_branches is None else batch.shared_branches.all_reduce(values)
+
+
+def counted(branches: Tensor, batch: Batch) -> Tensor:
+    """Of `branches` [K] those of which losses and metrics are counted here: of context ranks that share them, on one.
+
+    The others go through the same operations with none, so that gradients of sums over branches meet.
+    """
+    shared = batch.shared_branches
+    return branches if shared is None or shared.are_counted else branches[:0]
 
 
 def places_in_branch(batch: Batch) -> tuple[Tensor, Tensor]:
     """(the place of each target among those of its branch [N] int64, the targets of each branch [M] int64)."""
     assert batch.branch is not None, "the samples of this stage are trees"
     counts = torch.zeros(len(batch.trees), dtype=torch.int64, device=batch.branch.device)
-    counts = counts.index_add(0, batch.branch, torch.ones_like(batch.branch))
+    counts = sum_over_ranks(counts.index_add(0, batch.branch, torch.ones_like(batch.branch)), batch)
     starts = counts.cumsum(0) - counts  # targets are in the order of the branches
-    return torch.arange(len(batch.branch), device=batch.branch.device) - starts[batch.branch], counts
+    shared = batch.shared_branches
+    numbers = torch.arange(len(batch.branch), device=batch.branch.device) if shared is None else shared.target_numbers
+    return numbers - starts[batch.branch], counts
 
 
 def labelled(batch: Batch, label: float) -> Tensor:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.objectives.branches import counted, sum_over_ranks
 from danlu.objectives.distillation import TeacherDivergence
 from danlu.objectives.policy_losses import (
     Answers,
@@ -153,7 +155,7 @@ class PolicyGradient:
             columns["sampled"],
             columns["advantage"],
             None if reference is None else reference.logprobs,
-            Answers(batch.branch, len(batch.trees), batch.weights),
+            Answers(batch.branch, len(batch.trees), batch.weights, partial(sum_over_ranks, batch=batch)),
         )
 
 
@@ -217,7 +219,8 @@ def answer_counts(items: Iterable[Pack]) -> dict[str, float]:
 def answer_metrics(batch: Batch) -> dict[str, Metric]:
     """The mean of each fact of answers that is shown, over those that have it: rewards, lengths, the truncated."""
     shown = ["length", "truncated", *(name for name in batch.facts if name.split("/")[0] == "reward")]
-    values = torch.stack([batch.facts[name].double() for name in shown])  # [facts, M], on the host
+    own = counted(torch.arange(len(batch.trees)), batch)
+    values = torch.stack([batch.facts[name][own].double() for name in shown])  # [facts, M], on the host
     counts = (~values.isnan()).sum(1).tolist()
     sums = values.nansum(1).to(batch.weights.device, batch.weights.dtype, non_blocking=True)
     return {name: Metric(sum_, float(count)) for name, sum_, count in zip(shown, sums, counts, strict=True)}
@@ -297,17 +300,17 @@ def _token_factors(settings: PolicyGradientSettings, batch: Batch, totals: Total
             assert settings.constant_tokens is not None, "checked when the settings were made"
             return totals.weight / (answers * settings.constant_tokens)
         case "sequences":
-            return totals.weight / answers / _weight_of_own(batch.branch, len(batch.trees), batch.weights)
+            return totals.weight / answers / _weight_of_own(batch.branch, len(batch.trees), batch)
         case "groups":
             numbers, group = batch.facts["group"].unique(return_inverse=True)  # on the host
             group = group.to(batch.branch.device, non_blocking=True)[batch.branch]  # [N]
-            return totals.weight / groups / _weight_of_own(group, len(numbers), batch.weights)
+            return totals.weight / groups / _weight_of_own(group, len(numbers), batch)
 
 
-def _weight_of_own(index: Tensor, count: int, weights: Tensor) -> Tensor:
-    """[N] float64: the weight of all tokens that have the same `index` [N] as each one."""
-    sums = torch.zeros(count, dtype=torch.float64, device=weights.device)
-    return sums.index_add(0, index, weights.double())[index]
+def _weight_of_own(index: Tensor, count: int, batch: Batch) -> Tensor:
+    """[N] float64: the weight of all tokens of the batch that have the same `index` [N] as each one."""
+    sums = torch.zeros(count, dtype=torch.float64, device=index.device)
+    return sum_over_ranks(sums.index_add(0, index, batch.weights.double()), batch)[index]
 
 
 def _token_metrics(

@@ -10,6 +10,7 @@ N tokens of a micro-batch, all of them drawn · M answers
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,11 +32,13 @@ class Answers:
     index: Tensor  # [N] int64
     count: int  # M
     weights: Tensor  # [N] float32: 0 for a token that is not trained
+    all_reduce: Callable[[Tensor], Tensor] = lambda x: x
+    """The sum of [M] over the processes that have other tokens of the same answers: see `types.SharedBranches`."""
 
     def sum(self, values: Tensor) -> Tensor:
         """[M]: the weighted sum over the tokens of each answer."""
         weighted = values * self.weights.to(values.dtype)
-        return values.new_zeros(self.count).index_add(0, self.index, weighted)
+        return self.all_reduce(values.new_zeros(self.count).index_add(0, self.index, weighted))
 
     def mean(self, values: Tensor) -> Tensor:
         """[M]: the weighted mean over the tokens of each answer; 0 where none counts."""

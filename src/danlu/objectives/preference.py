@@ -13,7 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from danlu.objectives.branches import CHOSEN, REJECTED, labelled, pairs_of, places_in_branch, sum_by_branch
+from danlu.objectives.branches import (
+    CHOSEN,
+    REJECTED,
+    counted,
+    labelled,
+    pairs_of,
+    places_in_branch,
+    sum_by_branch,
+)
 from danlu.objectives.preference_losses import (
     JUDGED_LOSSES,
     KTO_KL,
@@ -120,8 +128,9 @@ class _AnswerTokens:
 
     @cached_property
     def branches(self) -> tuple[Tensor, Tensor]:
-        """The branches of (chosen, rejected) answers, [P] int64 each."""
-        return pairs_of(self.batch)
+        """The branches of (chosen, rejected) answers that are counted here, [P] int64 each."""
+        chosen, rejected = pairs_of(self.batch)
+        return counted(chosen, self.batch), counted(rejected, self.batch)
 
     def sums(self, ld_alpha: float | None) -> Answers:
         """Sums over tokens; `ld_alpha` is the weight of those that one answer of a pair has more than the other."""
@@ -129,7 +138,7 @@ class _AnswerTokens:
         of_policy = self._by_answer(self.policy.logprobs, factors)
         nothing = torch.zeros_like(of_policy[0]), torch.zeros_like(of_policy[1])
         of_reference = nothing if self.reference is None else self._by_answer(self.reference, factors)
-        on_host = [labelled(self.batch, label) for label in (CHOSEN, REJECTED)]
+        on_host = [counted(labelled(self.batch, label), self.batch) for label in (CHOSEN, REJECTED)]
         margins = self.batch.facts["margin"][on_host[0]] if "margin" in self.batch.facts else torch.zeros(())
         return Answers(
             *of_policy,
@@ -151,7 +160,7 @@ class _AnswerTokens:
         """1 for the targets that both answers of a pair have by number, `ld_alpha` for the rest of the longer: [N]."""
         assert self.batch.branch is not None, "the samples of this stage are trees"
         places, counts = places_in_branch(self.batch)
-        chosen, rejected = self.branches
+        chosen, rejected = pairs_of(self.batch)
         shorter = torch.minimum(counts[chosen], counts[rejected])
         shared = counts.index_copy(0, chosen, shorter).index_copy(0, rejected, shorter)  # [M]
         beyond = torch.full_like(places, ld_alpha, dtype=torch.float64)

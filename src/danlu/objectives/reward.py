@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.objectives.branches import CHOSEN, pairs_of
+from danlu.objectives.branches import CHOSEN, counted, pairs_of
 from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 
 
@@ -40,7 +40,7 @@ class BradleyTerry(nn.Module):
 
     def forward(self, outputs: Mapping[Role, Outputs], batch: Batch, totals: Totals) -> Loss:
         """The loss of the micro-batch's pairs."""
-        chosen, rejected = pairs_of(batch)
+        chosen, rejected = (counted(answers, batch) for answers in pairs_of(batch))
         scores = outputs["policy"].scores()  # [M]
         of_chosen, of_rejected = scores[chosen], scores[rejected]  # [P]
         margins = of_chosen - of_rejected
@@ -84,7 +84,7 @@ class Stepwise(nn.Module):
     def forward(self, outputs: Mapping[Role, Outputs], batch: Batch, totals: Totals) -> Loss:
         """The loss of the micro-batch's labelled steps."""
         label = batch.facts["label"]  # [M], on the host
-        labelled = (~label.isnan()).nonzero().squeeze(1)
+        labelled = counted((~label.isnan()).nonzero().squeeze(1), batch)
         scores = outputs["policy"].scores()  # [M, 2]
         wanted = label[labelled].long().to(scores.device, non_blocking=True)  # [steps]
         said = scores[labelled.to(scores.device, non_blocking=True)]  # [steps, 2]

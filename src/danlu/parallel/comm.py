@@ -19,6 +19,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class PendingSum:
+    """A tensor that is being all-reduced in place."""
+
+    x: Tensor
+    work: Any  # torch's Work; None where there is nothing to wait for
+
+    def wait(self) -> Tensor:
+        """The sum: what is done with it on the present stream comes after the collective."""
+        if self.work is not None:
+            self.work.wait()
+        return self.x
+
+
+@dataclass(frozen=True)
 class Group:
     """A process group: some ranks of the world, in an order that all of them know. A `danlu.layer_types.ReduceGroup`.
 
@@ -44,10 +58,9 @@ class Group:
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle)
         return x
 
-    def all_reduce_async(self, x: Tensor) -> torch.futures.Future[Tensor]:
-        """Starts to all-reduce x in place to its sum over the group; a future of x."""
-        work = dist.all_reduce(x, dist.ReduceOp.SUM, group=self.handle, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])  # type: ignore[no-any-return]
+    def sum_async(self, x: Tensor) -> PendingSum:
+        """Starts to all-reduce x in place to its sum over the group."""
+        return PendingSum(x, None if self.alone else dist.all_reduce(x, group=self.handle, async_op=True))
 
     def max(self, x: Tensor) -> Tensor:
         """All-reduces x in place to its maximum over the group, and returns it."""
@@ -142,10 +155,25 @@ class Group:
         sends: (tensor, index of the member that it goes to). receives: (tensor that is overwritten, index of the member
         that it comes from). Both ends know every size: an empty tensor is neither sent nor waited for.
         """
+        self.start_exchange(sends, receives)()
+
+    def start_exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """Starts what `exchange` does; a function that returns when everything has arrived.
+
+        Until then nothing of `receives` may be read, and nothing of `sends` changed. What two members send each other
+        arrives in the order in which it was sent.
+        """
         moves = [dist.P2POp(dist.isend, x, self.ranks[to], self.handle) for x, to in sends if x.numel()]
         moves += [dist.P2POp(dist.irecv, x, self.ranks[source], self.handle) for x, source in receives if x.numel()]
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
+        works = dist.batch_isend_irecv(moves) if moves else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
 
 ALONE = Group()

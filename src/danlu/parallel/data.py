@@ -1,4 +1,4 @@
-"""Data parallelism: DDP where every rank has all of the model, FSDP2 where data ranks shard it (ZeRO 1, 2 and 3).
+"""Data parallelism: sums where every rank has all of the model, FSDP2 where data ranks shard it (ZeRO 1, 2 and 3).
 
 ======  =========================================  ================================  =====================
 shard   parameters                                 gradients between micro-batches   optimizer state
@@ -20,29 +20,25 @@ FSDP2 shards a parameter with one unit.
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from danlu.dtensor import is_dtensor
-from danlu.numerics.quantized_weight import QuantizedWeightModule
-from danlu.parallel.comm import Group
+from danlu.models.decoder import Decoder
+from danlu.numerics.quantized_weight import QuantizedModule
+from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.layout import expert_shard_dim
 from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
-from danlu.types import Loss, Totals
-
-BUCKET_MB = 25
-
-L = TypeVar("L")
 
 
 class Sharder:
@@ -86,6 +82,7 @@ class Sharder:
     def layer(self, name: str, layer: nn.Module) -> None:
         """Shards one layer, `name` in the model; its whole parameters are freed unless something refers to them."""
         reshard = self.section.shard == "zero3"
+        _share_codes(layer)
         # Experts that only one rank of a copy has are whole there; where all have them they are of the layer's unit.
         if not self._expert.shard.alone and self._expert.all.ranks != self._dense.all.ranks:
             for path, experts in self._expert_modules(name, layer):
@@ -104,27 +101,26 @@ class Sharder:
             if has_experts_alone(path) and not has_experts_alone(path.rpartition(".")[0]):
                 yield path, module
 
-    def rest(self, layers: Sequence[nn.Module] = ()) -> None:
-        """Shards what lies outside of `layers`, and lets each gather the next ones ahead of time.
+    def rest(self, *chunks: Sequence[nn.Module]) -> None:
+        """Shards what lies outside of layers, and lets each layer of a chunk gather the next ones ahead of time.
 
-        layers: those that have been sharded, in the order of the forward pass.
+        chunks: the layers that have been sharded, each chunk in the order of the forward pass.
         """
+        _share_codes(self.model)
         self._shard(self.model, "", self._dense, reshard=False)
         for module in _units(self.model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-        for layer, ahead in _with_following(layers, self.section.prefetch):
-            layer.set_modules_to_forward_prefetch(ahead)
-        for layer, ahead in _with_following(layers[::-1], self.section.prefetch):
-            layer.set_modules_to_backward_prefetch(ahead)
+        for layers in chunks:
+            for layer, ahead in _with_following(layers, self.section.prefetch):
+                layer.set_modules_to_forward_prefetch(ahead)
+            for layer, ahead in _with_following(layers[::-1], self.section.prefetch):
+                layer.set_modules_to_backward_prefetch(ahead)
 
     def _shard(self, unit: nn.Module, prefix: str, groups: DataGroups, *, reshard: bool) -> None:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import Shard
 
-        for module in unit.modules():
-            if isinstance(module, QuantizedWeightModule):
-                module.share_codes()
         whole = {parameter for name, parameter in unit.named_parameters() if self._stays_whole(prefix + name)}
         experts = {parameter for name, parameter in unit.named_parameters() if prefix + name in self.expert_names}
 
@@ -150,18 +146,41 @@ def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) ->
 
     Parameters that are gathered (zero1 and zero2) stay so from the first forward to the last backward pass of a step.
     """
-    local = section.accumulate == "local" or (section.accumulate == "auto" and section.shard == "zero1")
     root: Any = model
+    lowest, *others = parallel.pipeline.chunks  # the last backward pass of a step is one of the lowest
 
-    def micro_batch(is_last: bool) -> AbstractContextManager[None]:
-        root.set_is_last_backward(is_last)
-        root.set_requires_gradient_sync(is_last or not local)
-        root.set_requires_all_reduce(is_last)  # over copies of the sharded model
-        if section.shard != "zero3":
-            root.set_reshard_after_backward(is_last)  # gathered once a step
-        return nullcontext()
+    def prepare(units: Iterable[Any], is_last: bool) -> None:
+        for unit in units:
+            unit.set_requires_gradient_sync(is_last or section.reduces_each_micro_batch, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)  # over copies of the sharded model
+            if section.shard != "zero3":
+                unit.set_reshard_after_backward(is_last, recurse=False)  # gathered once a step
 
-    return replace(parallel, micro_batch=micro_batch, reshard=lambda: reshard(model))
+    units = {chunk: _units_of_chunk(model, chunk) for chunk in parallel.pipeline.chunks} if others else {}
+    outside = [unit for unit in _units(model) if unit not in itertools.chain.from_iterable(units.values())]
+
+    def prepare_backward(is_last: bool, chunk: int) -> None:
+        root.set_is_last_backward(is_last and chunk == lowest)
+        # What lies outside of layers is of the first chunk or of the last one, and is complete in the end.
+        prepare(outside, is_last and chunk == lowest)
+        prepare(units.get(chunk, ()), is_last)
+        # FSDP2 ends each backward pass with all units; those of chunks that are still to come have to stay gathered.
+        for lower in (other for other in units if other < chunk and section.shard != "zero3"):
+            for unit in units[lower]:
+                unit.set_reshard_after_backward(False, recurse=False)
+
+    def finish_weight_pass(is_last: bool, chunk: int) -> None:
+        prepare_backward(is_last, chunk)
+        # What FSDP2 does at the end of a backward pass, of which autograd tells it: it takes up gradients, and reduces
+        # them if it is to. torch.distributed.pipelining calls it too (2.13).
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+    return replace(
+        parallel,
+        prepare_backward=prepare_backward,
+        finish_weight_pass=finish_weight_pass,
+        reshard=lambda: reshard(model),
+    )
 
 
 def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
@@ -202,93 +221,50 @@ def gathered_once(model: nn.Module, section: Parallel) -> Iterator[None]:
         reshard(model)
 
 
-def replicated(learner: L, trained: Iterable[object], section: Parallel) -> L:
-    """A learner whose loss goes through DDP, where every data rank has all of the model; else the learner itself.
+def replicated_step(parallel: StepParallel, section: Parallel) -> StepParallel:
+    """`parallel` of whole models on data and context ranks: gradients are summed in buckets; else `parallel` itself.
 
-    learner: a dataclass that is a `train.learner.Learner`, with `compute_loss(batch, totals, gradient_scale)` and a
-    field `replicated`, which is called in its place where there are gradients. trained: the model and the objective,
-    which may be a module with parameters or not.
+    Made once all that is trained is among `parallel.local_parameters`, for it puts hooks on parameters. Gradients of
+    experts that not all data ranks have are left alone.
     """
-    learner_of: Any = learner
-    parallel: StepParallel = learner_of.parallel
-    if parallel.ranks.data.alone or section.shard != "none":
-        return learner
-    module, apart = _LossModule(trained, learner_of.compute_loss), summed_apart(parallel)
-    if not any(parameter.requires_grad and parameter not in apart for parameter in module.parameters()):
-        return learner  # DDP would have nothing to sum
-    wrapped = replicate(module, parallel.ranks, section, apart)
-    # DDP rebuilds its buckets, in the order in which gradients come, after its first backward pass. In the first step
-    # it would round sums differently from all later steps: a run that resumes would not end where an uninterrupted one
-    # does. So it goes through an empty batch first.
-    statistics = [(buffer, buffer.clone()) for buffer in wrapped.buffers()]
-    divisors = dict.fromkeys(learner_of.totals([]).divisors, 1.0)
-    totals = Totals(1.0, 2, 2, (1, 1), divisors)  # of no real step: they may be divided by
-    wrapped(learner_of.collate([]), totals, 1.0).total.backward()
-    for parameter in wrapped.parameters():
-        parameter.grad = None
-    for buffer, value in statistics:
-        buffer.copy_(value)
-    return replace(learner_of, replicated=wrapped, parallel=replicated_step(parallel, wrapped))  # type: ignore[no-any-return]
+    every = parallel.ranks.dense_data.all
+    if every.alone or section.shard != "none":
+        return parallel
+    local_parameters = parallel.local_parameters.items()
+    own = [
+        (name, local.parameter)
+        for name, local in local_parameters
+        if local.parameter.requires_grad and local.gradient_group.ranks == every.ranks
+    ]
+    by_chunk: dict[int, list[tuple[str, nn.Parameter]]] = {chunk: [] for chunk in parallel.pipeline.chunks}
+    for name, parameter in own:
+        by_chunk[parallel.chunk_of.get(name, parallel.pipeline.chunks[0])].append((name, parameter))
+    dtype = torch.bfloat16 if section.reduce == "bf16" else None
+    buckets = {chunk: GradientBuckets(members, every, dtype=dtype) for chunk, members in by_chunk.items()}
+
+    def prepare_backward(is_last: bool, chunk: int) -> None:
+        buckets[chunk].prepare_backward(is_last)
+
+    def finish_backward() -> None:
+        for of_chunk in buckets.values():
+            of_chunk.finish()
+
+    def finish_weight_pass(is_last: bool, chunk: int) -> None:
+        buckets[chunk].finish_weight_pass(is_last)
+
+    return replace(
+        parallel,
+        prepare_backward=prepare_backward,
+        finish_weight_pass=finish_weight_pass,
+        finish_backward=finish_backward,
+    )
 
 
-class _LossModule(nn.Module):
-    """What is trained as one module whose forward is the loss: what DDP can be put around."""
-
-    def __init__(self, trained: Iterable[object], compute_loss: Callable[..., Loss]) -> None:
-        super().__init__()
-        self.trained = nn.ModuleList(module for module in trained if isinstance(module, nn.Module))
-        self._compute_loss = compute_loss
-
-    def forward(self, batch: Any, totals: Totals, gradient_scale: float) -> Loss:
-        return self._compute_loss(batch, totals, gradient_scale)
-
-
-def summed_apart(parallel: StepParallel) -> set[nn.Parameter]:
-    """Whole parameters that not all data ranks have: experts, whose gradients are sums over some of them."""
-    every = parallel.ranks.data.ranks
-    local_parameters = parallel.local_parameters.values()
-    return {local.parameter for local in local_parameters if local.gradient_group.ranks != every}
-
-
-def replicate(
-    module: nn.Module, ranks: Ranks, section: Parallel, ignored: Collection[nn.Parameter] = ()
-) -> DistributedDataParallel:
-    """DDP around a module, over the data ranks: gradients are summed in buckets during the backward pass.
-
-    ignored: parameters whose gradients it leaves as they are.
-    """
-    names = [name for name, parameter in module.named_parameters() if parameter in ignored]
-    # Private, but there is no other way to tell DDP, and FSDP2's `replicate` calls it too.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    with warnings.catch_warnings():
-        # torch 2.13 announces another name for broadcast_buffers, which 2.11 does not have.
-        warnings.simplefilter("ignore", FutureWarning)
-        wrapped = DistributedDataParallel(
-            module,
-            process_group=ranks.data.handle,
-            broadcast_buffers=False,
-            init_sync=False,  # every rank starts from the same seed or the same files
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=BUCKET_MB,
-        )
-    # A lambda: torch compares annotations of hooks, and ours are strings.
-    wrapped.register_comm_hook((ranks.data, section.reduce), lambda state, bucket: _sum_bucket(state, bucket))
-    return wrapped
-
-
-def replicated_step(parallel: StepParallel, wrapped: DistributedDataParallel) -> StepParallel:
-    """`parallel` of a model under DDP: gradients are accumulated locally and reduced in a step's last backward pass."""
-    return replace(parallel, micro_batch=lambda is_last: nullcontext() if is_last else wrapped.no_sync())
-
-
-def _sum_bucket(state: tuple[Group, str], bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook: sums a bucket, where DDP's own reduction divides by the number of ranks."""
-    group, reduce = state
-    buffer: Tensor = bucket.buffer()
-    if reduce == "fp32":
-        return group.all_reduce_async(buffer)
-    narrow = group.all_reduce_async(buffer.to(torch.bfloat16))
-    return narrow.then(lambda future: buffer.copy_(future.value()))  # type: ignore[no-any-return]
+def _share_codes(unit: nn.Module) -> None:
+    """Makes parameters of the codes of quantized weights, which are sharded like others."""
+    for module in unit.modules():
+        if isinstance(module, QuantizedModule):
+            module.share_codes()
 
 
 @contextmanager
@@ -319,6 +295,12 @@ def _units(model: nn.Module) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _units_of_chunk(model: nn.Module, chunk: int) -> list[Any]:
+    """Those in the layers of one chunk of a decoder."""
+    assert isinstance(model, Decoder), "what is in several chunks is a decoder"
+    return [unit for layer in model.chunks.layers[chunk] for unit in _units(model.layers[str(layer)])]
 
 
 def _with_following(layers: Sequence[Any], count: int) -> Iterator[tuple[Any, list[Any]]]:

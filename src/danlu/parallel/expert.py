@@ -4,8 +4,9 @@ Of E experts each of `expert` neighbouring data ranks has E / expert, in order (
 its own tokens; their rows go to the ranks that have their experts, are multiplied there, and come back in the order in
 which they were sent. What weighs and adds them is on the token's own rank, so nothing of the router travels.
 
-In a layer that is four all-to-alls of rows: to the experts and back, and the same for the gradients. Ranks tell each
-other before how many rows of each expert come. Every rank takes part in each of them, also without tokens.
+In a layer that is four all-to-alls of rows: to the experts and back, and the same for the gradients; six where it is
+recomputed. Ranks tell each other before how many rows of each expert come, once: a recomputation sends the same rows.
+Every rank takes part in each of them, also without tokens.
 
 N rows of this rank's tokens · R rows that this rank's experts multiply · D model width · E experts
 """
@@ -22,6 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE
+from danlu.models.forward_values import from_forward
+from danlu.models.modules import GroupedLinear
 from danlu.parallel.comm import Group
 from danlu.parallel.tensor import trained_copies
 from danlu.shard_box import ShardBox
@@ -40,10 +43,7 @@ class Exchange:
         """rows [N, D] by expert, counts [E] int64 of all experts -> rows [R, D] of this rank's experts, and their
         counts."""
         size = self.group.size
-        even = [len(counts) // size] * size
-        by_source = self.group.all_to_all(counts, even, even).view(size, -1)  # [ranks, E here]
-        self.sends = counts.view(size, -1).sum(1).tolist()
-        self.receives = by_source.sum(1).tolist()
+        by_source, self.sends, self.receives = from_forward(lambda: self._agreed(counts))
         arrived: Tensor = _AllToAll.apply(rows, self.group, self.sends, self.receives)
         # Rows come by rank, and of each rank by expert; what multiplies them wants all rows of an expert together.
         of_expert = torch.arange(by_source.shape[1], device=rows.device).repeat(size)
@@ -51,6 +51,14 @@ class Exchange:
         order = experts.argsort(stable=True)
         self._places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return _permuted(arrived, order, self._places), by_source.sum(0)
+
+    def _agreed(self, counts: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """For counts [E] of this rank's rows: those of each rank for the experts here, [ranks, E here] int64, and how
+        many rows go to each rank and come from it."""
+        size = self.group.size
+        even = [len(counts) // size] * size
+        by_source = self.group.all_to_all(counts, even, even).view(size, -1)
+        return by_source, counts.view(size, -1).sum(1).tolist(), by_source.sum(1).tolist()
 
     def combine(self, rows: Tensor) -> Tensor:
         """What the experts made of the last `dispatch`'s rows, [R, D] -> [N, D], in the order in which it was given."""
@@ -96,13 +104,27 @@ class _Permuted(torch.autograd.Function):
 class ExpertDistributor:
     """Leaves of each layer's experts those of this rank, a layer at a time, and puts the exchange into their slot.
 
-    Parameters may be on the meta device. `boxes` says afterwards which part of each parameter is here; what it says
-    of replicas is of one rank alone.
+    Parameters may be on the meta device; those that were read as `own_boxes` says are left as they are. `boxes` says
+    afterwards which part of each parameter is here; what it says of replicas is of one rank alone.
     """
 
     def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group) -> None:
         self.model, self.adapters, self.group = model, adapters, group
         self.boxes: MutableMapping[Tensor, ShardBox] = WeakIdKeyDictionary()
+        self.boxes_by_name: dict[str, ShardBox] = {}
+        """The same by the names of the model's parameters, which outlive these where a layer is sharded next."""
+
+    def own_boxes(self) -> dict[str, ShardBox]:
+        """This rank's box of each parameter of the model's own experts, by name; none where it has all of them."""
+        if self.group.alone:
+            return {}
+        boxes = {}
+        for name, module in self.model.named_modules():
+            for attribute, parameter in (
+                module.named_parameters(recurse=False) if isinstance(module, GroupedLinear) else ()
+            ):
+                boxes[f"{name}.{attribute}"] = ShardBox.full(parameter.shape).narrow(0, *self._own(len(parameter)))
+        return boxes
 
     def layer(self, name: str) -> None:
         """Distributes the experts of one layer, if it has any."""
@@ -111,27 +133,34 @@ class ExpertDistributor:
         copies = trained_copies(self.adapters)
         for moe in mixtures_of(self.model.layers[name]):
             experts = moe.experts
+            for linear in (experts.gate_proj, experts.up_proj, experts.down_proj):
+                if linear.quantized is not None and linear.quantized.count == experts.num_experts:
+                    linear.quantized = linear.quantized.part(*self._own(experts.num_experts))
             for module in experts.modules():
                 for attribute, parameter in module.named_parameters(recurse=False):
                     for tensor in (parameter, *copies.get((id(module), attribute), ())):
                         self._distribute(tensor, experts.num_experts)
             experts.exchange = Exchange(self.group)
+        for path, parameter in self.model.layers[name].named_parameters():
+            if parameter in self.boxes:
+                self.boxes_by_name[f"layers.{name}.{path}"] = self.boxes[parameter]
 
     @torch.no_grad()
     def _distribute(self, parameter: Tensor, num_experts: int) -> None:
         if parameter in self.boxes:
             return
-        assert len(parameter) == num_experts, f"{list(parameter.shape)} does not have {num_experts} experts"
-        assert num_experts % self.group.size == 0, "`layout.problems` refuses it"
-        count = num_experts // self.group.size
-        box = ShardBox.full(parameter.shape).narrow(0, count * self.group.index, count)
-        parameter.data = box.view_of(parameter.data).clone(memory_format=torch.contiguous_format)
+        start, count = self._own(num_experts)
+        box = ShardBox.full((num_experts, *parameter.shape[1:])).narrow(0, start, count)
+        assert len(parameter) in (num_experts, count), f"{list(parameter.shape)} does not have {num_experts} experts"
+        if len(parameter) == num_experts:
+            parameter.data = box.view_of(parameter.data).clone(memory_format=torch.contiguous_format)
         self.boxes[parameter] = box
 
-    def boxes_by_name(self) -> dict[str, ShardBox]:
-        """The boxes by the names of the model's parameters."""
-        named = self.model.named_parameters()
-        return {name: self.boxes[parameter] for name, parameter in named if parameter in self.boxes}
+    def _own(self, num_experts: int) -> tuple[int, int]:
+        """The first of this rank's experts, and how many it has."""
+        assert num_experts % self.group.size == 0, "`layout.problems` refuses it"
+        count = num_experts // self.group.size
+        return count * self.group.index, count
 
 
 def mixtures_of(layer: nn.Module) -> Iterator[MoE]:
@@ -141,11 +170,17 @@ def mixtures_of(layer: nn.Module) -> Iterator[MoE]:
 
 
 def expert_names(model: Decoder) -> set[str]:
-    """Names of the parameters that are experts', all of them stacked in their first dimension."""
+    """Names of the parameters that are experts', all of them stacked in their first dimension.
+
+    Among them are codes of quantized experts, which are no parameters before they are sharded.
+    """
     stacked = {
         parameter
         for layer in model.layers.values()
         for moe in mixtures_of(layer)
         for parameter in moe.experts.parameters()
     }
-    return {name for name, parameter in model.named_parameters() if parameter in stacked}
+    names = {name for name, parameter in model.named_parameters() if parameter in stacked}
+    return names | {
+        f"{name}.quantized.codes" for name, each in model.named_modules() if isinstance(each, GroupedLinear)
+    }

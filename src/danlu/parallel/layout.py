@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from danlu.errors import RecipeError
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Experts
+from danlu.models.delta_spec import Delta
+from danlu.models.experts_spec import Experts
+from danlu.models.latent_spec import Latent
+from danlu.models.layer_spec import Mixer
 from danlu.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Axes of the mesh, outermost first. Experts are distributed among data ranks, and have no axis of their own in it."""
-EXPERT_AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+"""Axes of the mesh, outermost first. Experts are distributed among data and context ranks, and have no axis of their
+own in it."""
+EXPERT_AXES = ("pipeline", "replicate", "shard", "expert", "tensor")
 """Axes of the mesh of experts: neighbours along `expert` have other experts, those along `shard` the same ones."""
+GRADIENT_AXES = ("pipeline", "replicate", "shard", "tensor")
+"""Axes of the mesh that gradients are summed along: a copy of the model is sharded among data and context ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,10 @@ class Layout:
     shard: int = 1  # data ranks among which a copy is sharded
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # neighbouring data ranks, among which experts are distributed; divides `shard`, or `replicate`
+    expert: int = 1
+    """Neighbours among data and context ranks, of which each has other experts; divides those that a copy of the model
+    is sharded among, or all of them."""
+    ulysses: int = 1  # neighbouring context ranks that exchange heads in attention; divides `context`
 
     @property
     def world(self) -> int:
@@ -49,19 +58,48 @@ class Layout:
     @property
     def expert_sizes(self) -> tuple[int, ...]:
         """Degrees in the order of `EXPERT_AXES`."""
-        divided = "shard" if self.shard > 1 else "replicate"
-        sizes = {**dict(zip(AXES, self.sizes, strict=True)), "expert": self.expert}
-        assert sizes[divided] % self.expert == 0, f"{self.expert} does not divide {divided} {sizes[divided]}"
-        sizes[divided] //= self.expert
-        return tuple(sizes[axis] for axis in EXPERT_AXES)
+        among = self.shard * self.context
+        if among % self.expert == 0:
+            replicate, shard = self.replicate, among // self.expert
+        else:  # whole copies, of which several together have all experts
+            replicate, rest = divmod(self.replicate * among, self.expert)
+            shard = 1
+            assert self.shard == 1 and not rest, f"{self.expert} does not divide the ranks of {self}"
+        return self.pipeline, replicate, shard, self.expert, self.tensor
 
     def data_ranks(self, rank: int) -> list[int]:
         """The ranks of all data ranks beside `rank`, itself included: they have the same part of dense parameters."""
         return self.ranks_along(rank, ("replicate", "shard"))
 
+    @property
+    def gradient_sizes(self) -> tuple[int, ...]:
+        """Degrees in the order of `GRADIENT_AXES`."""
+        return self.pipeline, self.replicate, self.shard * self.context, self.tensor
+
+    def gradient_ranks(self, rank: int) -> list[int]:
+        """The ranks that take other tokens through the same part of dense parameters: data and context ranks."""
+        return self.ranks_along(rank, ("replicate", "shard", "context"))
+
+    def ulysses_ranks(self, rank: int) -> list[int]:
+        """The context ranks that exchange heads with `rank`, itself included."""
+        ranks = self.ranks_along(rank, ("context",))
+        first = ranks.index(rank) // self.ulysses * self.ulysses
+        return ranks[first : first + self.ulysses]
+
+    def ring_ranks(self, rank: int) -> list[int]:
+        """The context ranks that have the same heads in attention: every `ulysses`-th."""
+        ranks = self.ranks_along(rank, ("context",))
+        return ranks[ranks.index(rank) % self.ulysses :: self.ulysses]
+
+    def expert_ranks(self, rank: int) -> list[int]:
+        """The neighbours among `gradient_ranks` that have all experts together, each other ones."""
+        ranks = self.gradient_ranks(rank)
+        first = ranks.index(rank) // self.expert * self.expert
+        return ranks[first : first + self.expert]
+
     def expert_data_ranks(self, rank: int) -> list[int]:
-        """Those of them that have the same experts: every `expert`-th."""
-        ranks = self.data_ranks(rank)
+        """Those of `gradient_ranks` that have the same experts: every `expert`-th."""
+        ranks = self.gradient_ranks(rank)
         return ranks[ranks.index(rank) % self.expert :: self.expert]
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -81,6 +119,7 @@ class Layout:
             "data": self.data,
             "shards": self.shard,
             "expert": self.expert,
+            "context": self.context,
             "tensor": self.tensor,
             "pipeline": self.pipeline,
         }
@@ -92,9 +131,6 @@ class Layout:
 
 def layout_of(section: Parallel, world: int) -> Layout:
     """The layout of a recipe on `world` processes. Raises RecipeError that proposes the nearest degrees that fit."""
-    for axis in ("pipeline", "context"):
-        if getattr(section, axis) != 1:
-            raise RecipeError(f"parallel.{axis}: {getattr(section, axis)}, but only 1 works so far. Leave it out")
     if section.workers == "threads":
         if world > 1:
             raise RecipeError(
@@ -102,38 +138,63 @@ def layout_of(section: Parallel, world: int) -> Layout:
                 "--processes, or use workers: processes"
             )
         return Layout()
+    stages = section.pipeline.stages
+    if world % stages:
+        near = ", ".join(f"pipeline: {degree}" for degree in _nearest(divisors(world), stages))
+        raise RecipeError(
+            f"parallel.pipeline: {stages} stages do not divide the {_processes(world)} of this run. Use {near}, or "
+            f"start danlu with --processes {_multiples(world, stages)}"
+        )
+    whole = "this run" if stages == 1 else f"each of the {stages} pipeline stages"
+    world //= stages
     if world % section.tensor:
         near = ", ".join(f"tensor: {degree}" for degree in _nearest(divisors(world), section.tensor))
         raise RecipeError(
-            f"parallel.tensor: {section.tensor} does not divide the {_processes(world)} of this run. Use {near}, or "
-            f"start danlu with --processes {_multiples(world, section.tensor)}"
+            f"parallel.tensor: {section.tensor} does not divide the {_processes(world)} of {whole}. Use {near}, or "
+            f"start danlu with --processes {_multiples(world, section.tensor, stages)}"
         )
-    data = world // section.tensor
-    if section.data not in ("auto", data):
-        asked = section.data * section.tensor
+    context, copies = section.context.size, world // section.tensor
+    if copies % context:
+        near = ", ".join(f"context: {degree}" for degree in _nearest(divisors(copies), context))
+        fitting = _multiples(world, section.tensor * context, stages)
         raise RecipeError(
-            f"parallel.data: {section.data} (times tensor {section.tensor}) asks for {asked} processes, not for the "
-            f"{_processes(world)} of this run. Use data: {data}, or start danlu with --processes {asked}"
+            f"parallel.context: {context} (times tensor {section.tensor}) does not divide the {_processes(world)} of "
+            f"{whole}. Use {near}, or start danlu with --processes {fitting}"
+        )
+    data = copies // context
+    if section.data not in ("auto", data):
+        asked = section.data * section.tensor * context
+        times = f"tensor {section.tensor}" + (f" and context {context}" if context > 1 else "")
+        raise RecipeError(
+            f"parallel.data: {section.data} (times {times}) asks for {asked} processes, not for the "
+            f"{_processes(world)} of {whole}. Use data: {data}, or start danlu with --processes {asked * stages}"
         )
     if data % section.replicate:
         near = " or ".join(str(degree) for degree in _nearest(divisors(data), section.replicate))
         raise RecipeError(f"parallel.replicate: {section.replicate} does not divide the {data} data ranks. Use {near}")
     of_one_copy = data // section.replicate
-    if of_one_copy % section.expert:
-        near = " or ".join(str(degree) for degree in _nearest(divisors(of_one_copy), section.expert))
+    if of_one_copy * context % section.expert:
+        near = " or ".join(str(degree) for degree in _nearest(divisors(of_one_copy * context), section.expert))
+        ranks = f"{of_one_copy} data ranks" if context == 1 else f"{of_one_copy * context} data and context ranks"
         each = " of each replica" if section.replicate > 1 else ""
-        raise RecipeError(
-            f"parallel.expert: {section.expert} does not divide the {of_one_copy} data ranks{each}. Use {near}"
-        )
+        raise RecipeError(f"parallel.expert: {section.expert} does not divide the {ranks}{each}. Use {near}")
+    copy = Layout(
+        pipeline=stages,
+        context=context,
+        tensor=section.tensor,
+        expert=section.expert,
+        ulysses=context if section.context.method == "ulysses" else section.context.ulysses,
+    )
     if section.shard == "none":
-        return Layout(replicate=data, tensor=section.tensor, expert=section.expert)
-    return Layout(replicate=section.replicate, shard=of_one_copy, tensor=section.tensor, expert=section.expert)
+        return replace(copy, replicate=data)
+    return replace(copy, replicate=section.replicate, shard=of_one_copy)
 
 
 def problems(section: Parallel, config: ModelConfig) -> Iterator[str]:
-    """Why a model cannot be cut by `section.tensor`, or its experts distributed by `section.expert`; each message
-    proposes the nearest degrees that fit."""
+    """Why a model cannot be cut by `section.tensor`, its attention not by `section.context`, or its experts not
+    distributed by `section.expert`; each message proposes the nearest degrees that fit."""
     yield from _tensor_problems(section.tensor, config)
+    yield from _context_problems(section, config)
     yield from _expert_problems(section.expert, config)
 
 
@@ -164,6 +225,45 @@ def _tensor_problems(degree: int, config: ModelConfig) -> Iterator[str]:
         yield f"parallel.tensor: {degree} is more than the {config.vocab_size} tokens of the vocabulary. Use {near}"
 
 
+def _context_problems(section: Parallel, config: ModelConfig) -> Iterator[str]:
+    context = section.context
+    if context.size == 1:
+        return
+    mixers = list(dict.fromkeys(kind.mixer for kind in config.kinds))
+    if context.method != "ulysses" and any(isinstance(mixer, Delta) for mixer in mixers):
+        yield (
+            f"parallel.context.method: {context.method}, but linear attention goes through a document in order, and a "
+            "ring has its tokens all at once. Use method: ulysses, which exchanges tokens for heads"
+        )
+        return
+    key, degree = ("size", context.size) if context.method == "ulysses" else ("ulysses", context.ulysses)
+    for has_state, heads, kv_heads in dict.fromkeys(
+        (isinstance(mixer, Delta), *attention_heads(mixer, section.tensor)) for mixer in mixers
+    ):
+        # Keys may go to several ranks, but a state is of one key head and one value head.
+        fitting = [n for n in divisors(heads) if kv_heads % n == 0 or (n % kv_heads == 0 and not has_state)]
+        if degree not in fitting:
+            near = " or ".join(map(str, _nearest(fitting, degree)))
+            each = " of each tensor rank" if section.tensor > 1 else ""
+            names = ("value heads", "key heads") if has_state else ("query heads", "key/value heads")
+            yield (
+                f"parallel.context.{key}: {degree} ranks cannot share out the {heads} {names[0]} and {kv_heads} "
+                f"{names[1]}{each}. Use {near}"
+            )
+
+
+def attention_heads(mixer: Mixer, tensor: int) -> tuple[int, int]:
+    """Query heads, and heads of expanded keys, that a tensor rank has; of linear attention heads of values and keys."""
+    match mixer:
+        case Delta():
+            kv_heads = mixer.key_heads
+        case Latent():
+            kv_heads = mixer.heads
+        case _:
+            kv_heads = mixer.kv_heads
+    return max(1, mixer.heads // tensor), max(1, kv_heads // tensor)
+
+
 def expert_shard_dim(shape: Sequence[int], shards: int) -> int:
     """The dimension along which a rank's experts [E, ..] are sharded: another one where they are fewer than shards.
 
@@ -185,10 +285,10 @@ def _nearest(fitting: list[int], wanted: int) -> list[int]:
     return [n for n in fitting if n < wanted][-1:] + [n for n in fitting if n > wanted][:1]
 
 
-def _multiples(world: int, degree: int) -> str:
-    """The multiples of `degree` next to `world`."""
+def _multiples(world: int, degree: int, stages: int = 1) -> str:
+    """The multiples of `degree` next to `world`, times the stages of a pipeline."""
     below = world // degree * degree
-    return f"{below} or {below + degree}" if below else f"{degree}"
+    return f"{below * stages} or {(below + degree) * stages}" if below else f"{degree * stages}"
 
 
 def _processes(count: int) -> str:

@@ -72,22 +72,25 @@ def local_parameters_of(
 
 
 def sums_over_data(
-    local_parameters: Mapping[str, LocalParameter], ranks: Ranks, *, by_ddp: bool
+    local_parameters: Mapping[str, LocalParameter], ranks: Ranks, *, in_buckets: bool
 ) -> Iterator[tuple[Group, str]]:
-    """(group, name) of each parameter whose gradient neither FSDP2 nor DDP sums over the group.
+    """(group, name) of each parameter whose gradient is not summed over the group in the backward pass.
 
-    FSDP2 sums those that it shards; DDP (by_ddp), where nothing is sharded, those that all data ranks have.
+    FSDP2 sums those that it shards; where nothing is sharded, those that all data and context ranks have are
+    summed in buckets.
     """
     for name, local in local_parameters.items():
         group = local.gradient_group
-        is_summed = local.is_sharded or (by_ddp and group.ranks == ranks.data.ranks)
+        is_summed = local.is_sharded or (in_buckets and group.ranks == ranks.dense_data.all.ranks)
         if not is_summed and not group.alone:
             yield group, name
 
 
 def replicated_parameter(name: str, tensor: Tensor, ranks: Ranks) -> LocalParameter:
-    """A parameter or buffer that every process has whole, and the first one saves; a buffer by its memory."""
-    box = ShardBox.full(tensor.shape, replicas=ranks.world.size, is_writer=ranks.world.index == 0)
+    """A parameter or buffer that every process of a pipeline stage has whole, and the first one saves; a buffer by its
+    memory."""
+    copies = ranks.world.size // ranks.pipeline.size  # stages are the outermost axis
+    box = ShardBox.full(tensor.shape, replicas=copies, is_writer=ranks.world.index % copies == 0)
     parameter = tensor if isinstance(tensor, Parameter) else Parameter(tensor, requires_grad=False)
     return LocalParameter(name, parameter, parameter, box, ranks.dense_data)
 

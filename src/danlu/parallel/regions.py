@@ -42,15 +42,23 @@ class Regions:
         self.group = group
         self.vocab_sizes = tuple(vocab_sizes)
         self.sequence = sequence
-        self._tokens_are_cut = False  # in this forward pass; each begins at the embedding, which decides it
+        self._tokens_are_cut = False  # in this forward pass; the embedding decides it, or the input of a chunk
 
     def leave_embedding(self, x: Tensor) -> Tensor:
         """Terms of a sum [T, D] -> the sum, or its rows [T/tp, D] of this rank."""
-        self._tokens_are_cut = self.sequence and torch.is_grad_enabled()
+        self._begin()
         assert not self._tokens_are_cut or x.shape[0] % self.group.size == 0, (
             f"{x.shape[0]} tokens cannot be cut among {self.group.size} processes: fill the batch up"
         )
         return self.leave(x)
+
+    def enter_chunk(self, x: Tensor) -> Tensor:
+        """What a chunk is given that does not begin at the embedding, as it is: [T, D], or this rank's rows."""
+        self._begin()
+        return x
+
+    def _begin(self) -> None:
+        self._tokens_are_cut = self.sequence and torch.is_grad_enabled()
 
     def enter(self, x: Tensor) -> Tensor:
         """[T, D], or its rows [T/tp, D] of this rank -> [T, D]. Gradients of the result are terms of a sum."""

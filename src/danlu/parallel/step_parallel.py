@@ -7,8 +7,8 @@ targets.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,13 +17,12 @@ from torch import Tensor
 
 from danlu.parallel.comm import Group
 from danlu.parallel.local_parameter import LocalParameter
+from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
+from danlu.parallel.schedules import Action
 
 T = TypeVar("T")
-_LARGE_BYTES = 25 * 2**20  # those of a bucket of DDP
-
-MicroBatchContext = Callable[[bool], AbstractContextManager[None]]
-"""Makes the context of a micro-batch's forward and backward pass, from whether it is the step's last."""
+_LARGE_BYTES = 25 * 2**20  # as of a bucket: see `gradient_buckets`
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,23 @@ class StepParallel:
     """By name, what this process has of each parameter; empty on a single process, which has all of the model."""
     partial_gradients: Sequence[tuple[Group, str]] = ()
     """A group and a parameter's name: after the backward pass its gradient is one term of a sum over the group."""
-    micro_batch: MicroBatchContext = lambda is_last: nullcontext()
-    """Around each micro-batch: decides whether gradients are reduced and parameters resharded in it (`no_sync`)."""
+    prepare_backward: Callable[[bool, int], None] = lambda is_last, chunk: None
+    """Called before each backward pass of a step, with whether it is the last pass of its chunk that makes gradients,
+    and the chunk's number: whether gradients are reduced in it, and parameters resharded."""
+    finish_weight_pass: Callable[[bool, int], None] = lambda is_last, chunk: None
+    """Called after each pass that makes the weight gradients which a backward pass has put off, with whether it is the
+    last of its chunk that makes any, and the chunk's number: gradients are reduced then."""
+    finish_backward: Callable[[], None] = lambda: None
+    """Waits for the reductions that the last backward or weight pass has started."""
     reshard: Callable[[], None] = lambda: None
     """Frees parameters that FSDP2 gathered, after their shards have changed outside of a step."""
     release_pages: Callable[[], None] = lambda: None
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
+    """By name, parameters that other stages have, without values: nothing of them is here."""
+    chunk_of: Mapping[str, int] = field(default_factory=dict)
+    """By name, the chunk of a parameter here, of those of this process that use it the lowest; none: one chunk."""
 
     @property
     def alone(self) -> bool:
@@ -55,11 +65,23 @@ class StepParallel:
         """Micro-batches of `micro` items that every process makes in a step of `items` on all of them together."""
         size = self.ranks.data.size
         largest = max(items * (index + 1) // size - items * index // size for index in range(size))
-        return -(-largest // micro)
+        return self.fitting(-(-largest // micro))
+
+    def fitting(self, micro_batches: int) -> int:
+        """The fewest micro-batches, at least so many, that the pipeline's schedule can be made of; the others are
+        empty."""
+        if self.pipeline.alone:
+            return micro_batches
+        return next(count for count in itertools.count(micro_batches) if not self.pipeline.problems(count))
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """What this process does in a step of so many micro-batches, in order."""
+        return self.pipeline.actions(micro_batches)
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
-        """`values` [n], summed in place over the data ranks, which take different items."""
-        return self.ranks.data.sum(values)
+        """`values` [n], summed in place over data ranks, which take different items, and context ranks, which take
+        different tokens of them."""
+        return self.ranks.dense_data.all.sum(values)
 
     def any_rank(self, fact: bool) -> bool:
         """Whether `fact` is true on any process; every process must ask."""
@@ -71,10 +93,11 @@ class StepParallel:
     def reduce_gradients(self) -> None:
         """Completes the gradients after a step's last backward pass: in `local.grad`, summed over all processes.
 
-        FSDP2 and DDP have summed most of them by then; what is left are `partial_gradients`.
+        FSDP2 or buckets have summed most of them by then; what is left are `partial_gradients`.
         """
         if self.alone:
             return
+        self.finish_backward()
         for parameter in self.local_parameters.values():
             parameter.take_gradient()
         # Gradients of offloaded shards lie on the host, those of parameters that are not sharded on the device.
@@ -84,6 +107,13 @@ class StepParallel:
                 by_group.setdefault((id(group), grad.device), (group, []))[1].append(grad)
         for group, grads in by_group.values():
             _all_reduce_flat(group, grads)
+
+    def local_weights(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this process has of tensors of the whole model, live; on a single process these themselves."""
+        if not self.local_parameters:
+            return dict(named)
+        local = self.local_parameters
+        return {name: local[name].local.detach() for name in named if name not in self.elsewhere}
 
     def norm_weights(self) -> dict[Tensor, float]:
         """For the global gradient norm: local parameter -> what its gradient's square counts here, 1 / its copies."""

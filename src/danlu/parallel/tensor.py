@@ -122,11 +122,14 @@ class Cutter:
         if self.group.alone:
             return self._cuts
         self._copies = trained_copies(self.adapters)
-        self._embedding(model.embed_tokens, self._vocabulary, regions)
-        self._uncut(model.norm)
+        if hasattr(model, "embed_tokens"):
+            self._embedding(model.embed_tokens, self._vocabulary, regions)
+        if model.chunks.has_last:
+            self._uncut(model.norm)
         if model.lm_head is not None:
             shard = self._shard("outputs", self._vocabulary, slice(0, model.config.hidden_size))
             self._linear(model.lm_head, shard, self.alone)
+        model.enter_chunk = regions.enter_chunk
         model.enter_head = regions.enter
         model.vocab_shard = VocabShard(self._vocabulary.start, self.group, regions.gather_vocab)
         for name, module in model.named_children():
@@ -200,12 +203,11 @@ class Cutter:
     def _linear(self, linear: Linear | GroupedLinear, shard: LinearShard, replicas: Group) -> None:
         axes = LINEAR_AXES if isinstance(linear, Linear) else GROUPED_AXES
         self._parameters(linear, axes, shard, replicas)
-        if isinstance(linear, Linear) and linear.quantized is not None:
+        if linear.quantized is not None:
             linear.quantized = linear.quantized.shard(shard.outputs, shard.inputs)
         linear.shape = _length(shard.outputs), _length(shard.inputs)
         linear.adds_bias = shard.axis == "outputs" or shard.first
-        if isinstance(linear, Linear):
-            self._adapters(linear.adapter, shard, replicas)
+        self._adapters(linear.adapter, shard, replicas)
 
     def _norm(self, norm: RMSNorm, shard: LinearShard, replicas: Group) -> None:
         """Cuts a norm over all outputs of a layer that is cut to `shard`: each process has its features."""

@@ -1,4 +1,4 @@
-"""Counts what this process sends, by axis and collective, whoever calls them: our groups, DDP, FSDP2 or DTensor.
+"""Counts what this process sends, by axis and collective, whoever calls them: our groups, FSDP2 or DTensor.
 
 All of torch's collectives pass its dispatcher as operators of `c10d` or `_c10d_functional`; a dispatch mode sees them
 there, forward and backward, on any backend. With the `fake` backend a single process can stand for one of 512.

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Delta, LayerSpec, Mixer
+from danlu.models.delta_spec import Delta
+from danlu.models.layer_spec import LayerSpec, Mixer
 from danlu.plan.flops import attention_pairs
 
 KeepsScores = Callable[[int, Mixer], bool]

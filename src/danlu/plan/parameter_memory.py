@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from danlu.models.config import ModelConfig
@@ -22,9 +23,14 @@ def least_weight_bytes(recipe: Recipe, config: ModelConfig, processes: int) -> f
     return total / processes if is_shared else total
 
 
-def packed_bytes(shape: tuple[int, int], section: QuantizationSection) -> int:
-    """Bytes of a matrix [O, I] that a section of the recipe packs: codes, and the scales of blocks or groups."""
-    outputs, inputs = shape
+def packed_bytes(shape: Sequence[int], section: QuantizationSection) -> int:
+    """Bytes of a matrix [O, I], or of several [E, O, I], that a section of the recipe packs: codes, and the scales of
+    blocks or groups."""
+    *stacked, outputs, inputs = shape
+    return math.prod(stacked) * _matrix_bytes(outputs, inputs, section)
+
+
+def _matrix_bytes(outputs: int, inputs: int, section: QuantizationSection) -> int:
     if isinstance(section, Int8 | Int4):
         codes = inputs if section.kind == "int8" else -(-inputs // 2)
         return outputs * (codes + 4 * -(-inputs // section.group))

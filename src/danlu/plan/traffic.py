@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_along, ring_bytes
+from danlu.parallel.collective_traffic import CollectiveTraffic, Kind, axis_along, axis_of, ring_bytes
 from danlu.parallel.layout import Layout, expert_shard_dim
 from danlu.recipe.sections import Parallel
 
@@ -56,7 +56,7 @@ def data_traffic(
 
     With Ψ bytes in each type, N data ranks, M micro-batches:
 
-        none             2(N-1)/N·Ψ          gradients are summed, once (DDP)
+        none             2(N-1)/N·Ψ          gradients are summed, once (as in DDP)
         zero1            2(N-1)/N·Ψ          gradients are scattered, and parameters gathered, once
         zero2            (M+1)(N-1)/N·Ψ      gradients are scattered after each micro-batch, parameters gathered once
         zero3            3M(N-1)/N·Ψ         parameters are gathered forward and backward, gradients scattered
@@ -75,16 +75,16 @@ def data_traffic(
 def _among_data_ranks(
     weights: Sequence[Weight], layout: Layout, section: Parallel, micro_batches: int, expert: int
 ) -> Iterator[CollectiveTraffic]:
-    """`data_traffic` of parameters that every `expert`-th data rank has."""
-    every = ("replicate", "shard")
-    # Experts are distributed among the shards of a copy of the model, or among whole copies.
-    shards, copies = (layout.shard // expert, layout.replicate) if layout.shard > 1 else (1, layout.replicate // expert)
+    """`data_traffic` of parameters that every `expert`-th data and context rank has."""
+    every = layout.expert_data_ranks(0) if expert > 1 else layout.gradient_ranks(0)
+    shards = layout.expert_sizes[2] if expert > 1 else layout.shard * layout.context
+    of_copy, replicas = every[:shards], every[::shards]
     reduced = REDUCED_BYTES[section.reduce]
     if section.shard == "none":
         gradients = sum(math.prod(weight.shape) for weight in weights if weight.trained)
-        # DDP leaves experts to `StepParallel`, which sums in float32.
+        # Buckets leave experts to `StepParallel`, which sums in float32.
         element_bytes = reduced if expert == 1 else 4
-        yield from _traffic(layout, every, "all-reduce", gradients * element_bytes, "gradients", among=copies)
+        yield from _among(every, layout, "all-reduce", gradients * element_bytes, "gradients")
         return
     sharded = [
         (weight, padded_elements(weight.shape, shards, expert_shard_dim(weight.shape, shards) * weight.of_experts))
@@ -95,17 +95,12 @@ def _among_data_ranks(
     gathered = sum(count * weight.gathered_bytes * (each * weight.gathers or 1) for weight, count in sharded)
     gradients = sum(count for weight, count in sharded if weight.trained) * reduced
     apart = sum(math.prod(weight.shape) for weight in weights if weight.trained and not weight.sharded)
-    scatters = micro_batches if _scatters_each(section) else 1
+    scatters = micro_batches if section.reduces_each_micro_batch else 1
     what = "of experts" if expert > 1 else "of norms and routers"
-    yield from _traffic(layout, ("shard",), "all-gather", gathered, "parameters", among=shards)
-    yield from _traffic(layout, ("shard",), "reduce-scatter", scatters * gradients, "gradients", among=shards)
-    yield from _traffic(layout, ("replicate",), "all-reduce", gradients // shards, "shares of gradients", among=copies)
-    axes = ("replicate",) if shards == 1 else every  # of a copy one rank alone has these experts
-    yield from _traffic(layout, axes, "all-reduce", apart * 4, f"gradients {what}", among=shards * copies)
-
-
-def _scatters_each(section: Parallel) -> bool:
-    return section.accumulate == "sharded" or (section.accumulate == "auto" and section.shard in ("zero2", "zero3"))
+    yield from _among(of_copy, layout, "all-gather", gathered, "parameters")
+    yield from _among(of_copy, layout, "reduce-scatter", scatters * gradients, "gradients")
+    yield from _among(replicas, layout, "all-reduce", gradients // shards, "shares of gradients")
+    yield from _among(every, layout, "all-reduce", apart * 4, f"gradients {what}")
 
 
 class Crossings(NamedTuple):
@@ -244,19 +239,25 @@ def expert_traffic(
     Four all-to-alls in a layer (two forward, two backward; two more where the layer is recomputed). A rank of whose
     tokens n rows go elsewhere, and to which m come, sends n and gives back m; of gradients it sends n, of what the
     experts gave, and gives back m. Before, ranks tell each other how many rows of each of E experts come: E numbers of
-    8 bytes.
+    8 bytes, once, also where the layer is recomputed.
     """
     rows = counts = 0
     for each in exchanges:
         both = each.sent_rows + each.received_rows
         rows += both * each.runs
         rows += each.sent_rows * each.output_gradients + each.received_rows * each.input_gradients
-        counts += each.micro_batches * each.runs * each.num_experts
-    axis, _ = axis_along(layout, "shard" if layout.shard > 1 else "replicate")
+        counts += each.micro_batches * each.num_experts
+    ranks = layout.expert_ranks(0)
     if rows:  # counted as they are: the share that stays here is no n-th of them
         row_bytes = Fraction(rows * hidden_size * element_bytes)
-        yield CollectiveTraffic(axis, "all-to-all", row_bytes, what="rows of tokens")
-    yield from _traffic(layout, (axis,), "all-to-all", counts * 8, "rows of each expert", among=layout.expert)
+        yield CollectiveTraffic(axis_of(ranks, layout), "all-to-all", row_bytes, what="rows of tokens")
+    yield from _among(ranks, layout, "all-to-all", counts * 8, "rows of each expert")
+
+
+def _among(ranks: Sequence[int], layout: Layout, kind: Kind, full_bytes: int, what: str) -> Iterator[CollectiveTraffic]:
+    """The record of collectives of a group that move so many bytes in all; none for nothing, or for a group of one."""
+    if len(ranks) > 1 and full_bytes:
+        yield CollectiveTraffic(axis_of(ranks, layout), kind, ring_bytes(kind, len(ranks), full_bytes), what=what)
 
 
 def _traffic(

@@ -39,6 +39,7 @@ HARMLESS: dict[str, str] = {
 # Keys below those that matter all the same.
 MATTERS_WITHIN: dict[str, str] = {
     **{f"rollout.{key}": "decides which answers stage rl is trained on" for key in SAMPLING_KEYS},
+    "rollout.routing_replay": "decides which experts answers are trained on",
     "parallel.reduce": "bf16 sums of gradients lose digits: other steps, not the same ones rounded in another order",
 }
 

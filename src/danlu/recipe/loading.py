@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from danlu.errors import RecipeError
+from danlu.errors import DanluError, RecipeError
 from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
 from danlu.recipe.overrides import Override
-from danlu.recipe.sections import Recipe
+from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand
 from danlu.recipe.stage_names import expand_stage
 from danlu.recipe.staged_lengths import expand_lengths
@@ -20,6 +23,8 @@ from danlu.recipe.yaml_reader import MAX_BYTES, parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem, overlap
 from danlu.small_files import read_small
 from danlu.spelling import closest_match
+
+_BEGINS_WITH_KEY = re.compile(r"([a-z_]+(?:\.\w+)*): ")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,30 @@ class Loaded:
         """`sft.yaml:4:3`, `override 'steps=10'`, `environment $DATA (sft.yaml:3:7)` or `default`."""
         return str(self.origins.get(key, "default"))
 
+    @contextmanager
+    def naming_places(self) -> Iterator[None]:
+        """Within it an error whose lines begin with a key of the recipe says where that was written, as those of `load`
+        do: what a layout or a model has against a key is found out long after the file was read."""
+        try:
+            yield
+        except RecipeError as error:
+            error.problems = [self._with_place(line) for line in error.problems]
+            error.args = ("\n".join(error.problems),)
+            raise
+        except DanluError as error:
+            error.args = (self._with_place(str(error)),)
+            raise
+
+    def _with_place(self, line: str) -> str:
+        """`sft.yaml:4:3 parallel.tensor: ...` of `parallel.tensor: ...`; a line that begins otherwise as it is."""
+        match = _BEGINS_WITH_KEY.match(line)
+        if match is None or not _is_key(self.recipe, match[1]):
+            return line
+        key = match[1]
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return f"{self.origins[key].place} {line}" if key else line
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Reads and checks a recipe. Paths in it are relative to the working directory, like those of the command line.
@@ -46,6 +75,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     if problems or recipe is None or tree is None:
         raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
     return loaded(recipe, tree)
+
+
+def _is_key(recipe: Recipe, key: str) -> bool:
+    """Whether a recipe has a value at a dotted key."""
+    value: Any = recipe
+    for part in key.split("."):
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Section) and part in type(value).model_fields:
+            value = getattr(value, part)
+        else:
+            return False
+    return True
 
 
 def in_order(problems: Sequence[Problem]) -> list[Problem]:

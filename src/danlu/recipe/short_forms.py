@@ -43,7 +43,7 @@ def expand(node: Node, hint: Hint, default: Any = None) -> Node:
     if section_types(hint) and value is not None:
         return _expand_section(node, hint, default)
     item_type = entry_type(hint)
-    if item_type is None or value is None:
+    if item_type is None or value is None or (isinstance(value, str) and value in literal_values(hint)):
         return node
     if isinstance(value, list):
         return Node([expand(entry, item_type) for entry in value], node.origin, node.key_origin)

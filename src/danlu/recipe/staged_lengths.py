@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from danlu.recipe.sections import LengthStage, Recipe
 from danlu.recipe.yaml_tree import Node
 
 
@@ -23,6 +24,13 @@ def expand_lengths(tree: Node) -> None:
         return
     if lengths := _whole_numbers(stages.value, "length"):
         data.value["max_length"] = Node(max(lengths), stages.origin)
+
+
+def amount_per_step(recipe: Recipe, stage: LengthStage) -> str:
+    """What a step of a stage trains, for the console: "4 x 2,048 tokens"; without packing "4 rows of at most ..."."""
+    packs = recipe.batch.packs(stage.length)
+    joined = "rows of at most" if recipe.data.packing.kind == "none" else "x"
+    return f"{packs} {joined} {stage.length:,} tokens"
 
 
 def _whole_numbers(stages: list[Node], name: str) -> list[int] | None:

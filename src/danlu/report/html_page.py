@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from danlu.atomic_write import write_atomically
-from danlu.errors import RecipeError, ResourceError
+from danlu.report.report_file import ReportFile
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -46,26 +45,12 @@ class HtmlPage:
 
     def write(self, file: Path, text: str) -> None:
         """Writes a page. Raises ResourceError if it cannot be written."""
-        try:
-            write_atomically(file, text.encode())
-        except OSError as error:
-            raise ResourceError(f"{self.flag} {file}: cannot be written: {error.strerror}") from None
+        self._file.write(file, text)
 
     def check_target(self, file: Path) -> None:
-        """Refuses to write over anything but an earlier page of this kind.
+        """Refuses to write over anything but an earlier page of this kind, as `ReportFile.check_target` does."""
+        self._file.check_target(file)
 
-        Raises RecipeError where the file is something else or its folder is missing, ResourceError if it cannot be
-        read.
-        """
-        if not file.parent.is_dir():
-            raise RecipeError(f"{self.flag} {file}: there is no folder {file.parent}")
-        if file.is_dir():
-            raise RecipeError(f"{self.flag} {file}: this is a folder; name a file in it")
-        try:
-            is_other = file.exists() and not file.read_bytes().startswith(self.start.encode())
-        except OSError as error:
-            raise ResourceError(f"{self.flag} {file}: cannot be read: {error.strerror}") from None
-        if is_other:
-            raise RecipeError(
-                f"{self.flag} {file}: exists and is no danlu {self.kind}, so it stays as it is. Choose another name"
-            )
+    @property
+    def _file(self) -> ReportFile:
+        return ReportFile(self.kind, self.start, self.flag)

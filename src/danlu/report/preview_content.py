@@ -15,6 +15,7 @@ from danlu.data.message_spans import Reason
 from danlu.data.preview import PreviewBranch, PreviewRow, PreviewSample
 from danlu.data.statistics import Statistics, unread_margins
 from danlu.recipe.sections import Data, Recipe
+from danlu.recipe.staged_lengths import amount_per_step
 from danlu.types import Sample
 
 REASON_DESCRIPTIONS = {
@@ -286,11 +287,18 @@ def length_bins(lengths: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def describe_steps(recipe: Recipe, overview: DatasetSummary) -> str | None:
-    """`8 packed sequences a step: 21 steps an epoch; this run has 42`; None where no run would begin."""
+    """`8 packed sequences a step: 21 steps an epoch; this run has 42`; None where no run would begin.
+
+    Of stages of lengths, `this run has 5 steps of 8 x 32 tokens, then 7 steps of 4 x 64 tokens`.
+    """
     packed = overview.train.packed
     if packed is None:
         return None
     per_step = recipe.batch.packs(recipe.data.max_length)
+    if recipe.long_context is not None and recipe.long_context.stages:
+        stages = recipe.long_context.stages
+        parts = [f"{quantity(stage.steps, 'step')} of {amount_per_step(recipe, stage)}" for stage in stages]
+        return f"this run has {', then '.join(parts)}; shown is the longest"
     unit = "sample" if recipe.data.packing.kind == "none" else "packed sequence"
     begin = f"{quantity(per_step, unit)} a step"
     if overview.block:

@@ -12,11 +12,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danlu.rollout.episode import Segment
 from danlu.rollout.request import Completion
 from danlu.rollout.turn_rendering import Dialogue, TurnRenderer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = Mapping[str, Any]
 """As chat templates see it: arguments of tool calls are objects."""
@@ -104,6 +107,14 @@ class AgentConversations:
 
         The first answer to a history continues its run; another one begins a branch, with the history as its prompt.
         """
+        runs = self._runs()
+        return [_segment(run) for run in runs], [answered.completion for run in runs for answered in run]
+
+    def routes(self) -> list[np.ndarray | None]:
+        """Of each of the `segments`: those of its last answer, which are those of all before it too."""
+        return [run[-1].completion.routes for run in self._runs()]
+
+    def _runs(self) -> list[list[AnsweredQuestion]]:
         runs: list[list[AnsweredQuestion]] = []
         ending: dict[AnsweredQuestion, list[AnsweredQuestion]] = {}
         for answered in self.answered:
@@ -112,7 +123,7 @@ class AgentConversations:
                 runs.append(run := [])
             run.append(answered)
             ending[answered] = run
-        return [_segment(run) for run in runs], [answered.completion for run in runs for answered in run]
+        return runs
 
     def _longest_known(self, messages: Sequence[Message]) -> tuple[AnsweredQuestion | None, int]:
         """(the answer that the longest known history ends with, its messages)."""

@@ -27,6 +27,7 @@ from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.rollout.agent_conversations import AgentConversations, Question
 from danlu.rollout.episode import Episode, Segment
 from danlu.rollout.open_episode import TURN_NUMBERS, environment_seed
+from danlu.rollout.recorded_routes import end_to_end
 from danlu.rollout.request import Completion, Finish, Request
 from danlu.rollout.serving.agent_endpoint import AgentEndpoint, AgentRequest
 from danlu.rollout.serving.openai_api import ApiError
@@ -289,6 +290,7 @@ class AgentEpisodes:
         failure = self._failure(episode, segments)
         if not segments:  # a branch has a token at least
             segments = [Segment(episode.prompt.tokens, episode.prompt.tokens[-1:], (False,))]
+        routes = episode.conversations.routes() or [None]
         reward = episode.result.reward
         if reward is None and episode.cut is not None and self.section.gives_reward:
             reward = 0.0
@@ -305,6 +307,7 @@ class AgentEpisodes:
             [version for completion in completions for version in completion.versions],
             answered[-1].completion.text if answered else "",
             finish,
+            routes=end_to_end(routes, [segment.read for segment in segments]),
             segments=tuple(segments),
             turns=tuple(answered[-1].dialogue.turns) if answered else (),
             answers=len(completions),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from danlu.rollout.penalties import GeneratedTokens, SeenTokens, TokenCounts
+from danlu.rollout.recorded_routes import routes_from_json, routes_to_json, with_length
 from danlu.rollout.request import Completion, Finish, NewToken, OnToken, Request
 from danlu.rollout.sampling import TokenScore
 from danlu.rollout.sequence_state import SequenceState
@@ -53,8 +54,7 @@ class Answer:
         self.virtual_tokens = len(virtual_token_ids)
         self.longest = min(request.max_new_tokens, context - len(self.prompt))
         """The most tokens that it can have, by the request or by the model's context."""
-        whole = len(request.prompt) + request.max_new_tokens if request.rotary_length is None else request.rotary_length
-        self.rotary_length = min(len(virtual_token_ids) + whole, context)
+        self.rotary_length = min(len(virtual_token_ids) + request.text_length, context)
         """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
         self.number = -1
         """Of its sequence, given by the engine."""
@@ -62,6 +62,8 @@ class Answer:
         """What the scheduler has of it; None until the first token, for samples that branch off another's prompt."""
         self.branches: list[Answer] = []
         """Further samples that begin as soon as this one's prompt is computed."""
+        self.routes: np.ndarray | None = None
+        """[tokens, layers, experts of a token] int16 of prompt and answer, once it is complete; see `Completion`."""
         self.finish: Finish | None = None
         self.reported = 0  # tokens that are in the text, and that `on_token` was called with
         self._stream = self._new_stream()
@@ -122,6 +124,13 @@ class Answer:
         elif aborted:
             self.abort()
 
+    def draw_last_again(self) -> None:
+        """Drops the last token, which will be drawn again: for an answer that was interrupted between its end and the
+        reading of its routes. Random numbers follow from its position."""
+        del self.drawn[-1]
+        self.reported = min(self.reported, len(self.drawn))
+        self.rewind()
+
     def completion(self) -> Completion:
         """The finished answer."""
         assert self.finish is not None, "the answer is still growing"
@@ -140,6 +149,9 @@ class Answer:
             top=top if self.request.top_logprobs else None,
             prompt_logprobs=[score.logprob for score in self.prompt_scores] if self.request.prompt_logprobs else None,
             prompt_top=[score.top for score in self.prompt_scores] if self._wants_prompt_top else None,
+            routes=None
+            if self.routes is None
+            else with_length(self.routes, len(self.request.prompt) + len(tokens) - 1),
         )
 
     def prompt_to_score(self, start: int, stop: int) -> range:
@@ -167,6 +179,7 @@ class Answer:
                 [*drawn[:3], None if drawn.support is None else drawn.support.ids.tolist(), drawn.version, drawn.top]
                 for drawn in self.drawn
             ],
+            **({} if self.routes is None else {"routes": routes_to_json(self.routes)}),
         }
 
     def restore(self, state: dict[str, Any], vocab_size: int) -> None:
@@ -176,6 +189,7 @@ class Answer:
             TokenScore(logprob, tuple((token, value) for token, value in top))
             for logprob, top in state["prompt_scores"]
         ]
+        self.routes = routes_from_json(state.get("routes"))
         self.reported = state["reported"]
         self.finish = "abort" if state["aborted"] else None
         self.rewind()

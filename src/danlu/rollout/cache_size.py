@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.router_replay import route_shape
 from danlu.rollout.engine import EngineOptions
 from danlu.rollout.pool import CachePool
 from danlu.rollout.state_pool import StatePool
@@ -25,5 +26,6 @@ def cache_gib(model: Decoder, dtype: torch.dtype, lengths: Iterable[int], option
     lengths = list(lengths)
     blocks = sum(-(-min(length, context) // options.block) for length in lengths)
     state_bytes = min(len(lengths), options.sequences) * StatePool.slot_bytes(layers, dtype)
+    block_bytes = CachePool.block_bytes(layers, options.block, dtype, route_shape(model) if options.routes else None)
     # States may take half of the cache: see `ModelRunner.running_limit`.
-    return max(2 * state_bytes, state_bytes + blocks * CachePool.block_bytes(layers, options.block, dtype)) / GIB
+    return max(2 * state_bytes, state_bytes + blocks * block_bytes) / GIB

@@ -11,6 +11,7 @@ import torch
 
 from danlu.errors import ModelError
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.router_replay import route_shape
 from danlu.rollout.blocks import BlockPool
 from danlu.rollout.engine import EngineOptions
 from danlu.rollout.model_runner import ModelRunner
@@ -60,7 +61,7 @@ class DraftModelProposer:
                 f"rollout.draft.model: the draft model's vocabulary has {model.config.vocab_size} tokens, and the "
                 f"model's has {vocab_size}: choose a draft model with the same tokenizer"
             )
-        self._runner = ModelRunner(model, dataclasses.replace(options, preempt="recompute"), dtype, None)
+        self._runner = ModelRunner(model, dataclasses.replace(options, preempt="recompute", routes=False), dtype, None)
         self._block, self._batch_tokens = options.block, options.batch_tokens
         # Longer texts get no proposals.
         self._longest = min(model.config.context_length, self._runner.pool.blocks * options.block)
@@ -201,6 +202,7 @@ def speculation_of(
             [cast(Layer, layer).attention.cache for layer in decoder.layers.values()],
             options.block,
             dtype or next(decoder.parameters()).dtype,
+            route_shape(decoder) if options.routes and decoder is model else None,
         )
         for decoder in (model, draft_model)
     ]

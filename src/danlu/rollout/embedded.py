@@ -354,6 +354,9 @@ class EmbeddedEngine:
             self._speculation.reset()
         self._scheduler, self._by_number, self._undelivered = self._new_scheduler(), {}, []
         for answers in list(self._live.values()):
+            for answer in answers if self._runner.route_shape is not None else ():
+                if answer.finish not in (None, "abort") and answer.routes is None:
+                    answer.draw_last_again()
             self._enqueue(answers)
             self._collect(answers)
 
@@ -381,6 +384,7 @@ class EmbeddedEngine:
             else:
                 del self._live[number]
             if answer.sequence is not None:
+                self._read_routes(answer, answer.sequence)
                 self._scheduler.remove(answer.sequence)
             del self._by_number[answer.number]
             if self._speculation is not None:
@@ -410,3 +414,14 @@ class EmbeddedEngine:
                 answer.sequence = self._new_sequence(answer)
             assert parent.sequence is not None
             self._scheduler.fork(parent.sequence, [answer.sequence for answer in branches if answer.sequence])
+            for answer in branches:
+                if answer.sequence is not None and not answer.sequence.blocks:
+                    # It waits for its place, and may have ended with its first token.
+                    self._read_routes(answer, parent.sequence)
+
+    def _read_routes(self, answer: Answer, sequence: SequenceState) -> None:
+        """Takes the routes of what is computed of an answer from the blocks of a sequence, where it has any."""
+        routes = self._runner.pool.routes
+        if routes is not None and sequence.blocks:
+            read = len(answer.prompt) + len(answer.drawn) - 1
+            answer.routes = routes.read(sequence.blocks, min(sequence.computed, read))[answer.virtual_tokens :]

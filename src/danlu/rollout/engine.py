@@ -112,6 +112,9 @@ class EngineOptions:
     swap_gib: float = 4.0
     """Host memory for answers that were swapped out, in GiB."""
     exact: bool = False
+    routes: bool = False
+    """Whether `Completion.routes` is recorded, for a model with experts. Blocks that all windows have passed are kept
+    then."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from danlu.rollout.episode import Episode
+from danlu.rollout.recorded_routes import routes_from_json, routes_to_json
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.support import Support
 
@@ -74,6 +75,7 @@ def completion_state(completion: Completion) -> dict[str, Any]:
             [token, logprob, drawn, None if support is None else support.ids.tolist(), version, list(top)]
             for token, logprob, drawn, support, version, top in columns
         ],
+        **({} if completion.routes is None else {"routes": routes_to_json(completion.routes)}),
     }
     if isinstance(completion, Episode):
         own = completion.own_fields() | {"text": completion.text, "finish": completion.finish}
@@ -88,5 +90,16 @@ def episode_from_state(number: int, state: dict[str, Any]) -> Episode:
     own = dict(state["episode"])
     text, finish, vocab_size = own.pop("text"), own.pop("finish"), own.pop("vocab_size")
     supports = [Support.of(np.array(each, np.int64), vocab_size) for each in ids if each is not None]
-    completion = Completion(number, state["sample"], tokens, logprobs, drawn, supports or None, versions, text, finish)
+    completion = Completion(
+        number,
+        state["sample"],
+        tokens,
+        logprobs,
+        drawn,
+        supports or None,
+        versions,
+        text,
+        finish,
+        routes=routes_from_json(state.get("routes")),
+    )
     return Episode.of(completion, own)

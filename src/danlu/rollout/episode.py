@@ -20,10 +20,16 @@ class Segment:
     drawn: tuple[bool, ...]
     """Of each token, whether the policy drew it."""
 
+    @property
+    def read(self) -> int:
+        """Tokens of prompt and answers that have routes: all but the last, which nothing comes after."""
+        return len(self.prompt) + len(self.tokens) - 1
+
 
 @dataclass(frozen=True)
 class Episode(Completion):
-    """Several answers as one: lists have the drawn tokens of all turns, and `text` is that of the last answer."""
+    """Several answers as one: lists have the drawn tokens of all turns, `routes` are those of all segments one behind
+    the other, and `text` is that of the last answer."""
 
     segments: tuple[Segment, ...] = ()
     """One, and another each time that the chat template rewrote history."""

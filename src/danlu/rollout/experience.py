@@ -36,6 +36,7 @@ from danlu.rollout.experience_trees import (
     items_to_tensors,
     with_columns,
     with_facts,
+    with_routes,
     with_supports,
 )
 from danlu.rollout.request import SamplingOptions
@@ -300,7 +301,8 @@ class Experience:
             for part, reward in enumerate(self.sampler.rewards.parts):
                 facts[f"reward/{reward.name}"] = answered.rewards[place, :, part].tolist()
             items.append(answer_tree(prompt.tokens, completions, prompt.where, facts))
-        return with_supports(items, answered.completions)
+        items = with_supports(items, answered.completions)
+        return with_routes(items, answered.completions, [prompt.tokens for prompt in answered.prompts])
 
     def _judged(
         self,

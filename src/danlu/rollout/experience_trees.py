@@ -18,8 +18,9 @@ from torch import Tensor
 
 from danlu.errors import DataError
 from danlu.rollout.episode import segments_of
+from danlu.rollout.recorded_routes import NO_ROUTE
 from danlu.rollout.request import Completion
-from danlu.types import Branch, Pack, Sample
+from danlu.types import ROUTES, Branch, Pack, Sample
 
 SAMPLED, OLD, ADVANTAGE, SUPPORT = "sampled", "old", "advantage", "support"
 """Columns: log-probabilities under what was drawn from, those of the trainer at the rollout's weights, advantages, and
@@ -126,6 +127,41 @@ def with_supports(items: Sequence[Pack], completions: Sequence[Sequence[Completi
                 column[place, : len(own)] = own
         with_column.append(with_columns(item, {SUPPORT: column}))
     return with_column
+
+
+def with_routes(
+    items: Sequence[Pack], completions: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]]
+) -> list[Pack]:
+    """The items of `answer_tree` with the column `ROUTES`, where any answer has routes: -1 for the last token of each
+    branch, and for all of an answer without any. What answers share has those of the first that has some."""
+    known = next((each.routes for of_item in completions for each in of_item if each.routes is not None), None)
+    if known is None:
+        return list(items)
+    return [
+        with_columns(item, {ROUTES: _routes_of(item.samples[0], of_item, prompt, known.shape[1:])})
+        for item, of_item, prompt in zip(items, completions, prompts, strict=True)
+    ]
+
+
+def _routes_of(
+    sample: Sample, completions: Sequence[Completion], prompt: Sequence[int], shape: Sequence[int]
+) -> np.ndarray:
+    """[S, *shape] int16 of a tree."""
+    column = np.full((len(sample.tokens), *shape), NO_ROUTE, np.int16)
+    (_, _, stem), *behind = sample.branches
+    branches, stem_is_known = iter(behind), False
+    for completion in completions:
+        segments = segments_of(completion, prompt)
+        stops = np.cumsum([segment.read for segment in segments]).tolist()
+        for segment, stop in zip(segments, stops, strict=True):
+            _, start, end = next(branches)
+            if completion.routes is None:
+                continue
+            own = completion.routes[stop - segment.read : stop]
+            column[start : end - 1] = own[stem:]
+            if not stem_is_known:
+                column[:stem], stem_is_known = own[:stem], True
+    return column
 
 
 def with_columns(item: Pack, columns: Mapping[str, np.ndarray]) -> Pack:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.layer_spec import Heads
+from danlu.models.heads_spec import Heads
 from danlu.models.mlp import MLP
 from danlu.models.modules import Linear, RMSNorm
 from danlu.models.packed_weights import PackedWeights, Product

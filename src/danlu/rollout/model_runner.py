@@ -19,6 +19,7 @@ from danlu.models.attend import NOT_EXACT
 from danlu.models.attention_kernels import copy_to
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.packed_weights import PackedWeights
+from danlu.models.router_replay import recording, route_shape
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
@@ -75,7 +76,10 @@ class ModelRunner:
         windows = [layer.window for layer in layers if layer.shapes]
         self.window = None if None in windows else max((window for window in windows if window is not None), default=1)
         """The largest of all layers' attention windows, in tokens; None where a layer sees everything."""
-        self.block_bytes = CachePool.block_bytes(layers, options.block, self.dtype)
+        self.route_shape = routes = route_shape(model) if options.routes else None
+        if routes is not None:
+            self.window = None  # a block that is given back would take the routes of its tokens with it
+        self.block_bytes = CachePool.block_bytes(layers, options.block, self.dtype, routes)
         state_bytes, cache_bytes = StatePool.slot_bytes(layers, self.dtype), int(options.cache_gib * GIB)
         self.running_limit = options.sequences
         """Sequences that are computed at a time; where layers have states, those may take half of the cache."""
@@ -100,6 +104,7 @@ class ModelRunner:
             device=self.device,
             host_blocks=host_blocks,
             slots=self.running_limit if state_bytes else 0,
+            route_shape=routes,
         )
 
     def run(
@@ -178,7 +183,13 @@ class ModelRunner:
             if rows is not None:
                 return fused(inputs[0], inputs[1], rows, self.pool)
         attend = ExactPagedAttention(plan, self.pool) if self.exact else self.pool.attend(plan)
-        return self.model(inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
+        arguments = (inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
+        if self.pool.routes is None:
+            return self.model(*arguments)
+        with recording(self.model) as recorded:
+            hidden = self.model(*arguments)
+        self.pool.write_routes(recorded.stacked())
+        return hidden
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
         """What computes a pass that brings one token to each sequence; None where modules do."""

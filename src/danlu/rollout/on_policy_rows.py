@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from danlu.errors import DataError
 from danlu.line_log import LineLog
 from danlu.parallel.watchdog import PHASE
 from danlu.rollout.engine import RolloutEngine
+from danlu.rollout.experience_trees import ROTARY_LENGTH, with_facts
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.stopping import Decode
 from danlu.types import Pack, Sample
@@ -44,6 +45,9 @@ class OnPolicySettings:
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    rotary_length: Callable[[int], int] | None = None
+    """From the tokens that a text may have at last to those that LongRoPE rotates it by, virtual ones among them; None
+    where nothing is rotated by them."""
 
     def answers(self, number: int) -> bool:
         """Whether the policy answers item `number` itself: a draw of its own for each item."""
@@ -199,8 +203,13 @@ class OnPolicyRows:
         left = iter(answers)
         items = []
         for number in self._numbers(step):
-            row = self._row(number)
-            items.append(Pack((with_answer(row, next(left)) if self.settings.answers(number) else row,)))
+            row, answers_itself = self._row(number), self.settings.answers(number)
+            item = Pack((with_answer(row, next(left)) if answers_itself else row,))
+            if self.settings.rotary_length is not None:
+                text = self._request(number, row).text_length if answers_itself else None
+                length = np.nan if text is None else self.settings.rotary_length(text)
+                item = with_facts(item, {ROTARY_LENGTH: np.array([length], np.float32)})
+            items.append(item)
         return items
 
     def _write(self, log: LineLog, step: int, completions: Sequence[Completion]) -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from danlu.data.prompts import Prompt
 from danlu.errors import DataError
 from danlu.rewards.environments.protocol import EpisodeCall, EpisodeKey, Reply
 from danlu.rollout.episode import Episode, Segment
+from danlu.rollout.recorded_routes import end_to_end
 from danlu.rollout.request import Completion, Finish, Request
 from danlu.rollout.turn_rendering import Dialogue, TurnRenderer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TURN_NUMBERS = 1 << 42
 """Requests for turns have their prompt's number and this times one more than the sample; see `GREEDY_NUMBERS`."""
@@ -54,6 +59,7 @@ class OpenEpisode:
         self.finish: Finish | None = None
         self.failure: str | None = None
         self._dialogue: Dialogue | None = None  # from the first reply on
+        self._routes: dict[tuple[int, ...], np.ndarray | None] = {}  # by the prompt of a segment: of its last turn
 
     @property
     def key(self) -> EpisodeKey:
@@ -115,6 +121,7 @@ class OpenEpisode:
         between = dialogue.ids[len(segment.prompt) + len(segment.tokens) : -len(completion.tokens) or None]
         drawn = (*segment.drawn, *[False] * len(between), *[True] * len(completion.tokens))
         self.segments[-1] = Segment(segment.prompt, (*segment.tokens, *between, *completion.tokens), drawn)
+        self._routes[segment.prompt] = completion.routes  # which are those of all before it too
         if completion.finish == "abort":
             self._fail("its answer was taken back")
 
@@ -139,6 +146,7 @@ class OpenEpisode:
             [version for completion in completions for version in completion.versions],
             completions[-1].text if completions else "",
             self.finish,
+            routes=end_to_end([self._routes.get(each.prompt) for each in segments], [each.read for each in segments]),
             segments=segments,
             turns=tuple(self._begun.after_prompt),
             answers=len(completions),

@@ -18,9 +18,11 @@ from danlu.layer_types import LayerCache
 from danlu.models.attention_kernels import copy_to
 from danlu.rollout.decode_buffers import DecodeBuffers, DecodeRows
 from danlu.rollout.paged import PagedAttention
+from danlu.rollout.route_cache import RouteCache
 from danlu.rollout.scheduler import Plan
 from danlu.rollout.state_pool import StatePool
 
+ROUTE_DTYPE = torch.int16
 ALIGNMENT = 64
 """In bytes, of a cache line and of the widest vector registers; numpy's own is 16."""
 
@@ -33,7 +35,8 @@ class CachePool:
     all layers, lie in one tensor [layers and kinds, N, *lead, B, C], so that moving blocks takes few calls.
 
     host_blocks: of a second pool in the host's memory, for blocks that are swapped out. slots: of states, a slot for
-    each sequence that runs, where layers keep some (`states`).
+    each sequence that runs, where layers keep some (`states`). route_shape: (layers with experts, experts of a token)
+    where it is recorded which experts tokens go to (`routes`).
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class CachePool:
         device: torch.device,
         host_blocks: int = 0,
         slots: int = 0,
+        route_shape: tuple[int, int] | None = None,
     ) -> None:
-        self.slots = slots
+        self.slots, self.route_shape = slots, route_shape
+        self.routes: RouteCache | None = None
         self.states: StatePool | None = None
         self.layers = tuple(layers)
         self.blocks, self.block, self.host_blocks = blocks, block, host_blocks
@@ -61,9 +66,16 @@ class CachePool:
         self.allocate()
 
     @classmethod
-    def block_bytes(cls, layers: Sequence[LayerCache], block: int, dtype: torch.dtype) -> int:
-        """What a block takes over all layers."""
-        return block * dtype.itemsize * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+    def block_bytes(
+        cls,
+        layers: Sequence[LayerCache],
+        block: int,
+        dtype: torch.dtype,
+        route_shape: tuple[int, int] | None = None,
+    ) -> int:
+        """What a block takes over all layers, with the routes of its tokens where they are recorded."""
+        of_token = dtype.itemsize * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+        return block * (of_token + (0 if route_shape is None else ROUTE_DTYPE.itemsize * math.prod(route_shape)))
 
     def allocate(self) -> None:
         """Takes memory for the blocks, which are zeros. On a CPU a page is taken when it is first written."""
@@ -75,6 +87,10 @@ class CachePool:
             if self.host_blocks:
                 of_host = (count, self.host_blocks, *lead, self.block, width)
                 self._host[shape] = _host_zeros(of_host, self.dtype, pinned=self.device.type == "cuda")
+        if self.route_shape is not None:
+            of_block = (self.block, *self.route_shape)
+            host = _host_zeros((self.host_blocks, *of_block), ROUTE_DTYPE, pinned=False) if self.host_blocks else None
+            self.routes = RouteCache(_zeros((self.blocks, *of_block), ROUTE_DTYPE, self.device), host)
         next_of: dict[tuple[int, ...], Iterator[Tensor]] = {shape: iter(x) for shape, x in self._storage.items()}
         self._views = [tuple(next(next_of[shape]) for shape in layer.shapes) for layer in self.layers]
         if self.slots:
@@ -82,7 +98,7 @@ class CachePool:
 
     def release(self) -> None:
         """Gives the memory back, with all that was cached, until `allocate`."""
-        self._storage, self._host, self._views, self.states = {}, {}, [], None
+        self._storage, self._host, self._views, self.states, self.routes = {}, {}, [], None, None
         self.decode_buffers.clear()
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
@@ -103,6 +119,8 @@ class CachePool:
             source, target = (self.index(numbers) for numbers in zip(*plan.copies, strict=True))
             for blocks in self._storage.values():
                 blocks.index_copy_(1, target, blocks.index_select(1, source))
+        if self.routes is not None:
+            self.routes.carry_out(plan)
         if plan.state_copies:
             assert self.states is not None, "sequences have no states"
             self.states.copy(plan.state_copies)
@@ -126,6 +144,11 @@ class CachePool:
             width = new.shape[-1]
             heads = math.prod(new.shape[1:-1])
             blocks.view(-1, width).index_copy_(0, self._slots.rows(heads), new.reshape(-1, width))
+
+    def write_routes(self, routes: Tensor) -> None:
+        """Keeps the experts that the tokens of the plan that was carried out last went to, [T, L, k] int16."""
+        assert self.routes is not None, "routes are recorded"
+        self.routes.write(self._slots.rows(1), routes)
 
     def write_layers(self, rows: Tensor) -> None:
         """`write` for all layers at once, where each keeps tensors of one shape: [layers, kinds, T, heads, C]."""

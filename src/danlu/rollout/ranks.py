@@ -1,7 +1,8 @@
 """A rollout engine on several processes: requests are dealt among data ranks, and every process gets all answers.
 
 Ranks of a tensor group answer the same requests with the same draws, for each has a part of every matrix. Data ranks
-answer different ones, in passes of their own; where each pass gathers sharded weights they make them in step.
+answer different ones, in passes of their own, and so do context ranks, for sequences are not cut here; where each pass
+gathers sharded weights they make them in step.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class ParallelEngine:
     def embedded(
         cls, engine: EmbeddedEngine, ranks: Ranks, model: nn.Module, weights: ShardedWeights | None = None
     ) -> ParallelEngine:
-        """Each data rank answers its share, with the ranks of its tensor group."""
-        data, speaks = ranks.data, ranks.tensor.index == 0
+        """Each data and context rank answers its share, with the ranks of its tensor group."""
+        data, speaks = ranks.dense_data.all, ranks.tensor.index == 0
         embedded = cls(engine, ranks, model=model, weights=weights, shares=data.size, share=data.index, speaks=speaks)
         embedded._embedded = engine
         return embedded

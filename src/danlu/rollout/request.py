@@ -130,6 +130,11 @@ class Request:
         return range(self.first_sample, self.first_sample + self.samples)
 
     @property
+    def text_length(self) -> int:
+        """Tokens that the text may have at last, without virtual ones."""
+        return len(self.prompt) + self.max_new_tokens if self.rotary_length is None else self.rotary_length
+
+    @property
     def random_number(self) -> int:
         """The request's part of the key of its random numbers."""
         return self.number if self.draw_number is None else self.draw_number
@@ -182,9 +187,11 @@ class Completion:
     were asked for."""
     prompt_top: list[tuple[tuple[int, float], ...]] | None = None
     """Of the same tokens, as `top`."""
-    routes: np.ndarray | None = None
-    """[tokens, layers, experts of a token] int16: where a mixture of experts sent each token, so that a trainer can
-    send it the same way; None for models without experts."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """[tokens, layers with experts, experts of a token] int16: which experts each token of the prompt (without virtual
+    ones) and of the answer went to when it was read last, so that a trainer can send it there too; -1 where that is not
+    known. The last token of the answer, which nothing comes after, is not read and has none. None where it is not
+    recorded (`EngineOptions.routes`), for models without experts, and for what was aborted before it was read."""
 
     @property
     def is_truncated(self) -> bool:

@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
-from danlu.assembly.base_model import base_of, check_base, config_with_adapters, find_base
+from danlu.assembly.base_model import base_of, check_base, check_same_rotation, config_with_adapters, find_base
 from danlu.data.tokenizer_folder import resolve_tokenizer_folder
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.models.config import ModelConfig
@@ -85,6 +85,7 @@ def _resolve(path_or_id: str, base: str | None, adapters: Sequence[str]) -> Reso
     stacks += [tuple(adapter_stack(path)) for path in adapters]
     for adapter in (adapter for stack in stacks for adapter in stack):
         check_base(adapter, below)
+    check_same_rotation(read_config(below.folder), stacks)
     return ResolvedModel(named, folder, adapter_tokenizer_folder(stacks[0], folder), tuple(stacks))
 
 

@@ -22,6 +22,7 @@ from danlu.errors import ResourceError
 from danlu.layer_types import Attend, Keys
 from danlu.models.attend import BlockwiseAttention
 from danlu.models.decoder import Decoder, Layer
+from danlu.models.experts import Experts
 from danlu.models.modules import Linear
 from danlu.numerics import batch_invariant
 from danlu.objectives.token_logprobs import logprobs_of_logits, token_logprobs
@@ -231,10 +232,14 @@ class _Fingerprints:
     def recording(self, tokens: int) -> Iterator[list[tuple[str, Tensor]]]:
         """A list that the operations of a pass over so many tokens fill."""
         self._recorded, self._tokens = [], tokens
+        # Rows of experts are sorted by expert, and may be of other processes' tokens, as many as there are here or not.
+        of_experts = {
+            inner for module in self.model.modules() if isinstance(module, Experts) for inner in module.modules()
+        }
         handles = [
             module.register_forward_hook(partial(self._record_output, name))
             for name, module in self.model.named_modules()
-            if name
+            if name and module not in of_experts
         ]
         try:
             yield self._recorded

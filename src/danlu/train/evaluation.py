@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from danlu.train.criterion import Criterion
-from danlu.train.step import AnyLearner, StepSums
+from danlu.train.executor import AnyLearner, Executor
+from danlu.train.learner import StepItems
+from danlu.train.step import StepSums
 from danlu.types import Item
 
 
@@ -59,15 +61,16 @@ def evaluate(
     totals = learner.totals(items)
     if not totals.has_targets:
         return None
-    sums, done = StepSums(), 0
     micro_batches = learner.micro_batches(items)
     items = learner.prepare(items, micro_batches, None)
-    for numbers in micro_batches:
+    sums, done = StepSums(), 0
+    executor = Executor(learner, StepItems(items, micro_batches, totals), sums.add)
+    for actions, numbers in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
         if stop():
             return None
-        sums.add(learner.assess(learner.collate([items[number] for number in numbers]), totals))
+        executor.run(actions)
         sums.fold()
-        done += len(numbers)
+        done += sum(len(micro_batches[number]) for number in numbers)
         progress(done, len(items))
     loss, metrics = sums.means(totals.weight, learner.parallel)
     learner.parallel.reshard()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,17 @@ from danlu.types import Item, Loss, MicroBatch, Totals
 
 ItemT = TypeVar("ItemT", bound=Item)
 BatchT = TypeVar("BatchT", bound=MicroBatch)
+
+
+@dataclass(frozen=True)
+class MicroStep(Generic[BatchT]):
+    """One micro-batch of a step or of an evaluation, with what its passes have to know of the whole."""
+
+    batch: BatchT
+    items: Sequence[tuple[int, Any]]  # of the batch, each with its number in the step; none on a process without any
+    totals: Totals  # of the whole step, or of all held-out items
+    step: int | None = None  # None in an evaluation, which has no gradients
+    gradient_scale: float = 1.0  # multiplies the gradient and not the loss, for fp16
 
 
 class Learner(Protocol[ItemT, BatchT]):
@@ -69,20 +81,38 @@ class Learner(Protocol[ItemT, BatchT]):
     def collate(self, items: Sequence[ItemT]) -> BatchT:
         """The micro-batch of `items` on the device; of no items, one without targets, for a process that has none."""
 
-    def dropout(self, step: int, items: Sequence[tuple[int, ItemT]]) -> AbstractContextManager[None]:
-        """Around forward and backward pass of the micro-batch of `items`, each with its number in the step.
+    def at(self, micro_step: MicroStep[BatchT]) -> AbstractContextManager[None]:
+        """Around each forward and each backward pass of a micro-batch: the state of the model that belongs to it.
 
-        Dropout masks follow from (step, number in the step), and from nothing else.
+        Dropout masks follow from (step, number of an item in the step), and from nothing else; an evaluation has none.
         """
 
-    def losses(self, batch: BatchT, totals: Totals, gradient_scale: float = 1.0) -> Loss:
-        """The objective's loss of a micro-batch, a term of the step's.
+    def forward(self, chunk: int, micro_step: MicroStep[BatchT], x: Tensor | None) -> Tensor | Loss:
+        """The output of a chunk of the model; of the last one the objective's loss, a term of the step's.
 
-        gradient_scale: multiplies the gradient and not the value, for fp16.
+        In an evaluation that is the loss as evaluation reports it, without gradients. x: what the chunk before has
+        returned for the same micro-batch; None for chunk 0.
         """
 
-    def assess(self, batch: BatchT, totals: Totals) -> Loss:
-        """The loss of a micro-batch as evaluation reports it, without gradients; `totals` are of all held-out items."""
+    def empty_activation(self, micro_step: MicroStep[BatchT]) -> Tensor:
+        """A tensor of the shape and type of what passes between two chunks for a micro-batch, without values."""
 
     def explain(self, batch: BatchT, step: int) -> Exception:
         """Why the loss of `batch` is not finite. Every process must ask, for it takes collectives to find out."""
+
+
+@dataclass(frozen=True)
+class StepItems:
+    """What one process takes up in a step, or in an evaluation, and in which micro-batches."""
+
+    items: Sequence[Item]  # those of all processes
+    micro_batches: Sequence[Sequence[int]]  # numbers of the items of each
+    totals: Totals
+    step: int | None = None  # None in an evaluation
+    gradient_scale: float = 1.0
+
+    def micro_step(self, learner: Learner[Any, Any], micro: int) -> MicroStep[Any]:
+        """The micro-batch of that number, on the learner's device."""
+        numbered = [(number, self.items[number]) for number in self.micro_batches[micro]]
+        batch = learner.collate([item for _, item in numbered])
+        return MicroStep(batch, numbered, self.totals, self.step, self.gradient_scale)

@@ -50,6 +50,7 @@ class Stretch(NamedTuple):
     first_item: int  # the number where the items of these steps begin
     per_step: int
     metrics: Mapping[str, float]  # what the lines of metrics of these steps say of them
+    amount: str = ""  # of a step, for the console: "4 x 2,048 tokens"; empty where all steps are alike
 
 
 class Feed:

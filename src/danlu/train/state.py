@@ -21,10 +21,10 @@ from danlu.train.checkpoints.loading import load_checkpoint, read_group
 from danlu.train.checkpoints.state_boxes import state_box
 from danlu.train.checkpoints.store import CheckpointStore
 from danlu.train.criterion import LOSS, Criterion
+from danlu.train.executor import AnyLearner
 from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
-from danlu.train.step import AnyLearner
 from danlu.train.trained_roles import TrainedRoles
 from danlu.train.watch import Watch
 from danlu.types import Item
@@ -138,7 +138,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     state: dict[str, Any] = {
         "run": asdict(run.state),
         "feed": run.feed.state(),
-        "optimizer": run.optimizer.state_scalars(),
+        "optimizer": _optimizer_scalars(run),
         "watch": run.watch.state(),
         # The size of micro-batches decides how sums are rounded; a resumed run must not choose anew.
         "micro": run.learner.micro,
@@ -157,6 +157,13 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         groups[ITEMS] = tensors
         state[ITEMS] = True
     return groups, state
+
+
+def _optimizer_scalars(run: Run) -> dict[str, Any]:
+    """`Optimizers.state_scalars` of the whole model, of which stages of a pipeline have different parameters."""
+    scalars = run.learner.parallel.pipeline.all_gather(run.optimizer.state_scalars())
+    unstepped = dict.fromkeys(name for part in scalars for name in part["unstepped"])
+    return scalars[0] | {"unstepped": [*unstepped]}
 
 
 def shard_boxes(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, ShardBox]] | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +13,11 @@ from torch import Tensor
 from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.optim.sparse import coalesce_gradients
 from danlu.parallel.step_parallel import StepParallel
-from danlu.parallel.watchdog import PHASE
+from danlu.train.executor import AnyLearner, Executor
 from danlu.train.gradient_memory import move_out_of_the_heap
-from danlu.train.learner import Learner
+from danlu.train.learner import StepItems
 from danlu.train.trained_roles import NORM, RoleGradients
 from danlu.types import Item, Loss, Metric, Totals
-
-AnyLearner = Learner[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -76,25 +72,18 @@ def accumulate(
     parallel, observer = learner.parallel, observer or StepObserver()
     micro_batches = learner.micro_batches(items)
     items = learner.prepare(items, micro_batches, step)
-    sums = StepSums()
-    # DDP and FSDP2 have gradients where they want them.
+    # Buckets and FSDP2 have gradients where they want them.
     moves_gradients = len(micro_batches) > 1 and parallel.alone and learner.device.type == "cpu"
-    for numbers in micro_batches:
-        batch = learner.collate([items[number] for number in numbers])
-        numbered = [(number, items[number]) for number in numbers]
-        PHASE.begin("forward", step)
-        with learner.dropout(step, numbered), parallel.micro_batch(numbers is micro_batches[-1]):
-            with nullcontext() if learner.activations is None else learner.activations.counted(len(batch.targets)):
-                loss = learner.losses(batch, totals, loss_scale)
-            PHASE.begin("backward")
-            loss.total.backward()
+
+    def arrange_gradients(micro: int) -> None:
         if parallel.alone:
             coalesce_gradients(learner.model.parameters())
-        if moves_gradients and numbers is micro_batches[0]:
+        if moves_gradients and micro == 0:
             move_out_of_the_heap(learner.model.parameters())
-        sums.add(loss)
-    PHASE.begin("sum of gradients")
-    parallel.reduce_gradients()
+
+    sums = StepSums()
+    step_items = StepItems(items, micro_batches, totals, step, loss_scale)
+    Executor(learner, step_items, sums.add, arrange_gradients).run(parallel.actions(len(micro_batches)))
     mean_loss, metrics = sums.means(totals.weight, parallel)
     metrics |= learner.end_step()
     if not math.isfinite(mean_loss):
@@ -134,10 +123,19 @@ class StepSums:
 
     def fold(self) -> None:
         """Adds up what is there in float64 on the host, for sums over any number of micro-batches."""
-        self._rows = [reduce(torch.add, (row.double().cpu() for row in self._rows))]
+        if self._rows:
+            self._rows = [reduce(torch.add, (row.double().cpu() for row in self._rows))]
 
     def means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
-        """(loss, metrics) over all processes: the total over `weight`, each metric over its own."""
+        """(loss, metrics) over all processes: the total over `weight`, each metric over its own.
+
+        Of the stages of a pipeline the one with the last chunk has losses, and tells the others.
+        """
+        has_losses = bool(self._rows) or parallel.pipeline.alone
+        own = self._own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
+        return own if parallel.pipeline.alone else parallel.pipeline.from_last(own)
+
+    def _own_means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
         rows = self._by_micro_batch = torch.stack(self._rows).double().cpu()  # the one wait for the device in a step
         weights = torch.tensor(list(self._weights.values()), dtype=torch.float64)
         total, *sums = parallel.all_reduce_data(torch.cat((rows.sum(0), weights))).tolist()
@@ -147,7 +145,8 @@ class StepSums:
 
     def first_non_finite(self) -> int | None:
         """The number of the first micro-batch of this process whose total is not finite; after `means`."""
-        assert self._by_micro_batch is not None, "`means` brings them to the host"
+        if self._by_micro_batch is None:  # another stage has the losses
+            return None
         numbers = (~self._by_micro_batch[:, 0].isfinite()).nonzero()
         return int(numbers[0]) if len(numbers) else None
 

@@ -33,6 +33,9 @@ class ClassifierProxy:
     has_norms: bool = False
     layer_kinds: Sequence[LayerSpec] = ()
 
+    def trains_experts(self, recipe: Recipe) -> bool:
+        return False
+
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         start = None if resumed is None else Start(resumed, ())
         return ClassifierBuilder(recipe, STAGES["classify"]).place(ranks, device, start)

@@ -37,6 +37,8 @@ from danlu.plan.traffic import (
     tensor_traffic,
 )
 from danlu.recipe.sections import Bottleneck
+from danlu.train.executor import Executor
+from danlu.train.learner import StepItems
 from danlu.types import Item
 from danlu.verify.proxy import MicroBatches, ProxyTraining
 
@@ -50,12 +52,11 @@ class StepTraffic:
 
 
 def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> StepTraffic:
-    """Counts one step, after one that is not counted: DDP sends the order of its buckets in its first step alone.
+    """Counts one step, like all others of a run.
 
     Only forward and backward passes and the sums of gradients: the numbers computed may be meaningless (under
     `fake_process_group`), so nothing is clipped or updated.
     """
-    _forward_and_backward(training, items)
     with TrafficCounter(training.ranks.layout) as traffic:
         _forward_and_backward(training, items)
     predicted = training.proxy.expected_traffic(training, list(_micro_batches(training, items)))
@@ -63,13 +64,9 @@ def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> Step
 
 
 def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> None:
-    learner, totals = training.learner, training.learner.totals(items)
-    micro_batches = list(_micro_batches(training, items))
-    for micro_batch in micro_batches:
-        batch = learner.collate([item for _, item in micro_batch])
-        with learner.dropout(1, micro_batch), learner.parallel.micro_batch(micro_batch is micro_batches[-1]):
-            learner.losses(batch, totals).total.backward()
-    learner.parallel.reduce_gradients()
+    learner = training.learner
+    step_items = StepItems(items, learner.micro_batches(items), learner.totals(items), step=1)
+    Executor(learner, step_items).run(learner.parallel.actions(len(step_items.micro_batches)))
     for _, parameter in training.placed.parameters():
         parameter.grad = None
 
@@ -147,7 +144,7 @@ def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list
             batch = learner.collate([item for _, item in micro_batch])
             learner.assess(batch, learner.totals([item for _, item in micro_batch]))
     learner.parallel.reshard()
-    first_with_gradient, _ = _first_with_gradient(training, len(model.layers))
+    first_with_gradient, _ = first_half_with_gradient(training, len(model.layers))
     exchanges = []
     for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
         if entry.layer in mixtures:
@@ -185,7 +182,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
         if parameter.requires_grad and set(reduce_group.ranks) <= set(training.ranks.tensor.ranks):
             partial[reduce_group.size] += parameter.numel()
     plan = placed.placed.plan
-    first_with_gradient, trained_between = _first_with_gradient(training, len(config.layers))
+    first_with_gradient, trained_between = first_half_with_gradient(training, len(config.layers))
     # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
     keeping = [half for entry in plan if entry.kind != "full" for half in (2 * entry.layer, 2 * entry.layer + 1)]
     regions = decoder_regions(
@@ -221,10 +218,10 @@ def _needs_input(model: Decoder, half: int) -> bool:
             return True
     named = ((sublayer.get_submodule(name), role) for name, role in sublayer.tensor_roles.items())
     entrance = [module for module, role in named if role != "row" and isinstance(module, Linear)]
-    return any(_takes_input(module, linear) for linear in entrance for module in linear.modules())
+    return any(takes_input(module, linear) for linear in entrance for module in linear.modules())
 
 
-def _takes_input(module: nn.Module, linear: nn.Module) -> bool:
+def takes_input(module: nn.Module, linear: nn.Module) -> bool:
     """The same of one module of a linear layer: the layer itself, or a part of an adapter on it."""
     slot = linear.adapter
     if isinstance(module, LowRank) and module.dropout_p and isinstance(slot, Slot) and slot.stack()[0] is not module:
@@ -273,7 +270,7 @@ def gives_inputs(plan: Plan) -> list[bool]:
     return [entry.segment is not None and entry.layer != last_layers[entry.segment] for entry in plan]
 
 
-def _first_with_gradient(training: ProxyTraining, layers: int) -> tuple[int, bool]:
+def first_half_with_gradient(training: ProxyTraining, layers: int) -> tuple[int, bool]:
     """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`."""
     named = training.learner.model.named_parameters()
     trained = [name for name, parameter in named if parameter.requires_grad]

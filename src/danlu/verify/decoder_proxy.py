@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
-from danlu.assembly.recipe_adapters import check_adapters
+from danlu.assembly.recipe_adapters import base_config, check_adapters
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.errors import RecipeError
 from danlu.language.builder import check_router, placed_decoder
 from danlu.language.distillation import check_teachers, resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import read_config, resolve_folder
-from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.models.experts_spec import Experts
+from danlu.models.hf_folder import read_config
+from danlu.models.layer_spec import LayerSpec
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.parallel.collective_traffic import CollectiveTraffic
@@ -24,14 +25,18 @@ from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
 from danlu.recipe import Recipe
+from danlu.recipe.routing_replay import replays_routes
 from danlu.stages import STAGES
 from danlu.train.checkpoints.loading import read_group
 from danlu.types import Pack
 from danlu.verify.collective_traffic import decoder_traffic
+from danlu.verify.context_traffic import context_ranks_traffic
 from danlu.verify.data import fold_tokens, proxy_data
-from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining
+from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining, has_experts
+from danlu.verify.proxy_adapters import adapted_sites
 from danlu.verify.proxy_model import LENGTH_OF_ROUTES, MAX_LENGTH, proxy_recipe
 from danlu.verify.role_proxies import with_columns
+from danlu.verify.synthetic_rollouts import with_synthetic_routes
 from danlu.verify.teacher_proxies import with_small_teachers
 
 _VOCAB_SIZE = 32_000  # of a model from scratch whose tokenizer was not loaded
@@ -55,6 +60,11 @@ class DecoderProxy:
     def has_tied_head(self) -> bool:
         return self.config.tie_word_embeddings
 
+    def trains_experts(self, recipe: Recipe) -> bool:
+        if recipe.adapter is None:
+            return has_experts(self)
+        return any(site.experts is not None for site in adapted_sites(recipe, self.config))
+
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedDecoder:
         subject = subject_of(
             recipe,
@@ -70,7 +80,7 @@ class DecoderProxy:
         return replace(decoder, empty=self.empty)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-        return decoder_traffic(training, micro_batches)
+        return [*decoder_traffic(training, micro_batches), *context_ranks_traffic(training, micro_batches)]
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:
         """Token ids of a text that prompt tuning starts from."""
@@ -118,6 +128,9 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     known_tokens = min([small.vocab_size, *(read_config(teacher.folder).vocab_size for teacher in teachers)])
     folded = data.packs if full and data.vocab_size is not None else fold_tokens(data.packs, known_tokens)
     packs = with_columns(folded, small_recipe, stage, None if full else folder, small.vocab_size)
+    if small.has_experts and recipe.stage == "rl" and replays_routes(recipe):
+        packs = with_synthetic_routes(packs, small, recipe.seed)
+        notes.append("tokens go to experts that are drawn, in the place of those of a rollout (rollout.routing_replay)")
     first = packs[0].samples[0]
     return PreparedProxy(
         recipe=small_recipe,
@@ -137,7 +150,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
 
 def _config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
     if recipe.model.path is not None:
-        return read_config(resolve_folder(recipe.model.path))
+        return base_config(recipe.model)
     given = recipe.model.config if isinstance(recipe.model.config, dict) else {}
     return from_scratch(recipe.model, vocab_size or int(given.get("vocab_size", _VOCAB_SIZE)), 1, 2)
 

@@ -26,7 +26,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.report.verification import Finding
-from danlu.types import Item
+from danlu.types import ROUTES, Item, Pack
 from danlu.verify.comparison import ComparedTensor, Comparison
 from danlu.verify.proxy import norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
@@ -34,6 +34,11 @@ from danlu.verify.routes import is_of_experts, is_of_router
 from danlu.verify.trace import ItemGradient, LocalShards, assemble
 from danlu.verify.workers import Task, Traces
 
+_WHERE_CUT = (
+    "a document that is cut over context ranks: positions or frequencies that begin anew at a cut, a window that is "
+    "off by one there, a target that is lost between two chunks, documents that see each other, a sink on each rank"
+)
+_NOT_REPLAYED = "tokens that do not go to the experts that their rollout says they went to"
 _SAME = 1e-3  # relative error up to which a value counts as explained
 
 
@@ -51,6 +56,13 @@ class Case:
     @property
     def recipe(self) -> Recipe:
         return self.task.recipe
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether it is said of tokens which experts they go to."""
+        return any(
+            ROUTES in sample.columns for item in self.task.steps[0] if isinstance(item, Pack) for sample in item.samples
+        )
 
     def places_of(self, items: Sequence[Item]) -> list[tuple[int, int]]:
         """The data rank that takes each item of a step, and the number of its micro-batch there."""
@@ -122,7 +134,8 @@ def _of_counts(first: ComparedTensor, case: Case) -> tuple[str, str]:
         return ratio, "rows are counted once more where a layer is recomputed in the backward pass"
     if counted > rows:
         return ratio, "tokens that fill a batch up, and belong to no row, are counted as others are"
-    return ratio, "tokens go to other experts than in one process: the forward pass before the router differs"
+    cause = "tokens go to other experts than in one process: the forward pass before the router differs"
+    return ratio, cause + ("" if not case.has_routes else f", or there are {_NOT_REPLAYED}")
 
 
 def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
@@ -145,10 +158,16 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
             causes.append("a sort or a mean over a micro-batch or one process's rows in place of the whole step's")
         if has_frozen_models(case.recipe):
             causes.append("weights of a reference or teacher that are not the same on all processes")
+        if case.has_routes:
+            causes.append(_NOT_REPLAYED)
         if case.layout.tensor > 1:
             if norms_all_heads(case.task.proxy):
                 causes.append("norms over all queries and keys that have the mean square of one rank's heads")
             causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
+        if case.layout.context > 1:
+            causes.append(_WHERE_CUT)
+            if case.recipe.row_type is not None:
+                causes.append("a sum over an answer of one context rank's tokens alone")
         causes.append("a loss that is averaged before it is summed")
         return "the forward pass differs: " + "; ".join(causes)
     cause = (
@@ -200,18 +219,35 @@ def _of_mixture(failed: Sequence[ComparedTensor], case: Case) -> str | None:
             "gradients of experts alone are wrong: each is a sum over the data ranks that have the same experts, and "
             f"not over all of them, nor times the {case.layout.expert} ranks that have others"
         )
-    if is_of_router(names[-1]):
-        cause = (
-            "the router's gradient is not what its weights multiply gives it: that is missing, and what balances the "
-            "load trains the router alone"
-        )
-        if case.layout.tensor > 1:
-            cause += (
-                "; or each tensor rank adds the gradient of what balances, which is whole on all of them, as that of "
-                "the cross-entropy is not"
-            )
-        return cause
-    return None
+    return _of_router(failed[-1], case) if is_of_router(names[-1]) else None
+
+
+def _of_router(gradient: ComparedTensor, case: Case) -> str:
+    """The cause of a wrong gradient of the last router that has one: told by its numbers in the first step."""
+    alone = (
+        "the router's gradient is not what its weights multiply gives it: that is missing, and what balances the load "
+        "trains the router alone"
+    )
+    on_each_rank = (
+        "each tensor rank adds the router's gradient of what balances, which is whole on all of them, as that of the "
+        "cross-entropy is not"
+    )
+    by_balance = assemble([case.traces.reference.balance_gradients])[0].get(gradient.name or "")
+    if by_balance is not None and gradient.stage == "gradients of step 1":
+        value, rounding = gradient.layout_value, gradient.allowed * gradient.reference.norm()
+        if (value - by_balance).norm() <= rounding:
+            return alone
+        times = case.layout.tensor - 1
+        if times and (value - gradient.reference - times * by_balance).norm() <= rounding:
+            return on_each_rank
+    causes = [alone]
+    if case.layout.pipeline > 1:
+        causes.append("a stage of the pipeline leaves out what balances, since it sees no loss")
+    if case.layout.tensor > 1:
+        causes.append(on_each_rank)
+    if case.layout.context > 1:
+        causes.append("a document's balance counts the tokens of one context rank's share")
+    return "; or ".join(causes)
 
 
 def _of_some_gradients(failed: Sequence[ComparedTensor], case: Case) -> str:
@@ -219,6 +255,11 @@ def _of_some_gradients(failed: Sequence[ComparedTensor], case: Case) -> str:
         return (
             "only norms are wrong: their gradients are parts of a sum (over tokens under sequence parallelism, over "
             "rows under sharding), and one all-reduce is missing or done twice"
+        )
+    if case.layout.context > 1:
+        return (
+            "a loss that each context rank divides by the weight of its own targets, or that it averages over ranks; "
+            "gradients of keys that do not come back to the rank that has their tokens"
         )
     if getattr(case.recipe.adapter, "dropout", 0.0):
         return "dropout masks of backward and forward pass that differ, or masks that are the same on every shard"
@@ -405,7 +446,7 @@ def _named(ratio: float, case: Case) -> str:
     """`x2 (data)`: a constant ratio, with whatever of the layout is just as large."""
     layout = case.layout
     micro_batches = 1 + max(micro_batch for _, micro_batch in case.places_of(case.task.steps[0]))
-    sizes = {name: getattr(layout, name) for name in ("data", "shard", "replicate", "tensor", "world")}
+    sizes = {name: getattr(layout, name) for name in ("data", "shard", "replicate", "context", "tensor", "world")}
     sizes["micro-batches"] = micro_batches
     factors = [name for name, size in sizes.items() if size > 1 and math.isclose(ratio, size, rel_tol=0.01)]
     divisors = [f"/{name}" for name, size in sizes.items() if size > 1 and math.isclose(ratio * size, 1, rel_tol=0.01)]

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,16 +20,13 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.language import builder, frozen_models
 from danlu.language import learner as learner_module
 from danlu.language.learner import DecoderLearner
-from danlu.models import attend, load_balancing
 from danlu.models.decoder import Decoder
-from danlu.models.experts import RowOrder
-from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
 from danlu.models.modules import RMSNorm
-from danlu.models.router import Router
 from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm, clip_grad_norms
 from danlu.parallel import dealing
+from danlu.parallel.context_attention import ContextGroups, context_attend_for
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -41,35 +36,18 @@ from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.train import loop
 from danlu.train import step as step_module
-from danlu.train.step import AnyLearner
-from danlu.types import Batch, Item, Loss, Pack, Totals
+from danlu.train.executor import AnyLearner
+from danlu.train.learner import MicroStep
+from danlu.types import Batch, Item, Loss, Pack, Run, Share, Totals
 from danlu.verify import trace
-from danlu.verify.proxy import Proxy, has_experts, norms_all_heads
+from danlu.verify.context_faults import CONTEXT_FAULTS
+from danlu.verify.expert_faults import EXPERT_FAULTS
+from danlu.verify.fault import Fault, replaced
+from danlu.verify.pipeline_faults import PIPELINE_FAULTS
+from danlu.verify.proxy import Proxy, norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
-from danlu.verify.routes import is_of_experts
 
 _OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One mistake: in which layouts it can be made at all, and how it is injected."""
-
-    is_possible: Callable[[Recipe, Layout, Proxy], bool]
-    inject: Callable[[Recipe, Ranks], AbstractContextManager[None]]
-    setting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What is so in all processes, those of the reference too, so that the mistake can show."""
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute; taken from `__dict__`, so that properties and functions are put back as they were."""
-    original = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 Factor = Callable[[AnyLearner, Sequence[Item], Any], float]
@@ -85,9 +63,9 @@ class _Scaled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
-    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0) -> Loss:
-        factor = self._factor(self._learner, self._items, batch)
-        return self._learner.losses(batch, totals, gradient_scale * factor)
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+        scale = micro_step.gradient_scale * self._factor(self._learner, self._items, micro_step.batch)
+        return self._learner.forward(chunk, replace(micro_step, gradient_scale=scale), x)
 
 
 def _scaled(factor: Factor) -> AbstractContextManager[None]:
@@ -96,7 +74,7 @@ def _scaled(factor: Factor) -> AbstractContextManager[None]:
     def accumulate(learner: Any, items: Sequence[Item], **options: Any) -> Any:
         return step_module.accumulate(_Scaled(learner, items, factor), items, **options)
 
-    return _replaced(loop, "accumulate", accumulate)
+    return replaced(loop, "accumulate", accumulate)
 
 
 def _weight(learner: AnyLearner, items: Sequence[Item]) -> float:
@@ -124,6 +102,18 @@ def _mean_of_means(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
     return _scaled(factor)
 
 
+def _mean_over_context_ranks(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Each context rank divides by the weight of the targets of its own tokens, and the ranks are averaged."""
+
+    def factor(learner: AnyLearner, items: Sequence[Item], batch: Any) -> float:
+        own = _own(learner, items)
+        own_weight = _weight(learner, [items[number] for number in own])  # of the tokens that are here
+        whole = sum(items[number].weight for number in own)
+        return whole / (ranks.ring.size * ranks.ulysses.size * own_weight) if own_weight else 1.0
+
+    return _scaled(factor)
+
+
 def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each micro-batch is divided by its own weight, and the micro-batches are averaged."""
 
@@ -136,7 +126,8 @@ def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> AbstractContextManag
 
 def _doubled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Gradients are as many times too large as an axis has ranks, as after a second all-reduce."""
-    original, size = StepParallel.reduce_gradients, ranks.data.size if ranks.data.size > 1 else ranks.tensor.size
+    original, every = StepParallel.reduce_gradients, ranks.dense_data.all
+    size = ranks.tensor.size if every.alone else every.size
 
     def reduce_gradients(self: StepParallel) -> None:
         original(self)
@@ -144,19 +135,19 @@ def _doubled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
             if parameter.local.grad is not None:
                 parameter.local.grad.mul_(size)
 
-    return _replaced(StepParallel, "reduce_gradients", reduce_gradients)
+    return replaced(StepParallel, "reduce_gradients", reduce_gradients)
 
 
 def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Norms' gradients, which each rank has a part of, are not all-reduced over one axis."""
     original = StepParallel.reduce_gradients
-    axis = "tensor" if recipe.parallel.sequence else ranks.data.name
+    axis = "tensor" if recipe.parallel.sequence else ranks.dense_data.all.name
 
     def reduce_gradients(self: StepParallel) -> None:
         kept = [(group, name) for group, name in self.partial_gradients if group.name != axis]
         original(replace(self, partial_gradients=kept))
 
-    return _replaced(StepParallel, "reduce_gradients", reduce_gradients)
+    return replaced(StepParallel, "reduce_gradients", reduce_gradients)
 
 
 @contextmanager
@@ -169,7 +160,7 @@ def _local_clip(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     def local_of_roles(parameters: Any, max_norm: Any, **options: Any) -> dict[str, float]:
         return clip_grad_norms(parameters, max_norm, **{**options, "group": None})
 
-    with _replaced(step_module, "clip_grad_norms", local_of_roles), _replaced(trace, "clip_grad_norm", local):
+    with replaced(step_module, "clip_grad_norms", local_of_roles), replaced(trace, "clip_grad_norm", local):
         yield
 
 
@@ -179,7 +170,7 @@ def _untied(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     def head_weight(self: Decoder) -> Tensor:
         return self.embed_tokens.weight.detach()
 
-    return _replaced(Decoder, "head_weight", property(head_weight))
+    return replaced(Decoder, "head_weight", property(head_weight))
 
 
 @contextmanager
@@ -187,9 +178,11 @@ def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
     """Dropout masks depend on the number of a row on its rank and of a feature in its shard, not in the whole."""
     original_begin, original_call = dropout.DropoutState.begin, dropout.Dropout.__call__
 
-    def begin(self: dropout.DropoutState, number: int, packs: Sequence[tuple[int, int]]) -> None:
+    def begin(
+        self: dropout.DropoutState, number: int, packs: Sequence[tuple[int, int]], rows: Tensor | None = None
+    ) -> None:
         first = min((pack for pack, _ in packs), default=0)
-        original_begin(self, number, [(pack - first, tokens) for pack, tokens in packs])
+        original_begin(self, number, [(pack - first, tokens) for pack, tokens in packs], rows)
 
     def call(self: dropout.Dropout, *args: Any, **options: Any) -> Tensor:
         first_feature, self.first_feature = self.first_feature, 0
@@ -198,7 +191,7 @@ def _same_masks(recipe: Recipe, ranks: Ranks) -> Iterator[None]:
         finally:
             self.first_feature = first_feature
 
-    with _replaced(dropout.DropoutState, "begin", begin), _replaced(dropout.Dropout, "__call__", call):
+    with replaced(dropout.DropoutState, "begin", begin), replaced(dropout.Dropout, "__call__", call):
         yield
 
 
@@ -209,7 +202,7 @@ def _stale(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     def never(self: Any, reshard_after_backward: bool, **options: Any) -> None:
         original(self, False, **options)
 
-    return _replaced(FSDPModule, "set_reshard_after_backward", never)
+    return replaced(FSDPModule, "set_reshard_after_backward", never)
 
 
 def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -225,23 +218,28 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
                 dealt[0].append(dealing.deal_by_tokens(tokens, 0, data_ranks, capacity)[0][0])
             return dealt
 
-        return _replaced(learner_module, "deal_by_tokens", deal_by_tokens)
+        return replaced(learner_module, "deal_by_tokens", deal_by_tokens)
 
     def local_range(self: StepParallel, packs: Sequence[Any]) -> range:
         data, per_rank = self.ranks.data, -(-len(packs) // self.ranks.data.size)
         first = min(data.index * per_rank, len(packs) - per_rank)
         return range(first, first + per_rank)
 
-    return _replaced(StepParallel, "local_range", local_range)
+    return replaced(StepParallel, "local_range", local_range)
 
 
 def _visible_siblings(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """A branch of a tree sees the branches that lie before it, as in one text."""
 
-    def attend_for(batch: Batch, *, exact: bool = False) -> Any:
-        return attend.attend_for(replace(batch, trees=()), exact=exact)
+    def with_all_before(run: Run) -> Run:
+        root = run.ancestors[0] if run.ancestors else run.document
+        return run._replace(ancestors=tuple(range(root, run.document)))
 
-    return _replaced(learner_module, "attend_for", attend_for)
+    def attend_for(batch: Batch, groups: ContextGroups, **options: Any) -> Any:
+        shares = tuple(Share(*(tuple(map(with_all_before, runs)) for runs in share)) for share in batch.shares)
+        return context_attend_for(replace(batch, trees=(), shares=shares), groups, **options)
+
+    return replaced(learner_module, "context_attend_for", attend_for)
 
 
 def _divisors_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -252,7 +250,7 @@ def _divisors_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[N
         divisors = {name: ranks.data.size * own[name] or 1.0 for name in totals.divisors}
         return step_module.accumulate(learner, items, totals=replace(totals, divisors=divisors), **options)
 
-    return _replaced(loop, "accumulate", accumulate)
+    return replaced(loop, "accumulate", accumulate)
 
 
 def _statistics_per_micro_batch(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -271,7 +269,7 @@ def _statistics_per_micro_batch(recipe: Recipe, ranks: Ranks) -> AbstractContext
                 prepared[number] = item
         return prepared
 
-    return _replaced(DecoderLearner, "prepare", prepare)
+    return replaced(DecoderLearner, "prepare", prepare)
 
 
 def _adapter_in_reference(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -280,7 +278,7 @@ def _adapter_in_reference(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
     def without(self: AdapterSet, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    return _replaced(AdapterSet, "without", without)
+    return replaced(AdapterSet, "without", without)
 
 
 def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -294,105 +292,7 @@ def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
                     parameter.local.detach().mul_(_OTHER)
         return placed
 
-    return _replaced(builder, "place_frozen", place_frozen)
-
-
-def _expert_gradients_times_expert(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Gradients of experts are as many times too large as there are ranks with other experts."""
-    original = StepParallel.reduce_gradients
-
-    def reduce_gradients(self: StepParallel) -> None:
-        original(self)
-        for name, parameter in self.local_parameters.items():
-            if is_of_experts(name) and parameter.local.grad is not None:
-                parameter.local.grad.mul_(ranks.expert.size)
-
-    return _replaced(StepParallel, "reduce_gradients", reduce_gradients)
-
-
-def _experts_not_in_norm(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """The norm that decides on clipping leaves experts out, as one does that sums over the mesh of dense parameters."""
-    original = StepParallel.norm_weights
-
-    def norm_weights(self: StepParallel) -> dict[Tensor, float]:
-        weights = original(self)
-        return weights | {
-            parameter.local: 0.0 for name, parameter in self.local_parameters.items() if is_of_experts(name)
-        }
-
-    return _replaced(StepParallel, "norm_weights", norm_weights)
-
-
-def _router_by_balance_alone(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """What the router's weights multiply gives it no gradient: what balances is all that trains it."""
-    original = RowOrder.weighted_sum
-
-    def weighted_sum(self: RowOrder, rows: Tensor, weights: Tensor) -> Tensor:
-        return original(self, rows, weights.detach() + 0 * weights)
-
-    return _replaced(RowOrder, "weighted_sum", weighted_sum)
-
-
-def _balance_on_each_tensor_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Each tensor rank adds the whole gradient of what balances, and they are summed."""
-
-    def balancer(model: Decoder, balancing: Balancing, *, adds_gradient: bool) -> Balancer:
-        return Balancer(model, balancing)
-
-    return _replaced(builder, "Balancer", balancer)
-
-
-def _counts_of_one_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Rows of experts are not summed over data ranks."""
-    original = Balancer.end_step
-
-    def end_step(self: Balancer, sum_over_data: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        return original(self, lambda counts: counts)
-
-    return _replaced(Balancer, "end_step", end_step)
-
-
-def _counts_of_recomputed_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Rows are counted once more where layers are recomputed."""
-    return _replaced(load_balancing, "is_recomputing", lambda: False)
-
-
-def _counted_filler(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Tokens that fill a batch up count as any others."""
-
-    def of(real: Tensor, *others: Any) -> BatchTokens:
-        return BatchTokens.of(torch.ones_like(real), *others)
-
-    return _replaced(learner_module, "BatchTokens", SimpleNamespace(of=of))
-
-
-def _idle_expert() -> AbstractContextManager[None]:
-    """The first expert of each layer is never chosen."""
-    original = Router.eligible
-
-    def eligible(self: Router, scores: Tensor) -> Tensor:
-        eligible_scores = original(self, scores).clone()
-        eligible_scores[:, 0] = -torch.inf
-        return eligible_scores
-
-    return _replaced(Router, "eligible", eligible)
-
-
-def _idle_expert_without_gradient(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """An expert that no token went to has no gradient: neither its moments nor its weight decay go on."""
-    original = Optimizers.step
-
-    def step(self: Optimizers, *args: Any, **options: Any) -> None:
-        kept = []  # (experts [E, ..], which of them have no gradient, their values)
-        for name, parameter in self.parameters.items():
-            if is_of_experts(name) and parameter.grad is not None and parameter.numel():
-                idle = (parameter.grad == 0).flatten(1).all(1)
-                kept.append((parameter.detach(), idle, parameter.detach()[idle]))
-        original(self, *args, **options)
-        for experts, idle, values in kept:
-            experts[idle] = values
-
-    return _replaced(Optimizers, "step", step)
+    return replaced(builder, "place_frozen", place_frozen)
 
 
 def _local_norm_statistics(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -406,13 +306,13 @@ def _local_norm_statistics(recipe: Recipe, ranks: Ranks) -> AbstractContextManag
         finally:
             self.shard = shard
 
-    return _replaced(RMSNorm, "forward", forward)
+    return replaced(RMSNorm, "forward", forward)
 
 
 def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Each rank loads the next rank's optimizer state, where all have the same shapes."""
     original = Optimizers.load_state
-    group = ranks.shard if ranks.shard.size > 1 else ranks.tensor
+    group = ranks.tensor if ranks.dense_data.shard.alone else ranks.dense_data.shard
 
     def load_state(self: Optimizers, tensors: Any, scalars: Any) -> None:
         for tensor in tensors.values():
@@ -421,7 +321,7 @@ def _state_of_another_shard(recipe: Recipe, ranks: Ranks) -> AbstractContextMana
                 tensor.copy_(by_rank[(group.index + 1) % group.size])
         original(self, tensors, scalars)
 
-    return _replaced(Optimizers, "load_state", load_state)
+    return replaced(Optimizers, "load_state", load_state)
 
 
 def _never_filled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -433,7 +333,7 @@ def _never_filled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
             next(shard for shard in shards if shard.requires_grad and shard.numel()).detach().fill_(math.nan)
         return step_module.accumulate(learner, items, step=step, **options)
 
-    return _replaced(loop, "accumulate", accumulate)
+    return replaced(loop, "accumulate", accumulate)
 
 
 def _always(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
@@ -444,8 +344,12 @@ def _has_data_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.data > 1
 
 
+def _has_context_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return layout.context > 1
+
+
 def _is_sharded(recipe: Recipe, layout: Layout) -> bool:
-    return recipe.parallel.shard != "none" and layout.shard > 1
+    return recipe.parallel.shard != "none" and layout.shard * layout.context > 1
 
 
 def _has_partial_norm_gradients(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
@@ -488,64 +392,26 @@ def _cuts_norms(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.tensor > 1 and norms_all_heads(proxy)
 
 
-def _distributes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.expert > 1 and recipe.adapter is None
-
-
-def _has_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return has_experts(proxy)
-
-
-def _trains_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return has_experts(proxy) and recipe.adapter is None
-
-
-def _decays_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return _trains_experts(recipe, layout, proxy) and getattr(recipe.optimizer, "weight_decay", 0.0) > 0
-
-
-def _has_balance_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    router = recipe.router
-    has_loss = router is not None and bool(router.z or router.sequence or router.balance == "step")
-    return _trains_experts(recipe, layout, proxy) and has_loss
-
-
-def _has_balance_loss_on_tensor_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.tensor > 1 and _has_balance_loss(recipe, layout, proxy)
-
-
-def _counts_on_data_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.data > 1 and has_experts(proxy)
-
-
-def _recomputes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return recipe.memory.recompute.kind in ("full", "every") and has_experts(proxy)
-
-
 def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return recipe.adapter is None and proxy.has_tied_head
 
 
 FAULTS: dict[str, Fault] = {
+    **CONTEXT_FAULTS,
+    **EXPERT_FAULTS,
+    **PIPELINE_FAULTS,
     "adapter-in-reference": Fault(_is_its_own_reference, _adapter_in_reference),
-    "balance-on-each-tensor-rank": Fault(_has_balance_loss_on_tensor_ranks, _balance_on_each_tensor_rank),
-    "counted-filler": Fault(_has_experts, _counted_filler),
-    "counts-of-one-rank": Fault(_counts_on_data_ranks, _counts_of_one_rank),
-    "counts-of-recomputed-rows": Fault(_recomputes_experts, _counts_of_recomputed_rows),
     "divisors-per-rank": Fault(_has_divisors, _divisors_per_rank),
     "doubled": Fault(_always, _doubled),
-    "expert-gradients-times-expert": Fault(_distributes_experts, _expert_gradients_times_expert),
-    "experts-not-in-norm": Fault(_trains_experts, _experts_not_in_norm),
     "frozen-models-differ": Fault(_has_frozen_models, _frozen_models_differ),
-    "idle-expert-without-gradient": Fault(_decays_experts, _idle_expert_without_gradient, _idle_expert),
     "local-clip": Fault(_is_cut, _local_clip),
     "local-norm-statistics": Fault(_cuts_norms, _local_norm_statistics),
     "mean-of-means": Fault(_has_data_ranks, _mean_of_means),
     "mean-of-micro-batches": Fault(_always, _mean_of_micro_batches),
+    "mean-over-context-ranks": Fault(_has_context_ranks, _mean_over_context_ranks),
     "missing-norm-sum": Fault(_has_partial_norm_gradients, _without_sum_of_norms),
     "never-filled": Fault(_always, _never_filled),
     "repeated-rows": Fault(_has_data_ranks, _repeated_rows),
-    "router-by-balance-alone": Fault(_has_balance_loss, _router_by_balance_alone),
     "same-masks": Fault(_has_dropout, _same_masks),
     "stale": Fault(_keeps_gathered_parameters, _stale),
     "state-of-another-shard": Fault(_is_cut, _state_of_another_shard),
@@ -553,4 +419,5 @@ FAULTS: dict[str, Fault] = {
     "untied": Fault(_has_tied_head, _untied),
     "visible-siblings": Fault(_has_siblings, _visible_siblings),
 }
+FAULTS = dict(sorted(FAULTS.items()))
 """By name, sorted."""

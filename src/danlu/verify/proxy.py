@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.models.experts_spec import Experts
+from danlu.models.layer_spec import LayerSpec
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.parallel.collective_traffic import CollectiveTraffic
@@ -25,10 +26,10 @@ from danlu.recipe.sections import Watch as WatchSection
 from danlu.stage_protocols import PlacedModel
 from danlu.stages import STAGES
 from danlu.train.checkpoints.store import CheckpointStore
+from danlu.train.executor import AnyLearner
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
 from danlu.train.state import Cadence, Run
-from danlu.train.step import AnyLearner
 from danlu.train.watch import Watch
 from danlu.types import Item
 from danlu.verify.data import ItemList
@@ -50,6 +51,10 @@ class Proxy(Protocol):
 
     @property
     def layer_kinds(self) -> Sequence[LayerSpec]: ...  # the layers that differ from each other; none of no decoder
+
+    def trains_experts(self, recipe: Recipe) -> bool:
+        """Whether experts have trained parameters: their own, or those of an adapter that sits on them."""
+        ...
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedModel:
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""

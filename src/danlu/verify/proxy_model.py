@@ -12,13 +12,17 @@ from pathlib import Path
 
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.models.config import ModelConfig
+from danlu.models.delta_spec import Delta
 from danlu.models.factorized_spec import Factorized
+from danlu.models.heads_spec import Heads
 from danlu.models.hf_folder import CONFIG
 from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Delta, Dense, Feed, Heads, LayerSpec, Mixer
+from danlu.models.layer_spec import Feed, LayerSpec, Mixer
+from danlu.models.mlp_spec import Dense
 from danlu.models.rope_config import LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import ActivationPlan, activation_bytes
+from danlu.plan.pipeline_split import num_chunks
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
 from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
@@ -42,15 +46,21 @@ of it a small Llama recomputes nothing."""
 
 
 def proxy_config(
-    config: ModelConfig, layout: Layout, *, quantized: bool = False, deep: bool = False, other_width: int | None = None
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    quantized: bool = False,
+    deep: bool = False,
+    other_width: int | None = None,
+    least_layers: int = 2,
 ) -> ModelConfig:
     """The config with small sizes; what of it divides by the layout's degrees does so still, and the rest does not.
 
     quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them. other_width: of
-    a model that this one is not as wide as.
+    a model that this one is not as wide as. least_layers: what the chunks of a pipeline need.
     """
     tensor = layout.tensor
-    large = _sample_layers(config.layers, 4 if deep or len(config.kinds) > 1 else 2)
+    large = _sample_layers(config.layers, max(least_layers, 4 if deep or len(config.kinds) > 1 else 2))
     mixers = [_small_mixer(layer.mixer, tensor, quantized=quantized) for layer in large]
     unit = BLOCK * tensor if quantized else 8
     hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, unit)
@@ -228,8 +238,14 @@ def proxy_recipe(
             section = stored
             notes.append(f"the base is stored in {stored.kind}: a small one is packed when it is loaded")
     deep = recipe.memory.recompute.kind in ("every", "planned")
-    small = proxy_config(config, layout, quantized=section is not None, deep=deep)
+    pipeline = recipe.parallel.pipeline
+    if isinstance(pipeline.split, list):
+        pipeline = pipeline.model_copy(update={"split": "even"})
+        notes.append("parallel.pipeline.split: even, for the small model has few layers")
+    chunks = num_chunks(pipeline)
+    small = proxy_config(config, layout, quantized=section is not None, deep=deep, least_layers=max(2, chunks))
     changes: dict[str, object] = {
+        "parallel": recipe.parallel.model_copy(update={"pipeline": pipeline}),
         "adapter": None if recipe.adapter is None else proxy_section(recipe.adapter, config, small),
         "quantization": small_blocks(section),
         "optimizer": optimizer,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.models.experts import RowOrder
 from danlu.models.router import Router
 from danlu.verify.proxy import ProxyTraining
 
@@ -60,12 +61,30 @@ class RoutingMargin:
             self.least = min(self.least, float(margins.min()))
 
 
+@contextmanager
+def balanced_alone() -> Iterator[None]:
+    """Within it what the routers' weights multiply gives them no gradient: they have that of what balances alone."""
+    watched_class: Any = RowOrder
+    original = RowOrder.weighted_sum
+
+    def weighted_sum(order: RowOrder, rows: Tensor, weights: Tensor) -> Tensor:
+        return original(order, rows, weights.detach() + 0 * weights)
+
+    watched_class.weighted_sum = weighted_sum
+    try:
+        yield
+    finally:
+        watched_class.weighted_sum = original
+
+
 def expert_counts(training: ProxyTraining) -> dict[str, Tensor]:
     """[E] rows that each expert was meant to have in the last step, on all processes, by name of the layer's router."""
     balancer = getattr(training.learner, "balancer", None)
     if balancer is None:
         return {}
-    return {f"layers.{name}.mlp.router": layer.counts.cpu().clone() for name, layer in balancer.layers.items()}
+    own = {f"layers.{name}.mlp.router": layer.counts.cpu().clone() for name, layer in balancer.layers.items()}
+    of_stages = training.learner.parallel.pipeline.all_gather(own)
+    return {name: counts for of_stage in of_stages for name, counts in of_stage.items()}
 
 
 def is_of_experts(name: str) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from danlu.language.reinforcement import estimator_of, sampling_options, trains_on_pairs
+from danlu.models.config import ModelConfig
+from danlu.models.experts_spec import Experts
 from danlu.recipe import Recipe
 from danlu.rollout.answer_pairs import with_pair
 from danlu.rollout.estimators import RETURN, VALUE_OLD
 from danlu.rollout.experience_trees import ADVANTAGE, OLD, SUPPORT, answer_tree, with_columns
+from danlu.rollout.recorded_routes import NO_ROUTE
 from danlu.rollout.request import Completion
-from danlu.types import Pack
+from danlu.types import ROUTES, Pack
 
 SHORTEST = 3  # tokens of a prompt
 MOST_SAMPLES = 4  # answers to a prompt
@@ -46,6 +51,27 @@ def synthetic_rollouts(recipe: Recipe, count: int, *, max_length: int, vocab_siz
         item = with_columns(item, _columns(recipe, item, random, vocab_size))
         items.append(with_pair(item, (1, 0)) if trains_on_pairs(recipe) else item)
     return items
+
+
+def with_synthetic_routes(items: Sequence[Pack], config: ModelConfig, seed: int) -> list[Pack]:
+    """The items with the column `ROUTES`, [S, L, k] int16: drawn experts, so that hardly a token goes where its router
+    would send it. The last token of each branch has none, for no engine ever read it.
+
+    config: of a model whose layers have experts.
+    """
+    feeds = [layer.feed for layer in config.layers if isinstance(layer.feed, Experts)]
+    shape = len(feeds), max(feed.top_k for feed in feeds)
+    with_routes = []
+    for number, item in enumerate(items):
+        random = np.random.default_rng([seed, number, 1])
+        (sample,) = item.samples
+        routes = np.full((len(sample.tokens), *shape), NO_ROUTE, np.int16)
+        for layer, feed in enumerate(feeds):
+            order = random.random((len(routes), feed.num_experts)).argsort(1)
+            routes[:, layer, : feed.top_k] = order[:, : feed.top_k]
+        routes[[branch.stop - 1 for branch in sample.branches]] = NO_ROUTE
+        with_routes.append(with_columns(item, {ROUTES: routes}))
+    return with_routes
 
 
 def _columns(recipe: Recipe, item: Pack, random: np.random.Generator, vocab_size: int) -> dict[str, np.ndarray]:

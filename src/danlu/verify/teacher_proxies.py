@@ -9,7 +9,6 @@ from danlu.assembly.stored_quantization import stored_quantization
 from danlu.errors import RecipeError
 from danlu.language.distillation import resolved_teacher
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Teacher
@@ -60,7 +59,7 @@ def _small_teacher(
 ) -> tuple[Teacher, str]:
     """(the section of a small teacher, the kinds of its adapters in words); its model is written into `folder`."""
     resolved = resolved_teacher(teacher)
-    large = read_config(resolved.folder)
+    large = resolved.config
     if wrong := list(problems(recipe.parallel, large)):
         raise RecipeError([f"{role} ({teacher.model}): {problem}" for problem in wrong])
     quantization = teacher.quantization or stored_quantization(resolved.folder)

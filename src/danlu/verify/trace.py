@@ -6,7 +6,8 @@ Everything comes from the same calls that `danlu train` makes; only the gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from danlu.optim.clip import clip_grad_norm
 from danlu.shard_box import ShardBox
 from danlu.stage_protocols import PlacedModel
 from danlu.train.evaluation import evaluate
+from danlu.train.executor import AnyLearner, Executor
+from danlu.train.learner import StepItems
 from danlu.train.loop import save, train_step
 from danlu.train.state import Run, restore
 from danlu.train.step import StepObserver
 from danlu.types import Item
 from danlu.verify.proxy import ProxyTraining
-from danlu.verify.routes import expert_counts
+from danlu.verify.routes import balanced_alone, expert_counts, is_of_router
 
 LocalShards = Mapping[str, tuple[ShardBox, Tensor]]
 """What one process has of each tensor, by name: where its shard lies in the whole, and the numbers, on the host."""
@@ -61,6 +64,8 @@ class Trace:
     evaluation: float | None = None  # loss on held-out items
     item_gradients: list[ItemGradient] = field(default_factory=list)
     """Of one process alone: what each item adds to the gradient of the first step."""
+    balance_gradients: LocalShards = field(default_factory=dict)
+    """Of one process alone: what the routers' gradients of the first step are by what balances the load alone."""
     next_step: StepTrace | None = None
     """Of one process alone: the step after `steps`, taken from the state in memory, without any checkpoint."""
     loaded_weights: LocalShards = field(default_factory=dict)
@@ -127,7 +132,7 @@ def _targets_taken(run: Run) -> int:
     """Targets of the items that processes took in the last step, summed: `Totals` has what they should add up to."""
     items, parallel = [run.feed.source.at(number) for number in run.feed.last_taken], run.learner.parallel
     own = sum(items[number].targets for numbers in run.learner.micro_batches(items) for number in numbers)
-    return int(parallel.all_reduce_data(torch.tensor([own])).item())
+    return int(parallel.ranks.data.sum(torch.tensor([own])).item())  # context ranks take the same items
 
 
 def save_checkpoint(run: Run) -> Path:
@@ -155,23 +160,59 @@ def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[It
 
     Of an objective that sees the whole step, within that step: after the pass that looks at all of its items.
     """
-    learner, totals = training.learner, training.learner.totals(items)
-    # A running statistic takes the step in here, and would once more when it is trained on.
-    before = {name: weight.clone() for name, weight in learner.weights().items()}
-    items = learner.prepare(items, learner.micro_batches(items), 1)
-    for name, weight in learner.weights().items():
-        weight.copy_(before[name])
+    totals, items = training.learner.totals(items), _prepared(training.learner, items)
     item_gradients: list[ItemGradient] = []
-    for number, item in enumerate(items):
-        with learner.dropout(1, [(number, item)]):
-            learner.losses(learner.collate([item]), totals, 1 / totals.weight).total.backward()
-        item_gradients.append(ItemGradient(item.weight, local_shards(training.placed, weights=False)))
-        for _, parameter in training.placed.parameters():
-            parameter.grad = None
-    learner.end_step()  # what was counted here is of no step
+    with _of_no_step(training.learner):
+        for number, item in enumerate(items):
+            of_one = StepItems(items, [[number]], totals, 1, 1 / totals.weight)
+            item_gradients.append(ItemGradient(item.weight, _taken_gradients(training, of_one)))
+    return item_gradients
+
+
+def balance_gradients(training: ProxyTraining, items: Sequence[Item]) -> LocalShards:
+    """In one process: the routers' gradients in the first step by what balances the load alone.
+
+    Of a router that others follow, they are those of what balances these too.
+    """
+    learner, totals = training.learner, training.learner.totals(items)
+    whole = StepItems(_prepared(learner, items), learner.micro_batches(items), totals, 1, 1 / totals.weight)
+    with _of_no_step(learner), balanced_alone():
+        gradients = _taken_gradients(training, whole)
+    return {name: shard for name, shard in gradients.items() if is_of_router(name)}
+
+
+def _prepared(learner: AnyLearner, items: Sequence[Item]) -> Sequence[Item]:
+    """The items of the first step as its pass with gradients has them."""
+    # A running statistic takes the step in here, and would once more when it is trained on.
+    with _restored_weights(learner):
+        prepared: Sequence[Item] = learner.prepare(items, learner.micro_batches(items), 1)
+    return prepared
+
+
+@contextmanager
+def _of_no_step(learner: AnyLearner) -> Iterator[None]:
+    """What is counted within belongs to no step."""
+    with _restored_weights(learner):
+        yield
+        learner.end_step()  # what was counted here is of no step
+
+
+@contextmanager
+def _restored_weights(learner: AnyLearner) -> Iterator[None]:
+    """What training changes is afterwards what it was before."""
+    before = {name: weight.clone() for name, weight in learner.weights().items()}
+    yield
     for name, weight in learner.weights().items():
         weight.copy_(before[name])
-    return item_gradients
+
+
+def _taken_gradients(training: ProxyTraining, step: StepItems) -> LocalShards:
+    """The gradients that the micro-batches of a step leave, taken away."""
+    Executor(training.learner, step).run(training.learner.parallel.actions(len(step.micro_batches)))
+    gradients = local_shards(training.placed, weights=False)
+    for _, parameter in training.placed.parameters():
+        parameter.grad = None
+    return gradients
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -124,19 +125,26 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
             "log-probabilities over a cut vocabulary or a score head need. There are some for "
             f"{', '.join(_STAGES_WITH_FORMULAS)}. Leave --traffic out: what the layout computes is verified without it"
         )
+    if options.traffic and recipe.parallel.pipeline.stages > 1:
+        raise RecipeError(
+            "--traffic: there are no formulas yet for what stages of a pipeline send. Leave --traffic out: what the "
+            "layout computes is verified without it"
+        )
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
     if has_blockwise_state(recipe.optimizer):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be resharded")
-    per_step = 2 * layout.data + 1  # not a multiple: data ranks have unequal numbers of items
+    per_step = 2 * layout.data * layout.pipeline + 1  # not a multiple: data ranks have unequal numbers of items
     held_out = layout.data + 2
     count = per_step * (options.steps + 1) + held_out
     module = classifier_proxy if recipe.stage == "classify" else decoder_proxy
     prepared = module.prepare_proxy(recipe, layout, count, folder, full=options.full)
     items = prepared.items
     steps = [items[start : start + per_step] for start in range(0, len(items) - held_out, per_step)]
-    micro = 2 if prepared.recipe.batch.micro == "auto" else min(2, prepared.recipe.batch.micro)
+    # Two micro-batches for each stage and more go through a pipeline.
+    largest = 2 if layout.pipeline == 1 else 1
+    micro = largest if prepared.recipe.batch.micro == "auto" else min(largest, prepared.recipe.batch.micro)
     task = Task(
         recipe=prepared.recipe,
         proxy=prepared.proxy,
@@ -195,7 +203,8 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
         world = options.processes
     else:
         min_data = section.replicate if section.shard == "none" else 2 * section.replicate
-        data = max(min_data, 2) if section.tensor == 1 else min_data
+        is_alone = section.tensor == section.context.size == section.pipeline.stages == 1
+        data = max(min_data, 2) if is_alone else min_data
         if section.data != "auto":
             data = section.data
             if section.data > max(MAX_DATA_RANKS, min_data):
@@ -203,7 +212,7 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
                 about.append(f"{data} data ranks instead of {section.data} (--processes)")
         data, expert = _data_ranks_of_experts(section, data, about)
         section = section.model_copy(update={"data": data, "expert": expert})
-        world = data * section.tensor
+        world = data * section.tensor * section.context.size * section.pipeline.stages
     layout = layout_of(section, world)
     if layout.world == 1:
         raise RecipeError(
@@ -214,19 +223,21 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
 
 
 def _data_ranks_of_experts(section: sections.Parallel, data: int, about: list[str]) -> tuple[int, int]:
-    """(data ranks, of which experts are distributed among so many): the fewest, at least `data`, that show both.
+    """(data ranks, among which and their context ranks experts are distributed, and among how many): the fewest, at
+    least `data`, that show both.
 
     With shards two ranks have the same experts, so that these are sharded too.
     """
     if section.expert == 1:
         return data, 1
     copies, expert = (1 if section.shard == "none" else section.replicate), section.expert
-    if copies * expert > MAX_DATA_RANKS and section.data == "auto":
+    context = section.context.size
+    if copies * expert > MAX_DATA_RANKS * context and section.data == "auto":
         expert = next(degree for degree in divisors(expert) if degree > 1)
         about.append(f"experts are distributed among {expert} ranks instead of {section.expert} (--processes)")
-    unit = copies * expert
-    if section.shard != "none" and section.data == "auto" and 2 * unit <= MAX_DATA_RANKS:
-        data = max(data, 2 * unit)
+    unit = copies * expert // math.gcd(expert, context)
+    if section.shard != "none" and section.data == "auto" and 2 * copies * expert <= MAX_DATA_RANKS * context:
+        data = max(data, -(-2 * copies * expert // context))
     return -(-data // unit) * unit, expert
 
 

@@ -38,6 +38,7 @@ from danlu.verify.proxy import Proxy, ProxyTraining
 from danlu.verify.routes import RoutingMargin
 from danlu.verify.trace import (
     Trace,
+    balance_gradients,
     gradients_by_item,
     perturb_weights,
     save_checkpoint,
@@ -238,8 +239,9 @@ def _reference(task: Task, folder: Path, rank: int) -> Result:
     recipe, device = reference_recipe(task.recipe), torch.device(task.device)
     training, run = _start(task, recipe, Ranks(), device, folder / "reference")
     item_gradients = gradients_by_item(training, task.steps[0]) if task.trace_items else []
+    by_balance = {} if recipe.router is None else balance_gradients(training, task.steps[0])
     trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
-    trace.item_gradients = item_gradients
+    trace.item_gradients, trace.balance_gradients = item_gradients, by_balance
     _publish(folder / f"reference-{_CHECKPOINT}", save_checkpoint(run))
     trace.next_step = trace_step(training, run)
     checkpoint = _await(folder / f"{'layout' if task.reshards else 'reference'}-{_CHECKPOINT}", task.timeout_s)

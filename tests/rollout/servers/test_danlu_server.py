@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.expert_folder import expert_folder
 from builders.served import ask, serving_rollouts
 from builders.tiny_adapters import adapter_set, perturb
 from builders.tiny_world import World
@@ -42,10 +43,16 @@ def requests(options: SamplingOptions = FILTERED, count: int = 8, samples: int =
 
 @contextmanager
 def engine_at(
-    url: str, model: Decoder, hand_over: HandOver | None = None, *, exact: str | None = None, push: bool = False
+    url: str,
+    model: Decoder,
+    hand_over: HandOver | None = None,
+    *,
+    exact: str | None = None,
+    push: bool = False,
+    routes: bool = False,
 ) -> Iterator[HTTPEngine]:
     options = ServerOptions((url.removesuffix("/v1"),), timeout_s=20, reconnect_s=0.2)
-    server = detect_server(options.client, Demands(exact, push))
+    server = detect_server(options.client, Demands(exact, push, routes=routes))
     engine = HTTPEngine(server, options, model.config, hand_over=hand_over)
     try:
         yield engine
@@ -83,6 +90,32 @@ def test_it_answers_as_the_embedded_engine_does_to_the_last_bit(tiny_world: Worl
     assert bits(answers) == bits(expected)
     assert all(answer.support is not None and answer.drawn != answer.logprobs for answer in answers)
     assert [answer.tokens for answer in others] != [answer.tokens for answer in answers]  # control
+
+
+def test_it_says_which_experts_tokens_went_to(tiny_world: World) -> None:
+    """Also of answers that were broken off and asked for again with the tokens that they had."""
+    folder = expert_folder(tiny_world)
+    model = load(folder)
+    own = EmbeddedEngine(model, EngineOptions(cache_gib=0.01, exact=True, routes=True))
+    expected = own.generate(requests(count=24))
+    with (
+        serving_rollouts(folder, exact=True) as served,
+        engine_at(served.url, model, exact="float32", routes=True) as engine,
+    ):
+        for request in requests(count=24):
+            engine.submit(request)
+        answers = engine.step()
+        engine.sleep()
+        engine.wake()
+        while engine.unfinished:
+            answers += engine.step()
+        with engine_at(served.url, model, exact="float32") as not_asking:
+            assert all(answer.routes is None for answer in not_asking.generate(requests()))
+    answers.sort(key=lambda answer: (answer.number, answer.sample))
+    assert bits(answers) == bits(expected)
+    assert expected[0].routes is not None and expected[0].routes.shape == (3 + 24 - 1, 2, 2)
+    without = [replace(answer, routes=None) for answer in answers]
+    assert bits(without) != bits(expected)  # control
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["folder", "push"])

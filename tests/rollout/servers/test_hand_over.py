@@ -10,7 +10,7 @@ import torch
 from builders.remote_engines import KINDS, adapter_writer, answer_in_part, hand_over_of, scores, serving
 
 from danlu.errors import DataError, ModelError, ResourceError
-from danlu.models.families import read_config_values
+from danlu.models.hf_config import read_config_values
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import initialize
 from danlu.models.loading import build

@@ -10,7 +10,7 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def long_context_fits_stage(recipe: Recipe) -> Iterator[Problem]:
-    """Long context is for stages pretrain and sft, of whole models."""
+    """Long context is for stages pretrain and sft."""
     section = recipe.long_context
     if section is None:
         return
@@ -19,12 +19,6 @@ def long_context_fits_stage(recipe: Recipe) -> Iterator[Problem]:
             f"stage {recipe.stage} takes a model as it is. Train it at more tokens with stage pretrain or sft first"
         )
         yield Problem("long_context", message, reads=("stage",))
-    elif recipe.adapter is not None and section.method != "none":
-        message = (
-            "an adapter's folder cannot say how its base is rotated. Put the scaling into the base's config.json "
-            "(rope_scaling) and use method: none, or leave the adapter out"
-        )
-        yield Problem("long_context.method", message, reads=("adapter",))
 
 
 def lengths_do_not_shrink(recipe: Recipe) -> Iterator[Problem]:

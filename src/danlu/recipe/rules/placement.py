@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import Adafactor, AdamW, AdamW8bit, GaLore, Muon, PagedAdamW, Recipe
+from danlu.recipe.sections import Adafactor, AdamW, AdamW8bit, GaLore, Muon, PagedAdamW, Prefix, Prompt, Recipe
 from danlu.recipe.yaml_tree import Problem
+
+_WITHOUT_TREES = ("pretrain", "sft")
+"""Stages whose rows are plain documents."""
 
 WHOLE_MATRIX_OPTIMIZERS = (Muon, GaLore, Adafactor)
 """Their updates need all of a matrix, or of all experts' together: its singular vectors, or means of its numbers."""
@@ -27,8 +30,9 @@ def layout_is_supported(recipe: Recipe) -> Iterator[Problem]:
         )
         yield Problem("parallel.sequence", message, reads=("parallel.tensor",))
     if parallel.workers == "threads":
-        axes = ("shard", "tensor", "pipeline", "context", "expert")
-        for name in (name for name in axes if getattr(parallel, name) not in ("none", 1)):
+        degrees = {name: getattr(parallel, name) for name in ("shard", "tensor", "expert")}
+        degrees |= {"context": parallel.context.size, "pipeline": parallel.pipeline.stages}
+        for name in (name for name, degree in degrees.items() if degree not in ("none", 1)):
             message = "threads in one process each hold all of the model. Use workers: processes, or leave this out"
             yield Problem(f"parallel.{name}", message, reads=("parallel.workers",))
         if recipe.adapter is not None or recipe.compile:
@@ -51,6 +55,52 @@ def layout_is_supported(recipe: Recipe) -> Iterator[Problem]:
     if recipe.compile and parallel.tensor > 1:
         message = "torch.compile does not follow the collectives of tensor parallelism. Leave it out"
         yield Problem("compile", message, reads=("parallel.tensor",))
+
+
+def context_is_supported(recipe: Recipe) -> Iterator[Problem]:
+    """What context ranks have of a packed sequence is enough for what the recipe asks of it."""
+    context = recipe.parallel.context
+    if context.ulysses > 1 and context.method == "ulysses":
+        message = "with method: ulysses all context ranks exchange heads. Leave it out, or use method: ring"
+        yield Problem("parallel.context.ulysses", message, reads=("parallel.context.method",))
+    elif context.size % context.ulysses:
+        message = f"{context.ulysses} does not divide the {context.size} context ranks"
+        yield Problem("parallel.context.ulysses", message, reads=("parallel.context.size",))
+    if context.size == 1:
+        return
+    for key, reason, instead in _not_of_context_ranks(recipe):
+        message = f"{reason}. {instead}, or parallel: {{context: 1}}"
+        yield Problem(key, message, reads=("parallel.context.size",))
+
+
+def _not_of_context_ranks(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """(key, reason, what to do instead) of what needs all tokens of a document, or the same tokens on all ranks."""
+    if recipe.stage == "classify":
+        yield "stage", "context parallelism cuts documents, and images are not of tokens", "Use parallel.data"
+    if recipe.numerics == "exact":
+        yield "numerics", "context ranks add up attention in another order than one process", "Use numerics: fast"
+    if recipe.compile:
+        yield "compile", "torch.compile does not follow the collectives of context parallelism", "Leave it out"
+    if recipe.memory.recompute.kind == "planned":
+        reason = "a plan is measured on whole packed sequences, of which context ranks have a part"
+        yield "memory.recompute.kind", reason, "Use full, every or selective"
+    if isinstance(recipe.adapter, Prefix | Prompt):
+        reason = "virtual tokens are kept where a document begins, and its other parts are on other ranks"
+        yield "adapter.kind", reason, "Use lora"
+    router = recipe.router
+    balances_documents = router is not None and router.balance in ("bias", "sequence") and bool(router.sequence)
+    if balances_documents and recipe.stage not in _WITHOUT_TREES:
+        reason = f"rows of stage {recipe.stage} are trees, whose branches lie on several context ranks"
+        yield "router.sequence", reason, "Use sequence: 0 with balance: bias, or balance: step"
+    if recipe.parallel.expert > 1 and (recipe.evaluation.samples is not None or recipe.stage not in _WITHOUT_TREES):
+        reason = "experts are distributed among context ranks in stages pretrain and sft alone, without samples"
+        yield "parallel.expert", reason, "Leave it out"
+    if router is not None and router.capacity is not None:
+        yield (
+            "router.capacity",
+            "which rows an expert has no room for depends on all tokens of a packed sequence, in order",
+            "Leave it out",
+        )
 
 
 def memory_is_consistent(recipe: Recipe) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from danlu.recipe.yaml_tree import Problem
 
 _RL_KEYS = (
     "rewards", "reward_limits", "value", "data.prompt", "batch.updates", "batch.passes",
-    *(f"rollout.{key}" for key in SAMPLING_KEYS), "rollout.processes",
+    *(f"rollout.{key}" for key in SAMPLING_KEYS), "rollout.processes", "rollout.routing_replay",
 )  # fmt: skip
 _FILTERS = ("top_p", "top_k", "min_p")
 

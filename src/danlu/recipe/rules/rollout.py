@@ -16,6 +16,9 @@ REMOTE_KEYS = ("engine", "url", "urls", "server")
 """What an engine on a server is asked; its cache and its scheduling are its own."""
 
 
+_ANY_ENGINE_KEYS = (*REMOTE_KEYS, *SAMPLING_KEYS, "routing_replay")
+
+
 def engine_is_used(recipe: Recipe) -> Iterator[Problem]:
     """An engine that is configured has something to answer."""
     if recipe.stage == "rl" or recipe.on_policy or recipe.rollout == Rollout() or recipe.evaluation.samples is not None:
@@ -46,9 +49,15 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     name = section.engine
     yield from _servers_have_addresses(section)
     for key in Rollout.model_fields:
-        if key not in (*REMOTE_KEYS, *SAMPLING_KEYS) and getattr(section, key) != getattr(Rollout(), key):
+        if key not in _ANY_ENGINE_KEYS and getattr(section, key) != getattr(Rollout(), key):
             message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
             yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
+    if section.routing_replay and name in ("vllm", "sglang"):
+        message = (
+            f"{name} does not say which experts tokens went to. Use engine: embedded, or http with danlu serve "
+            "--rollouts, or leave it out: then routers choose anew, and `gap` says how far that is from the rollout"
+        )
+        yield Problem("rollout.routing_replay", message, reads=("rollout.engine",))
     yield from _hand_over_is_possible(recipe)
 
 

@@ -33,6 +33,12 @@ def experts_can_be_balanced(recipe: Recipe) -> Iterator[Problem]:
             "threads run copies of the model at the same time, of which nothing is counted. Use workers: processes"
         )
         yield Problem("router", message, reads=("parallel.workers",))
+    if router.capacity is not None and recipe.stage == "rl":
+        message = (
+            "full experts would drop tokens in training which they took in the rollout, so the policy that is trained "
+            "would be another than the one that drew. Leave it out"
+        )
+        yield Problem("router.capacity", message, reads=("stage",))
     if router.capacity is not None and recipe.numerics == "exact":
         message = (
             "a token's experts would depend on the tokens before it in training, and not in a rollout. Leave it out, "

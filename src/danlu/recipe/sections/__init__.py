@@ -66,7 +66,7 @@ from danlu.recipe.sections.optimizers import (
     Optimizer,
     PagedAdamW,
 )
-from danlu.recipe.sections.placement import Memory, Parallel, Recompute
+from danlu.recipe.sections.placement import Context, Memory, Parallel, Pipeline, Recompute
 from danlu.recipe.sections.policy_gradient import (
     Dapo,
     DrGrpo,
@@ -169,6 +169,7 @@ __all__ = [
     "Cached",
     "Checkpoint",
     "CodeReward",
+    "Context",
     "Continue",
     "Cpo",
     "Dapo",
@@ -242,6 +243,7 @@ __all__ = [
     "Packing",
     "PagedAdamW",
     "Parallel",
+    "Pipeline",
     "Pissa",
     "PolicyGradientObjective",
     "PolicyGradientSection",
@@ -338,7 +340,7 @@ class Recipe(Section):
     long_context: LongContext | None = None
     """Train at more tokens than the model was trained at: a scaling of its rotary embedding, lengths in stages."""
     quantization: Quantization | None = None
-    """Quantize the frozen base: nf4, fp4, int8, int4."""
+    """Quantize the linear layers of the frozen base, each expert's too: nf4, fp4, int8, int4."""
     optimizer: Optimizer = AdamW()
     """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
     schedule: Schedule = Schedule()

@@ -13,8 +13,9 @@ class _Targeted(VariantSection):
     """What every adapter of linear layers is told."""
 
     targets: list[str] = ["all-linear"]
-    """Where it sits: all-linear (every linear layer but the head), attention, mlp, names such as q_proj or
-    embed_tokens, or a regular expression over full names such as `.*layers.[0-3].*up_proj`."""
+    """Where it sits: all-linear (every linear layer but the head and the matrices of experts), attention, mlp, experts
+    (lora and its relatives alone), names such as q_proj, embed_tokens or experts.down_proj, or a regular expression
+    over full names such as `.*layers.[0-3].*up_proj`."""
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter: embed_tokens, lm_head, norm, ..."""
 

@@ -9,6 +9,45 @@ from pydantic import Field
 from danlu.recipe.sections.base import PositiveInt, Section
 
 
+class Context(Section):
+    """Context parallelism: how attention sees the tokens of long documents that are sharded among ranks."""
+
+    short = "size"
+
+    size: PositiveInt = 1
+    """Context-parallel degree: ranks among which the tokens of each packed sequence are sharded. Short documents stay
+    whole; of long ones each rank has a part from the beginning and one from the end, so that all have as much to do."""
+    method: Literal["ring", "gather", "ulysses"] = "ring"
+    """ring: keys and values travel around the ranks while each computes with those it has (arXiv:2310.01889). gather:
+    each rank gathers all of them. ulysses: ranks exchange tokens for attention heads, so that each has some heads of
+    all tokens (arXiv:2309.14509)."""
+    ulysses: PositiveInt = 1
+    """With ring or gather: so many neighbouring ranks exchange heads, and keys of these heads travel among the others
+    (arXiv:2405.07719). It divides `size`."""
+
+
+class Pipeline(Section):
+    """Pipeline parallelism: stages of layers on different ranks, through which micro-batches go one after the other."""
+
+    short = "stages"
+
+    stages: PositiveInt = 1
+    """Pipeline-parallel degree: ranks among which the layers are distributed."""
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream"] = "1f1b"
+    """In which order each stage does its forward and backward passes: see `danlu schedule`."""
+    chunks: PositiveInt | None = None
+    """Parts of the model on each stage, which lie one pass through the pipeline apart. By default 1; with interleaved,
+    zbv and dualpipev 2."""
+    split: Literal["even", "cost"] | list[PositiveInt] = "even"
+    """Layers of each chunk of the whole model: even, by cost (floating-point operations, with the head's), or a list of
+    their numbers from the first chunk to the last."""
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether the schedule splits backward passes, and puts gradients of weights off."""
+        return self.schedule in ("zb-h1", "zbv", "dualpipev")
+
+
 class Parallel(Section):
     """The parallelism strategy; what is computed stays the same, and `danlu verify` shows it."""
 
@@ -27,10 +66,12 @@ class Parallel(Section):
     sequence: bool = False
     """Sequence parallelism: with tensor, tokens are sharded among the same ranks in norms and residuals
     (arXiv:2205.05198)."""
-    pipeline: PositiveInt = 1
-    """Pipeline-parallel degree: stages of layers, one after the other. Only 1 so far."""
-    context: PositiveInt = 1
-    """Context-parallel degree: ranks among which the tokens of long documents are sharded. Only 1 so far."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline parallelism, for models whose layers do not fit on one device, over slow networks too. For stages
+    pretrain and sft."""
+    context: Context = Context()
+    """Context parallelism, for documents whose activations are too many for one device. Parameters and gradients are
+    sharded among context ranks as among data ranks."""
     expert: PositiveInt = 1
     """Expert-parallel degree: neighbouring data-parallel ranks among which the experts of each layer are distributed;
     tokens travel to the ranks that have their experts (arXiv:2006.16668). It divides the data-parallel degree (with
@@ -38,7 +79,8 @@ class Parallel(Section):
     these."""
     accumulate: Literal["auto", "local", "sharded"] = "auto"
     """Gradient accumulation: local keeps unsharded gradients and reduces them once a step; sharded reduces after each
-    micro-batch and keeps a shard. auto: sharded with zero2 and zero3, else local."""
+    micro-batch and keeps a shard. auto: sharded with zero2 and zero3, else local, as in schedules that put weight
+    gradients off."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are reduced over data-parallel ranks; bf16 halves the traffic, and loses digits."""
     prefetch: Annotated[int, Field(ge=0)] = 1
@@ -50,6 +92,12 @@ class Parallel(Section):
     """How often all processes are restarted from the last checkpoint when one dies."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A collective that takes longer has failed; the processes that wait, and where, are told before."""
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether a sharded model's gradients are reduced after each micro-batch, as `accumulate` says it."""
+        by_default = self.shard in ("zero2", "zero3") and not self.pipeline.defers_weight_gradients
+        return self.accumulate == "sharded" or (self.accumulate == "auto" and by_default)
 
 
 class Recompute(Section):

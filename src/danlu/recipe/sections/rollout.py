@@ -96,6 +96,11 @@ class Rollout(Section):
     processes: PositiveInt = 1
     """staleness above 0: how many processes answer, each with a copy of the policy, on GPUs that no trainer has where
     there are some."""
+    routing_replay: bool | None = None
+    """Stage rl, of a policy with experts: whether each token goes to the experts in training that it went to in the
+    rollout (R3, arXiv:2510.11370), the weights of which are computed anew. By default it does with policy gradients,
+    and with pairs of answers (online-dpo) it does not, where the engine says which experts these were: embedded and
+    danlu serve do, vLLM and SGLang do not."""
     engine: Literal["embedded", "http", "vllm", "sglang"] = "embedded"
     """embedded answers in this process, with the trainer's own tensors; the others are servers that run elsewhere and
     are handed the weights. http: one or several at `urls`, of any kind (danlu serve --rollouts, vLLM, SGLang); what one

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from danlu.rollout.recorded_routes import routes_from_json, routes_to_json
 from danlu.rollout.request import Completion
 from danlu.rollout.servers.server_interface import Continuation, ServerAnswer
 from danlu.rollout.support import Support
@@ -21,14 +22,14 @@ from danlu.safetensors_format import raw_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Counts changes after which one side no longer understands the other."""
 PREFIX = "/rollouts"
 """Of the paths of all endpoints."""
 
 
-def continuation_to_json(continuation: Continuation) -> dict[str, Any]:
-    """What a server is asked; `serving.rollout_endpoints.AnswerBody` reads it."""
+def continuation_to_json(continuation: Continuation, *, routes: bool = False) -> dict[str, Any]:
+    """What a server is asked; `serving.rollout_endpoints.AnswerBody` reads it. routes: whether they are wanted."""
     request = continuation.request
     return {
         "request_id": continuation.request_id,
@@ -41,11 +42,12 @@ def continuation_to_json(continuation: Continuation) -> dict[str, Any]:
         "stop_strings": list(request.stop_strings),
         "adapter": continuation.adapter,
         "top_logprobs": request.top_logprobs,
+        "routes": routes,
     }
 
 
-def completion_to_json(completion: Completion, label_of: Callable[[int], str]) -> dict[str, Any]:
-    """An answer; label_of: from the engine's versions to the trainer's."""
+def completion_to_json(completion: Completion, label_of: Callable[[int], str], *, routes: bool) -> dict[str, Any]:
+    """An answer; label_of: from the engine's versions to the trainer's; routes: whether they were asked for."""
     return {
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,
@@ -54,6 +56,7 @@ def completion_to_json(completion: Completion, label_of: Callable[[int], str]) -
         "finish": completion.finish,
         "support": None if completion.support is None else [_support_to_json(each) for each in completion.support],
         "top": completion.top,
+        "routes": routes_to_json(completion.routes) if routes else None,
     }
 
 
@@ -69,6 +72,7 @@ def answer_from_json(answer: Mapping[str, Any]) -> ServerAnswer:
         finish="stop" if finish == "stop_string" else "length" if finish == "context" else finish,
         support=None if support is None else [_support_from_json(each) for each in support],
         top=None if top is None else [tuple((token, value) for token, value in entry) for entry in top],
+        routes=routes_from_json(answer["routes"]),
     )
 
 

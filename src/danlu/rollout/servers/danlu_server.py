@@ -40,13 +40,17 @@ class DanluServer(ServerClient, TakesFiles):
     Args:
         exact: the type of activations ("float32") that a trainer with numerics: exact computes in, which the server has
             to be as exact as; None: it may round otherwise.
+        routes: whether answers come with the experts that their tokens went to.
         push: whether files of weights are sent; else the server reads them from the trainer's folder.
     """
 
     name = "danlu serve"
 
-    def __init__(self, client: HTTPClient, *, exact: str | None = None, push: bool = False) -> None:
+    def __init__(
+        self, client: HTTPClient, *, exact: str | None = None, push: bool = False, routes: bool = False
+    ) -> None:
         super().__init__(client)
+        self._routes = routes
         self.exact = exact is not None
         self._dtype = exact
         self._push = push
@@ -80,7 +84,7 @@ class DanluServer(ServerClient, TakesFiles):
         return None
 
     def answer(self, continuation: Continuation) -> ServerAnswer:
-        return answer_from_json(self._post("answer", continuation_to_json(continuation)))
+        return answer_from_json(self._post("answer", continuation_to_json(continuation, routes=self._routes)))
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self.client.post(f"{PREFIX}/{path}", {} if body is None else body)

@@ -11,18 +11,22 @@ from danlu.rollout.servers.danlu_server import DanluServer
 from danlu.rollout.servers.server_interface import RolloutServer
 from danlu.rollout.servers.sglang import SGLangServer
 from danlu.rollout.servers.vllm import VLLMServer
+from danlu.terminal import print_status
 
 
 @dataclass(frozen=True)
 class Demands:
     """What a trainer asks of a server of any kind.
 
-    exact, push: as in `DanluServer`. bucket_bytes: as in `VLLMServer`.
+    exact, push: as in `DanluServer`. bucket_bytes: as in `VLLMServer`. routes: whether the trainer replays the experts
+    that tokens went to; `routes_required`: whether it takes no server that does not say which these were.
     """
 
     exact: str | None = None
     push: bool = False
     bucket_bytes: int = 1 << 29
+    routes: bool = False
+    routes_required: bool = False
 
 
 def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
@@ -33,7 +37,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
     url = client.url
     info = _answer(client, f"{PREFIX}/info")
     if isinstance(info, dict) and info.get("server") == "danlu":
-        return DanluServer(client, exact=demands.exact, push=demands.push)
+        return DanluServer(client, exact=demands.exact, push=demands.push, routes=demands.routes)
     name = _other_kind(client)
     if demands.exact is not None:
         raise ModelError(
@@ -44,9 +48,24 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
         raise ModelError(
             f"{url}: {name} takes no files over HTTP (rollout.server.push): let it read a folder that both see"
         )
+    if demands.routes_required:
+        raise ModelError(
+            f"{url}: {name} does not say which experts tokens went to (rollout.routing_replay). Use danlu serve "
+            "--rollouts there, or leave the key out: then routers choose anew"
+        )
+    if demands.routes:
+        print_status(without_routes(name))
     if name == SGLangServer.name:
         return SGLangServer(client)
     return VLLMServer(client, bucket_bytes=demands.bucket_bytes)
+
+
+def without_routes(name: str) -> str:
+    """What a user is told whose policy has experts, and whose server does not say which of them tokens went to."""
+    return (
+        f"rollout: {name} does not say which experts tokens went to, so routers choose anew in training; `gap` in "
+        "metrics.jsonl says how far that is from the rollout"
+    )
 
 
 def _other_kind(client: HTTPClient) -> str:

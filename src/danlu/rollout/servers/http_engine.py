@@ -327,6 +327,8 @@ class HTTPEngine:
             logprob, drawn = outcome.logprobs[index], outcome.drawn[index]
             version = int(outcome.version_labels[index])
             answer.drawn.append(DrawnToken(token, logprob, drawn, support, version, top))
+        if outcome.tokens:  # then all that was drawn before has been read again with them
+            answer.routes = outcome.routes
         answer.report()
         if answer.finish is None and outcome.finish == "abort" and answer.key not in self._aborted:
             self._ask_again(answer, "the server aborted it", progress=bool(outcome.tokens))

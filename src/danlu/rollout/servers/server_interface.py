@@ -17,6 +17,7 @@ from danlu.rollout.request import Request
 from danlu.rollout.support import Support
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 Route = Literal["group", "folder", "adapter"]
@@ -86,6 +87,8 @@ class ServerAnswer:
     finish: Literal["stop", "length", "abort"]
     support: list[Support] | None = None
     top: list[tuple[tuple[int, float], ...]] | None = None
+    routes: np.ndarray | None = None
+    """As `Completion.routes`, of all tokens that were continued, and of the new ones."""
 
 
 class WeightGroup(Protocol):

@@ -48,6 +48,7 @@ class AnswerBody(Body):
     stop_strings: list[str]
     adapter: str | None = None
     top_logprobs: Annotated[int, Field(ge=0)] = 0
+    routes: bool = False
 
     def engine_request(self, number: int) -> engine_request.Request:
         """What the engine is asked. Raises ApiError for sampling options that there are none of."""
@@ -155,7 +156,7 @@ class RolloutEndpoints:
         finally:
             self._under_way.pop(body.request_id, None)
             self._thread.abort(call)
-        return JSONResponse(completion_to_json(completion, self._control.label_of))
+        return JSONResponse(completion_to_json(completion, self._control.label_of, routes=body.routes))
 
     async def abort(self, request: Request) -> Response:
         body = parse_body(AbortBody, await read_body(request))

@@ -9,17 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.family import Stored
-from danlu.models.family_experts import (
-    QWEN_MOE_MODULES,
-    gated_shared_experts,
-    gated_shared_keys,
-    sparse_layers,
-    with_feeds,
-)
+from danlu.models.delta_spec import Delta
+from danlu.models.families.expert_keys import QWEN_MOE_MODULES, STACKED_MODULES, with_feeds
+from danlu.models.families.family import GENERATION_ONLY, Family, Stored
+from danlu.models.families.layer_keys import interval_of, layer_types
+from danlu.models.families.qwen_moe import gated_shared_experts, gated_shared_keys, sparse_layers
 from danlu.models.hf_rope import write_rope_parameters
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import Delta, LayerSpec, Mixer
+from danlu.models.layer_spec import LayerSpec, Mixer
 
 GATED_HEADS_MODULES: dict[str, str | Stored] = {
     **QWEN_MOE_MODULES,
@@ -71,7 +68,7 @@ QWEN3_5_MOE_DEFAULTS: dict[str, Any] = {
     "num_experts": 256,
     "num_experts_per_tok": 8,
 }
-DEFAULTS: dict[str, Any] = {
+LINEAR_DEFAULTS: dict[str, Any] = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -115,16 +112,10 @@ def read_linear(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 
 
 def _layer_types(hf: HFValues, layers: int) -> list[str]:
-    types = hf.raw("layer_types")
-    if types is None:
-        every = hf.integer("full_attention_interval")
-        if every < 1:
-            raise hf.error("full_attention_interval", f"{every} is no number of layers")
+    if hf.raw("layer_types") is None:
+        every = interval_of(hf, "full_attention_interval")
         return ["full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers:
-        raise hf.error("layer_types", f"expected a list with one entry for each of {layers} layers, found {types!r}")
-    if wrong := sorted({str(kind) for kind in types} - set(_TYPES)):
-        raise hf.error("layer_types", f"not supported: {', '.join(wrong)}")
+    types = layer_types(hf, layers, _TYPES)
     if len(set(types)) < len(_TYPES):
         raise hf.error("layer_types", f"expected layers of both kinds, {' and '.join(_TYPES)}")
     return types
@@ -173,3 +164,50 @@ def write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
     """What `read_qwen3_5_moe` reads."""
     unknown = ("mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
     return {key: value for key, value in write_linear_moe(config).items() if key not in unknown}
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5Moe",
+        architectures=GENERATION_ONLY,
+        has_experts=True,
+        read=read_qwen3_5_moe,
+        write=write_qwen3_5_moe,
+        modules=GATED_HEADS_MODULES,
+        linear_modules=QWEN3_5_DELTA_MODULES,
+        stacked_modules=STACKED_MODULES,
+        has_mtp_module=True,
+        mtp_keys=MTP_KEYS,
+        defaults={**LINEAR_DEFAULTS, **QWEN3_5_MOE_DEFAULTS},
+    ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5",
+        architectures={
+            "sequence-classification": "Qwen3_5TextForSequenceClassification",
+            "token-classification": None,
+        },
+        read=read_linear,
+        write=write_linear,
+        modules=GATED_HEADS_MODULES,
+        linear_modules=QWEN3_5_DELTA_MODULES,
+        has_mtp_module=True,
+        mtp_keys=MTP_KEYS,
+        defaults=LINEAR_DEFAULTS,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3Next",
+        has_experts=True,
+        has_mtp=True,
+        read=read_linear_moe,
+        write=write_linear_moe,
+        modules=GATED_HEADS_MODULES,
+        linear_modules=QWEN3_NEXT_DELTA_MODULES,
+        stacked_modules=STACKED_MODULES,
+        has_mtp_module=True,
+        defaults={
+            **LINEAR_DEFAULTS,
+            **QWEN3_NEXT_DEFAULTS,
+            "num_key_value_heads": 2,
+        },
+    ),
+}

@@ -1,0 +1,118 @@
+"""Which tokens of a packed sequence each context rank holds: a pure function, computed alike on every process.
+
+A long document is cut into 2R chunks for R ranks, of which rank r has r and 2R - 1 - r: under a causal mask the chunks
+near the end have the most scores, and each rank has one as near to the end as its other one is to the beginning
+(zigzag, as in ring-flash-attention and Megatron). Short documents stay whole, so that nothing of them travels, and are
+dealt longest first, each to the rank that has the least to do (Graham's LPT rule).
+
+A tree is cut by branches: those that are long are cut into chunks as a document is, of which a token sees the more the
+later it comes on its path, and those that are short stay whole, each where there is the least to do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from danlu.types import Branch, Run, Share
+
+WHOLE_SHARE = 1 / 8
+"""A document stays whole if it costs no more than this part of what a rank has to do, the mean over ranks; so no rank
+has more than this above the mean because of it."""
+TOKEN_COST = 8192
+"""What a token costs without attention, in scores (a query and a key). A layer of width D multiplies a token with about
+12 D^2 parameters and a score with 2 D numbers: 6 D, here of a layer of width 1365."""
+
+
+def shares(
+    boundaries: Sequence[int],
+    ranks: int,
+    *,
+    trees: Sequence[Branch] = (),
+    uncut: Collection[int] = (),
+    token_cost: int = TOKEN_COST,
+) -> tuple[Share, ...]:
+    """The tokens of each of `ranks` context ranks; every token is on one of them.
+
+    Args:
+        boundaries: [documents + 1] offsets of the documents in the packed sequence, from 0 on, none of which is empty.
+        trees: the branches of all documents, as in `Batch.trees`; empty where each document is one.
+        uncut: numbers of documents that stay whole however long they are.
+        token_cost: what a token costs beside its scores; see `TOKEN_COST`.
+    """
+    documents = _branches_of(boundaries, trees)
+    costs = [sum(_cost_of(branch, token_cost) for branch in document) for document in documents]
+    limit = WHOLE_SHARE * sum(costs) / ranks
+    chunks: list[list[Run]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    whole: list[_Whole] = []
+    for number, (document, document_cost) in enumerate(zip(documents, costs, strict=True)):
+        if ranks == 1 or number in uncut or document_cost <= limit:
+            whole.append(_Whole(document_cost, document, is_document=True))
+            continue
+        for branch in document:
+            branch_cost = _cost_of(branch, token_cost)
+            if branch_cost <= limit:
+                whole.append(_Whole(branch_cost, [branch], is_document=False))
+                continue
+            for rank, run in _zigzag(branch, ranks):
+                chunks[rank].append(run)
+                loads[rank] += _cost_of(run, token_cost)
+    own: list[list[Run]] = [[] for _ in range(ranks)]
+    least_loaded = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least_loaded)
+    for each in sorted(whole, key=lambda each: (-each.cost, each.runs[0].start)):
+        load, rank = least_loaded[0]
+        (own if each.is_document else chunks)[rank] += each.runs
+        heapq.heapreplace(least_loaded, (load + each.cost, rank))
+    return tuple(Share(tuple(sorted(runs)), tuple(sorted(cut))) for runs, cut in zip(own, chunks, strict=True))
+
+
+class _Whole(NamedTuple):
+    """Runs that stay together on one rank."""
+
+    cost: int
+    runs: Sequence[Run]
+    is_document: bool  # all of one; else a branch of a document whose other branches may be elsewhere
+
+
+def _branches_of(boundaries: Sequence[int], trees: Sequence[Branch]) -> list[list[Run]]:
+    """The runs of each document, uncut: one for each of its branches."""
+    if not trees:
+        return [[Run(number, 0, *ends)] for number, ends in enumerate(itertools.pairwise(boundaries))]
+    runs: list[Run] = []
+    documents: list[list[Run]] = []
+    for number, (parent, start, stop) in enumerate(trees):
+        if parent < 0:
+            documents.append([])
+            runs.append(Run(number, 0, start, stop))
+        else:
+            above = runs[parent]
+            position = above.position + above.tokens
+            runs.append(Run(number, position, start, stop, (*above.ancestors, above.document)))
+        documents[-1].append(runs[-1])
+    return documents
+
+
+def cost(first: int, last: int, token_cost: int = TOKEN_COST) -> int:
+    """What the tokens at positions `first` to `last` of a document cost, the last one not among them, in scores."""
+    count = last - first
+    return count * token_cost + count * (first + last + 1) // 2
+
+
+def _cost_of(run: Run, token_cost: int) -> int:
+    return cost(run.position, run.position + run.tokens, token_cost)
+
+
+def _zigzag(run: Run, ranks: int) -> Iterator[tuple[int, Run]]:
+    """The chunks of a document or branch with the rank of each, in order; none is empty. The two in the middle are
+    one."""
+    length, count = run.tokens, 2 * ranks
+    ends = [number * length // count for number in range(count + 1)]
+    ends.pop(ranks)  # between the two in the middle, which are on the last rank
+    for number, (first, last) in enumerate(itertools.pairwise(ends)):
+        if first < last:
+            chunk = run._replace(position=run.position + first, start=run.start + first, stop=run.start + last)
+            yield min(number, count - 2 - number), chunk

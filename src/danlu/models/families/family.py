@@ -1,0 +1,95 @@
+"""What a model family is to danlu: how its layers are read from a config.json and written, and its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from danlu.models.config import ModelConfig
+from danlu.models.delta_spec import Delta
+from danlu.models.hf_rope import RopeRules
+from danlu.models.hf_values import HFValues
+from danlu.models.layer_spec import LayerSpec
+
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+    from danlu.types import Task
+
+ARCHITECTURE_ENDINGS: dict[Task, str] = {
+    "causal-lm": "ForCausalLM",
+    "sequence-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification",
+}
+"""By task, how the classes of transformers are called: LlamaForCausalLM."""
+GENERATION_ONLY: dict[Task, None] = {"sequence-classification": None, "token-classification": None}
+"""Of families for which transformers has no class that classifies."""
+
+DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""What transformers takes for absent keys of most families."""
+
+LLAMA_MODULES: dict[str, str] = {
+    "attention": "self_attn",
+    "attention_norm": "input_layernorm",
+    "mlp": "mlp",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""Module inside a layer, here -> on disk. The longest dotted prefix that is listed is replaced."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a parameter of a layer lies on disk, where that is not as rows of a tensor.
+
+    Parameters of the same `name` share the tensor. With `*` in it each expert of stacked parameters [E, ...] has one of
+    its own, and `*` is its number.
+    """
+
+    name: str
+    transposed: bool = False
+    """Whether matrices are [inputs, outputs] on disk."""
+    alternates: bool = False
+    """Whether the outputs of those that share the tensor take turns one by one: gate, up, gate, up."""
+    turns: Callable[[LayerSpec], int] = lambda layer: 1
+    """How often those that share the tensor take turns, each time with an equal number of their outputs: as often as
+    there are heads, where each head of q_proj is followed by the same head of its gate."""
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    """The classes of transformers that load it, without the task: Llama of LlamaForCausalLM."""
+    read: Callable[[HFValues, LayerSpec, int], dict[str, Any]]
+    """From config.json, a layer by the keys that all families have, and the number of layers: fields of ModelConfig,
+    `layers` among them."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """What only some families have, as keys of config.json."""
+    defaults: Mapping[str, Any]
+    """What transformers (5.23) takes for absent keys. A key/value head count is always asked for where it guesses."""
+    modules: Mapping[str, str | Stored] = field(default_factory=lambda: LLAMA_MODULES)
+    linear_modules: Mapping[str, str | Stored] | None = None
+    """What `modules` is for layers with linear attention."""
+    stacked_modules: Mapping[str, str | Stored] = field(default_factory=dict)
+    """What takes the place of entries of `modules` where all experts of a layer share two tensors, as they do in
+    transformers' own modules; empty for families that have no other form, or no experts."""
+    rope: RopeRules = field(default_factory=RopeRules)
+    ropes_differ: bool = False
+    """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""
+    has_experts: bool = False
+    architectures: Mapping[Task, str | None] = field(default_factory=dict)
+    """Classes of transformers by task that are not called by `architecture`; None: it has none."""
+    has_mtp: bool = False
+    """Whether folders may hold layers that predict further tokens (MTP), behind the last layer or under `mtp.`."""
+    has_mtp_module: bool = False
+    """Whether they may hold such layers under `mtp.` alone."""
+    mtp_keys: Sequence[str] = ()
+    """The keys of config.json that tell of them."""
+
+    def modules_of(self, layer: LayerSpec, *, stacked: bool = False) -> Mapping[str, str | Stored]:
+        """Modules inside a layer, here -> on disk. stacked: with `stacked_modules`."""
+        modules = self.linear_modules if isinstance(layer.mixer, Delta) else self.modules
+        assert modules is not None, f"{self.architecture} has no linear attention"
+        return {**modules, **self.stacked_modules} if stacked else modules
+
+    def architecture_of(self, task: Task) -> str | None:
+        """The class of transformers that loads it for a task; None where there is none."""
+        return self.architectures.get(task, self.architecture + ARCHITECTURE_ENDINGS[task])

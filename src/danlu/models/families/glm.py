@@ -1,0 +1,51 @@
+"""GLM-4 MoE: the experts of DeepSeek-V3 with attention by heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from danlu.models.config import ModelConfig
+from danlu.models.families.deepseek import DEEPSEEK_MOE_MODULES, deepseek_feeds, deepseek_keys, deepseek_v3_router
+from danlu.models.families.expert_keys import STACKED_MODULES, with_feeds
+from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.layer_keys import with_windows
+from danlu.models.hf_values import HFValues
+from danlu.models.layer_spec import LayerSpec
+
+
+def read_glm4_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    qk_norm = "head" if hf.flag("use_qk_norm") else None
+    windows = [None] * layers
+    plain_layers = with_windows(plain, windows, qkv_bias=hf.flag("attention_bias"), qk_norm=qk_norm)["layers"]
+    return {"layers": with_feeds(plain_layers, deepseek_feeds(hf, plain, deepseek_v3_router(hf), layers))}
+
+
+def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
+    first = config.layers[0].attention
+    return {**deepseek_keys(config), "attention_bias": first.qkv_bias, "use_qk_norm": first.qk_norm is not None}
+
+
+FAMILIES: dict[str, Family] = {
+    "glm4_moe": Family(
+        architecture="Glm4Moe",
+        architectures=GENERATION_ONLY,
+        has_experts=True,
+        read=read_glm4_moe,
+        write=write_glm4_moe,
+        modules=DEEPSEEK_MOE_MODULES,
+        stacked_modules=STACKED_MODULES,
+        has_mtp=True,
+        mtp_keys=("num_nextn_predict_layers",),
+        defaults={
+            "first_k_dense_replace": 1,
+            "max_position_embeddings": 131072,
+            "n_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+    ),
+}

@@ -1,0 +1,155 @@
+"""A config.json into a ModelConfig and back: the keys that all families have. `families` has what only some do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from danlu.errors import ModelError
+from danlu.models.block_scaled import METHODS
+from danlu.models.config import MAX_LAYERS, ModelConfig
+from danlu.models.delta_spec import Delta
+from danlu.models.families import FAMILIES, READ_AS
+from danlu.models.families.family import ARCHITECTURE_ENDINGS, DEFAULTS, Family
+from danlu.models.families.layer_keys import HF_ACTIVATIONS, plain_layer
+from danlu.models.hf_rope import write_rope
+from danlu.models.hf_values import HFValues
+from danlu.models.latent_spec import Latent
+from danlu.models.multimodal import MULTIMODAL, text_values
+from danlu.models.unsupported import UNSUPPORTED
+
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+    from danlu.types import Task
+
+
+def read_config_values(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+    """A ModelConfig from the content of a config.json; `where` names it in messages.
+
+    Raises ModelError for an unknown model_type (listing the known ones), for one that danlu does not train (saying
+    why) and for anything the decoder would not compute as the model was trained. Dropout is left out: danlu trains
+    without it. `pretraining_tp` too: it only sums the same products in another order.
+    """
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in MULTIMODAL:
+        text = read_config_values(text_values(values, where), where=where)
+        return replace(text, multimodal=model_type, task=task_of(values))
+    model_type = READ_AS.get(str(model_type), model_type)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None and model_type in UNSUPPORTED:
+        raise ModelError(f"{where}: model_type {model_type!r} is not supported: {UNSUPPORTED[model_type]}")
+    if family is None:
+        raise ModelError(
+            f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    hf = HFValues(values, {**DEFAULTS, **family.defaults}, where)
+    _refuse_unsupported(hf, family)
+    layers = hf.integer("num_hidden_layers")
+    if layers > MAX_LAYERS:  # before lists of so many are made
+        raise hf.error("num_hidden_layers", f"{layers:,} layers; at most {MAX_LAYERS:,} can be built")
+    try:
+        return ModelConfig(
+            family=str(model_type),
+            vocab_size=hf.integer("vocab_size"),
+            hidden_size=hf.integer("hidden_size"),
+            rms_norm_eps=hf.number("rms_norm_eps"),
+            max_position_embeddings=hf.integer("max_position_embeddings"),
+            tie_word_embeddings=hf.flag("tie_word_embeddings"),
+            bos_token_id=hf.optional_integer("bos_token_id"),
+            eos_token_ids=hf.token_ids("eos_token_id"),
+            pad_token_id=hf.optional_integer("pad_token_id"),
+            task=task_of(values),
+            **family.read(hf, plain_layer(hf, family), layers),
+        )
+    except ModelError as error:
+        raise error if str(error).startswith(where) else ModelError(f"{where}: {error}") from None
+
+
+def task_of(values: Mapping[str, Any]) -> Task:
+    """What the model of a config.json is for, by its `architectures`; a language model where they do not tell."""
+    architectures = values.get("architectures")
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    return next((task for task, ending in ARCHITECTURE_ENDINGS.items() if named.endswith(ending)), "causal-lm")
+
+
+def architecture_of(family: str, task: Task) -> str:
+    """The class of transformers that loads a family's models for a task: LlamaForCausalLM.
+
+    Raises ModelError where transformers has none, with the families of which it has one. What trains a model asks
+    first, so that this is not told when the model is to be written.
+    """
+    architecture = FAMILIES[family].architecture_of(task)
+    if architecture is None:
+        others = [name for name, other in FAMILIES.items() if other.architecture_of(task) is not None]
+        raise ModelError(
+            f"transformers has no class for {task} with a {family} model, so nothing could load the result. It has one "
+            f"for {', '.join(others)}; an adapter on {family} can be trained, which danlu loads without one"
+        )
+    return architecture
+
+
+def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
+    """The content of a config.json that transformers 4 and 5 load as this model; of a multimodal one its language part.
+
+    torch_dtype: "float32", "bfloat16" or "float16": how the weights beside it are stored.
+    Raises ModelError if the family has no key for something that `config` sets, or no class for its task.
+    """
+    config = replace(config, multimodal=None)
+    family, first = FAMILIES[config.family], config.layers[0]
+    heads = next(layer.mixer for layer in config.layers if not isinstance(layer.mixer, Delta))
+    # transformers' head_dim of latent attention is the width of what is rotated.
+    head_dim = heads.qk_rope_head_dim if isinstance(heads, Latent) else heads.head_dim
+    eos: int | list[int] | None = list(config.eos_token_ids) or None
+    if len(config.eos_token_ids) == 1:
+        eos = config.eos_token_ids[0]
+    values: dict[str, Any] = {
+        "architectures": [architecture_of(config.family, config.task)],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": first.feed.intermediate_size,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": heads.heads,
+        "num_key_value_heads": heads.kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": HF_ACTIVATIONS.get(first.feed.activation, "silu"),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        **(write_rope(config.ropes[0], head_dim) if config.ropes else {}),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos,
+        "pad_token_id": config.pad_token_id,
+        "torch_dtype": torch_dtype,
+        **family.write(config),
+    }
+    values = {key: value for key, value in values.items() if value is not None or key not in _ROPE_KEYS}
+    understood = read_config_values(values)
+    if understood != config:
+        names = [each.name for each in fields(config)]
+        lost = [name for name in names if getattr(understood, name) != getattr(config, name)]
+        layers = zip(config.layers, understood.layers, strict=False)
+        parts = dict.fromkeys(part for own, read in layers for part in own.differences(read))
+        lost = [part for name in lost for part in (parts if name == "layers" and parts else [name])]
+        raise ModelError(f"a {config.family} config.json cannot say this model's {', '.join(lost)}")
+    return values
+
+
+_ROPE_KEYS = ("rope_theta", "rope_scaling")
+"""Which a family that writes rope_parameters takes out."""
+
+
+def _refuse_unsupported(hf: HFValues, family: Family) -> None:
+    if "quantization_config" in hf:
+        method = hf.section("quantization_config").get("quant_method", "unknown method")
+        if method not in ("bitsandbytes", *METHODS):
+            raise hf.error(
+                "quantization_config", f"weights stored quantised ({method}) are not supported; use the original"
+            )
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if not family.has_experts and key in hf and hf.integer(key) > 1:
+            raise hf.error(key, "mixtures of experts are not supported for this family")
+    if hf.flag("use_bidirectional_attention"):
+        raise hf.error("use_bidirectional_attention", "only causal attention is supported")

@@ -1,0 +1,146 @@
+"""How one process takes part in a pipeline: its list of actions, and the messages between stages.
+
+No shape is ever sent: every stage knows the packs of a step, and with them the shape and type of what passes between
+two chunks. Messages of one direction between two ranks are sent and received in one order, which the lists promise, so
+they need no tags. Each direction has a process group, and with NCCL a stream, of its own: what goes downstream never
+waits for what goes upstream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from danlu.parallel.comm import ALONE, Group
+from danlu.parallel.schedules import Action, evaluation_actions, peak_in_flight, placement, schedule, schedule_problems
+from danlu.parallel.watchdog import PHASE
+
+T = TypeVar("T")
+
+_ROUND = 4
+"""Micro-batches for each stage in a round of an evaluation: (p - 1)/4p of its time are a bubble."""
+_UNFINISHED_SENDS = 4
+"""Messages that may be on their way at once; their tensors are kept until they have arrived."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The part of one process in a pipeline; by default all of it, a model in one chunk."""
+
+    schedule: str = "1f1b"
+    chunks_per_rank: int = 1
+    stages: Group = ALONE
+    """The ranks that have the other layers of the same copy of the model, in the order of stages."""
+    downstream: Group = ALONE
+    """The same ranks, for what goes to stages of a higher index."""
+    upstream: Group = ALONE
+    """The same ranks, for what goes to stages of a lower index."""
+
+    @property
+    def alone(self) -> bool:
+        return self.stages.alone
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The numbers of this process's chunks, rising."""
+        return self._placement[self.stages.index]
+
+    @property
+    def num_chunks(self) -> int:
+        """Of the whole model."""
+        return self.stages.size * self.chunks_per_rank
+
+    def stage_of(self, chunk: int) -> int:
+        """The index of the stage that has a chunk."""
+        return next(stage for stage, chunks in enumerate(self._placement) if chunk in chunks)
+
+    @property
+    def _placement(self) -> tuple[tuple[int, ...], ...]:
+        return placement(self.schedule, self.stages.size, self.chunks_per_rank)
+
+    def actions(self, micro_batches: int) -> tuple[Action, ...]:
+        """What this process does in a step of so many micro-batches, in order."""
+        lists = schedule(self.schedule, self.stages.size, self.chunks_per_rank, micro_batches)
+        return lists[self.stages.index]
+
+    def evaluation_rounds(self, micro_batches: int) -> Iterator[tuple[Sequence[Action], range]]:
+        """The forward passes of an evaluation in rounds, each with the numbers of its micro-batches.
+
+        A round fills the pipeline and empties it; between rounds, processes may agree on whether to go on.
+        """
+        size = 1 if self.alone else _ROUND * self.stages.size
+        for start in range(0, micro_batches, size):
+            numbers = range(start, min(start + size, micro_batches))
+            own = evaluation_actions(self._placement, len(numbers))[self.stages.index]
+            yield [replace(action, micro=start + (action.micro or 0)) for action in own], numbers
+
+    @property
+    def micro_batches_in_flight(self) -> float:
+        """Of how many micro-batches this process keeps activations at once, in a step that fills the pipeline."""
+        return peak_in_flight(self.actions(_ROUND * self.stages.size)) / self.chunks_per_rank
+
+    def problems(self, micro_batches: int) -> list[str]:
+        """Why the schedule cannot be made of so many micro-batches."""
+        problems = schedule_problems(self.schedule, self.stages.size, self.chunks_per_rank, micro_batches)
+        return [message for _, message in problems]
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all stages, on all of them, each of which calls this."""
+        values: list[T] = self.stages.all_gather_objects(value)
+        return values
+
+    def from_last(self, value: T) -> T:
+        """The value of the stage that has the last chunk, on all stages, each of which calls this."""
+        return self.all_gather(value)[self.stage_of(self.num_chunks - 1)]
+
+
+@dataclass
+class Messages:
+    """The messages of one run through a list of actions."""
+
+    pipeline: Pipeline
+    _sends: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def send(self, action: Action, x: Tensor) -> None:
+        """Starts to send what the action says. Waits where many messages before have not arrived."""
+        assert action.peer is not None
+        x = x.contiguous()
+        wait = self._direction(action.peer).start_exchange([(x, action.peer)], [])
+
+        def arrived(kept: Tensor = x) -> None:  # the tensor must not be freed before
+            wait()
+
+        self._sends.append(arrived)
+        if len(self._sends) > _UNFINISHED_SENDS:
+            PHASE.begin(f"waiting until rank {self._rank(action.peer)} receives")
+            self._sends.popleft()()
+
+    def receive(self, action: Action, into: Tensor) -> Callable[[], Tensor]:
+        """Starts to receive what the action says; a function that waits for it, and returns it."""
+        peer = action.peer
+        assert peer is not None
+        wait = self._direction(self.pipeline.stages.index, source=peer).start_exchange([], [(into, peer)])
+
+        def received() -> Tensor:
+            PHASE.begin(f"waiting for the {action.what} of micro-batch {action.micro} from rank {self._rank(peer)}")
+            wait()
+            return into
+
+        return received
+
+    def finish(self) -> None:
+        """Waits until all that was sent has arrived."""
+        while self._sends:
+            self._sends.popleft()()
+
+    def _direction(self, to: int, source: int | None = None) -> Group:
+        source = self.pipeline.stages.index if source is None else source
+        return self.pipeline.downstream if to > source else self.pipeline.upstream
+
+    def _rank(self, stage: int) -> int:
+        """In the world."""
+        return self.pipeline.stages.ranks[stage]

@@ -1,0 +1,132 @@
+"""The schedules by name: `schedule` makes the lists, `schedule_problems` says what a schedule cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from danlu.errors import RecipeError
+from danlu.parallel.schedules import compute_order, v_shaped
+from danlu.parallel.schedules.action import Action, forwards_only
+from danlu.parallel.schedules.compute_order import ComputeOrder, micro_batches_per_round
+from danlu.parallel.schedules.messages import with_messages
+from danlu.parallel.schedules.placement import V_SHAPED, placement
+from danlu.spelling import did_you_mean
+
+_ORDERS: dict[str, Callable[[ComputeOrder, int, int, int], None]] = {
+    "naive": compute_order.naive,
+    "gpipe": compute_order.gpipe,
+    "1f1b": compute_order.one_forward_one_backward,
+    "zb-h1": compute_order.zb_h1,
+    "zbv": v_shaped.zbv,
+    "dualpipev": v_shaped.dualpipev,
+    "pipedream": compute_order.one_forward_one_backward,
+}
+KINDS = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream")
+"""Names of schedules, as the recipe and `danlu schedule` take them."""
+
+
+class ScheduleProblem(NamedTuple):
+    """Why there is no such schedule: which argument of `schedule`, and what is wrong with it and fits instead."""
+
+    argument: str
+    message: str
+
+
+@lru_cache(maxsize=64)
+def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """What each pipeline rank does in a step, in order: one tuple for each rank.
+
+    Of `pipedream` the lists are those between two flushes: each micro-batch is a step of its own, whose forward pass on
+    a rank takes the newest weights there, and whose backward pass takes the same ones once more (weight stashing,
+    arXiv:1806.03377, section 3.3). This is not synchronous SGD.
+
+    Args:
+        kind: one of `KINDS`.
+        stages: pipeline ranks.
+        chunks: parts of the model on each of them (`chunks_per_rank`).
+        micro_batches: of the step; of `pipedream` between two flushes.
+
+    Raises:
+        RecipeError: there is no such schedule; the message names the nearest that there is.
+    """
+    problems = [
+        f"{argument}: {message}" for argument, message in schedule_problems(kind, stages, chunks, micro_batches)
+    ]
+    if problems:
+        raise RecipeError(problems)
+    chunks_of = placement(kind, stages, chunks)
+    orders = []
+    for rank in range(stages):
+        order = ComputeOrder(chunks_of[rank], micro_batches)
+        if kind == "interleaved":
+            compute_order.interleaved(order, rank, stages, micro_batches, chunks)
+        else:
+            _ORDERS[kind](order, rank, stages, micro_batches)
+        orders.append(order.actions)
+    return with_messages(orders, chunks_of, update_each=kind == "pipedream")
+
+
+@lru_cache(maxsize=64)
+def evaluation_actions(chunks_of: Sequence[Sequence[int]], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """The forward passes of an evaluation and their messages, one tuple for each rank; of any number of micro-batches.
+
+    chunks_of: numbers of the chunks of each rank (`placement`).
+    """
+    orders = []
+    for chunks in chunks_of:
+        # As a wave goes through the chunks; where it meets another one, what is nearer to its end goes first.
+        passes = sorted((micro + chunk, -chunk, micro) for chunk in chunks for micro in range(micro_batches))
+        orders.append([Action("forward", -chunk, micro) for _, chunk, micro in passes])
+    return tuple(map(forwards_only, with_messages(orders, chunks_of, update_each=False)))
+
+
+def chunks_per_rank(kind: str) -> int:
+    """How many chunks a rank has where nothing else is asked for: only `interleaved` leaves a choice."""
+    return 2 if kind == "interleaved" or kind in V_SHAPED else 1
+
+
+def schedule_problems(kind: str, stages: int, chunks: int, micro_batches: int) -> Iterator[ScheduleProblem]:
+    """Everything that keeps `schedule` from making these lists, without making them."""
+    counts = {"stages": stages, "chunks": chunks, "micro_batches": micro_batches}
+    too_small = [
+        ScheduleProblem(name, f"{count}, but it must be at least 1") for name, count in counts.items() if count < 1
+    ]
+    if kind not in KINDS:
+        guess = did_you_mean(kind, list(KINDS))
+        yield ScheduleProblem("kind", f"there is no schedule {kind!r}.{guess} There are {', '.join(KINDS)}")
+    elif not too_small:
+        yield from _chunk_problems(kind, chunks)
+        yield from _micro_batch_problems(kind, stages, micro_batches)
+    yield from too_small
+
+
+def _chunk_problems(kind: str, chunks: int) -> Iterator[ScheduleProblem]:
+    fixed = chunks_per_rank(kind)
+    if kind == "interleaved":
+        if chunks < 2:
+            yield ScheduleProblem("chunks", f"{chunks}, but interleaved needs 2 or more on each rank. Use 2, or 1f1b")
+    elif chunks != fixed:
+        other = "" if fixed > 1 else ", or interleaved"
+        yield ScheduleProblem("chunks", f"{chunks}, but {kind} has {fixed} on each rank. Use {fixed}{other}")
+
+
+def _micro_batch_problems(kind: str, stages: int, micro_batches: int) -> Iterator[ScheduleProblem]:
+    if kind == "dualpipev" and micro_batches < 2 * stages:
+        yield ScheduleProblem(
+            "micro_batches",
+            f"{micro_batches}, but dualpipev on {stages} stages needs {2 * stages} or more. Use {2 * stages}, or zbv",
+        )
+    if kind == "interleaved" and not _fits_rounds(stages, micro_batches):
+        below = next(count for count in range(micro_batches, 0, -1) if _fits_rounds(stages, count))
+        above = next(count for count in range(micro_batches, 2 * micro_batches) if _fits_rounds(stages, count))
+        yield ScheduleProblem(
+            "micro_batches",
+            f"{micro_batches}, which interleaved on {stages} stages cannot divide into equal rounds. Use {below} or "
+            f"{above}",
+        )
+
+
+def _fits_rounds(stages: int, micro_batches: int) -> bool:
+    return micro_batches % micro_batches_per_round(stages, micro_batches) == 0

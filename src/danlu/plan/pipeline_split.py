@@ -1,0 +1,72 @@
+"""How many layers each chunk of a pipeline gets: the same number, the same cost, or as the recipe says. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from danlu.models.config import ModelConfig
+from danlu.parallel.schedules import chunks_per_rank, schedule_problems
+from danlu.recipe.sections import Pipeline
+
+
+def num_chunks(section: Pipeline) -> int:
+    """Chunks of the whole model."""
+    return section.stages * (section.chunks or chunks_per_rank(section.schedule))
+
+
+def split_problems(section: Pipeline, config: ModelConfig) -> Iterator[str]:
+    """Why the layers of a model cannot be split among the chunks of a pipeline."""
+    if section.stages == 1:
+        return
+    layers, count = len(config.layers), num_chunks(section)
+    key = "parallel.pipeline"
+    per_stage = count // section.stages
+    for argument, message in schedule_problems(section.schedule, section.stages, per_stage, 2 * section.stages):
+        yield f"{key}.{argument}: {message}"
+    if count > layers:
+        most = layers // per_stage
+        instead = f"Use at most {most} stages" if most > 1 else "Leave it out"
+        each = f" with {per_stage} chunks each" if per_stage > 1 else ""
+        yield f"{key}: {section.stages} stages{each} are {count} chunks, and the model has {layers} layers. {instead}"
+    elif isinstance(section.split, list):
+        if len(section.split) != count:
+            yield f"{key}.split: {len(section.split)} numbers, and there are {count} chunks. Give one for each"
+        elif sum(section.split) != layers:
+            yield f"{key}.split: {sum(section.split)} layers in all, and the model has {layers}"
+
+
+def chunk_sizes(section: Pipeline, config: ModelConfig) -> list[int]:
+    """Layers in each chunk of the whole model, first to last, which `split_problems` has nothing against."""
+    layers, count = len(config.layers), num_chunks(section)
+    if isinstance(section.split, list):
+        return section.split
+    if section.split == "even":
+        return [layers // count + (chunk < layers % count) for chunk in range(count)]
+    return _even_in_cost(layer_costs(config), config.vocab_size * config.hidden_size, count)
+
+
+def layer_costs(config: ModelConfig) -> list[int]:
+    """Of each layer the weights that a token is multiplied with: what its products cost."""
+    return [layer.product_weights(config.hidden_size) for layer in config.layers]
+
+
+def _even_in_cost(costs: Sequence[int], head: int, count: int) -> list[int]:
+    """The sizes of `count` runs of layers, none empty, of which the most expensive is as cheap as can be.
+
+    head: what is added to the cost of the last run. Of equal splits, the one with more layers in earlier runs.
+    """
+    before = list(itertools.accumulate(costs, initial=0))
+    # By the number of layers in the first runs: (greatest cost of a run, their sizes).
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for chunk in range(count):
+        extra = head if chunk == count - 1 else 0
+        after: dict[int, tuple[int, list[int]]] = {}
+        for stop in range(chunk + 1, len(costs) - (count - 1 - chunk) + 1):
+            after[stop] = min(
+                (max(greatest, before[stop] - before[start] + extra), [*sizes, stop - start])
+                for start, (greatest, sizes) in best.items()
+                if start < stop
+            )
+        best = after
+    return best[len(costs)][1]

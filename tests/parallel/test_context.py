@@ -1,0 +1,72 @@
+"""Context ranks compute what one process does: gradients, norms, weights and evaluation, of packs that are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from builders.equal_traces import differences
+from builders.parallel_steps import LINEAR_ATTENTION, recipe_file, see
+from builders.process_group import run_group
+from builders.tiny_world import World
+
+from danlu.verify.trace import Trace
+
+pytestmark = pytest.mark.distributed
+
+PACKS, MICRO = 5, 2
+ULYSSES = {"context": {"size": 2, "method": "ulysses"}}
+LORA = {"adapter": {"kind": "lora", "dropout": 0.1}}
+KINDS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "linear attention": LINEAR_ATTENTION}
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "context": (2, {"context": 2}, {}),
+    "gather, zero2": (2, {"context": {"size": 2, "method": "gather"}, "shard": "zero2"}, {}),
+    "ulysses, zero1": (2, {**ULYSSES, "shard": "zero1"}, {}),
+    "zero3, recompute": (2, {"context": 2, "shard": "zero3"}, {"memory": "full"}),
+    "selective": (2, {"context": 2}, {"memory": "selective"}),
+    "lora": (2, {"context": 2}, LORA),
+    "lora, ulysses": (2, ULYSSES, LORA),
+    "ring x ulysses": (4, {"context": {"size": 4, "ulysses": 2}}, {}),
+    "data x context": (4, {"context": 2}, {}),
+    "zero3 of data x context": (4, {"context": 2, "shard": "zero3"}, {}),
+    "hybrid": (4, {"context": 2, "shard": "zero3", "replicate": 2}, {}),
+    "context x tensor, sequence": (4, {"context": 2, "tensor": 2, "sequence": True}, {}),
+    "linear attention": (2, ULYSSES, LINEAR_ATTENTION),
+    "linear attention, zero3, recompute": (2, {**ULYSSES, "shard": "zero3"}, {**LINEAR_ATTENTION, "memory": "full"}),
+    "linear attention, selective": (2, ULYSSES, {**LINEAR_ATTENTION, "memory": "selective"}),
+    "linear attention x tensor, sequence": (4, {**ULYSSES, "tensor": 2, "sequence": True}, LINEAR_ATTENTION),
+    "linear attention of four": (4, {"context": {"size": 4, "method": "ulysses"}}, LINEAR_ATTENTION),
+    "context of four, zero3": (4, {"context": 4, "shard": "zero3"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Trace], Trace]]:
+    """Of each case what its processes saw, and one process."""
+    folder = tmp_path_factory.mktemp("context")
+    optimizer = {"kind": "sgd", "learning_rate": 0.1, "momentum": 0.9}
+    base = {"model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
+
+    def file(name: str, **changes: Any) -> str:
+        changes |= base if "adapter" in changes else {}
+        return recipe_file(tiny_world, folder, name, optimizer=optimizer, **changes)
+
+    files = {name: file(name, parallel=layout, **changes) for name, (_, layout, changes) in CASES.items()}
+    alone = {kind: file(f"one-{kind}", **changes) for kind, changes in KINDS.items()}
+    reference = see(list(alone.values()), PACKS, MICRO, 1)
+    seen: dict[str, tuple[list[Trace], Trace]] = {}
+    for size in (2, 4):
+        names = [name for name, case in CASES.items() if case[0] == size]
+        by_rank = run_group(see, size, [files[name] for name in names], PACKS, MICRO)
+        for name in names:
+            changes = CASES[name][2]
+            kind = "lora" if "adapter" in changes else "linear attention" if "model" in changes else "full"
+            seen[name] = [rank[files[name]] for rank in by_rank], reference[alone[kind]]
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_context_ranks_are_one_process(traces: dict[str, tuple[list[Trace], Trace]], name: str) -> None:
+    by_rank, reference = traces[name]
+    assert differences(by_rank, reference) == []

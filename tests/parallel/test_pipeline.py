@@ -1,0 +1,106 @@
+"""Stages of a pipeline compute what one process does: gradients, norms, weights and evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.equal_traces import differences, gradients
+from builders.parallel_steps import recipe_file, see, see_without_sums
+from builders.process_group import run_group
+from builders.tiny_world import CONFIG, World
+
+from danlu.models.hf_config import read_config_values
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+from danlu.models.saving import save
+from danlu.verify.trace import Trace
+
+pytestmark = pytest.mark.distributed
+
+PACKS, MICRO = 9, 1  # of a step: no number of data ranks divides the packs
+FOUR = {**CONFIG, "num_hidden_layers": 4}
+TIED = {"model": {"config": {**FOUR, "tie_word_embeddings": True}}}
+LORA = {"adapter": {"kind": "lora", "dropout": 0.1}}
+VERA = {"adapter": {"kind": "vera", "rank": 4, "dropout": 0.1}}
+SAVED = {"adapter": {"kind": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norm"]}}
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "1f1b": (2, {"pipeline": 2}, {}),
+    "naive, by hand": (2, {"pipeline": {"stages": 2, "schedule": "naive", "split": [3, 1]}}, {}),
+    "gpipe, by cost": (2, {"pipeline": {"stages": 2, "schedule": "gpipe", "split": "cost"}}, TIED),
+    "1f1b, tied": (2, {"pipeline": 2}, TIED),
+    "interleaved, tied": (2, {"pipeline": {"stages": 2, "schedule": "interleaved"}}, TIED),
+    "lora": (2, {"pipeline": 2}, LORA),
+    "vera": (2, {"pipeline": 2}, VERA),
+    "lora, modules_to_save": (2, {"pipeline": 2}, SAVED),
+    "every": (2, {"pipeline": 2}, {"memory": {"recompute": {"kind": "every", "layers": 2}}}),
+    "four stages": (4, {"pipeline": 4}, {}),
+    "x data": (4, {"pipeline": 2}, TIED),
+    "x zero1": (4, {"pipeline": 2, "shard": "zero1"}, {}),
+    "x zero2": (4, {"pipeline": 2, "shard": "zero2"}, TIED),
+    "x zero3": (4, {"pipeline": 2, "shard": "zero3"}, TIED),
+    "x zero3, lora": (4, {"pipeline": 2, "shard": "zero3"}, LORA),
+    "x zero3, vera": (4, {"pipeline": 2, "shard": "zero3"}, VERA),
+    "interleaved x zero1": (4, {"pipeline": {"stages": 2, "schedule": "interleaved"}, "shard": "zero1"}, TIED),
+    "interleaved x zero3": (4, {"pipeline": {"stages": 2, "schedule": "interleaved"}, "shard": "zero3"}, {}),
+    "x tensor": (4, {"pipeline": 2, "tensor": 2}, TIED),
+    "x tensor, sequence": (4, {"pipeline": 2, "tensor": 2, "sequence": True}, {}),
+    "x context": (4, {"pipeline": 2, "context": 2}, {}),
+    "zb-h1": (2, {"pipeline": {"stages": 2, "schedule": "zb-h1"}}, {}),
+    "zbv, tied": (2, {"pipeline": {"stages": 2, "schedule": "zbv"}}, TIED),
+    "dualpipev, lora": (2, {"pipeline": {"stages": 2, "schedule": "dualpipev"}}, LORA),
+    "zb-h1 x tensor, sequence": (
+        4,
+        {"pipeline": {"stages": 2, "schedule": "zb-h1"}, "tensor": 2, "sequence": True},
+        {},
+    ),
+    "zbv x zero1": (4, {"pipeline": {"stages": 2, "schedule": "zbv"}, "shard": "zero1"}, {}),
+    "zbv x zero3": (4, {"pipeline": {"stages": 2, "schedule": "zbv"}, "shard": "zero3"}, TIED),
+    "dualpipev x data": (4, {"pipeline": {"stages": 2, "schedule": "dualpipev"}}, TIED),
+}
+
+
+@pytest.fixture(scope="module")
+def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Trace], Trace]]:
+    """Of each case what its processes saw, and one process."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    optimizer = {"kind": "sgd", "learning_rate": 0.1, "momentum": 0.9}
+    base = build(read_config_values({**FOUR, "vocab_size": 400, "tie_word_embeddings": False}))
+    initialize(base, 0)
+    save(base, folder / "base", tokenizer_from=tiny_world.tokenizer)
+    of_base = {"model": {"path": str(folder / "base"), "config": None, "tokenizer": None}}
+
+    def file(name: str, **changes: Any) -> str:
+        model = of_base if "adapter" in changes else {"model": {"config": FOUR}}
+        return recipe_file(tiny_world, folder, name, **{"optimizer": optimizer, **model, **changes})
+
+    kinds = {json.dumps(changes): changes for _, _, changes in CASES.values()}
+    files = {name: file(name, parallel=layout, **changes) for name, (_, layout, changes) in CASES.items()}
+    alone = {
+        kind: file(f"one-{number}", **{key: value for key, value in changes.items() if key != "memory"})
+        for number, (kind, changes) in enumerate(kinds.items())
+    }
+    reference = see(list(alone.values()), PACKS, MICRO, 1)
+    seen: dict[str, tuple[list[Trace], Trace]] = {}
+    for size in (2, 4):
+        names = [name for name, case in CASES.items() if case[0] == size]
+        by_rank = run_group(see, size, [files[name] for name in names], PACKS, MICRO, timeout=900)
+        for name in names:
+            seen[name] = [rank[files[name]] for rank in by_rank], reference[alone[json.dumps(CASES[name][2])]]
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_are_one_process(traces: dict[str, tuple[list[Trace], Trace]], name: str) -> None:
+    by_rank, reference = traces[name]
+    assert differences(by_rank, reference) == []
+
+
+def test_a_tie_between_stages_that_is_not_summed_shows(tiny_world: World, tmp_path: Path) -> None:
+    file = recipe_file(tiny_world, tmp_path, "tied", **TIED, parallel={"pipeline": 2})
+    by_rank = [seen[file] for seen in run_group(see_without_sums, 2, [file], PACKS, MICRO)]
+    with pytest.raises(ValueError, match=r"embed_tokens.weight: processes that hold the same part of it differ"):
+        gradients(by_rank, 0)

@@ -1,0 +1,75 @@
+"""Pipeline parallelism: its short form, and rules of which each row of the table breaks exactly one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from danlu.errors import RecipeError
+from danlu.parallel.schedules import KINDS, chunks_per_rank, schedule
+from danlu.recipe import load
+from danlu.recipe.sections import Pipeline
+
+Write = Callable[..., str]
+
+BASE = {"stage": "sft", "model": "base", "data": "rows.json", "output": "runs/x", "parallel": "{pipeline: 2}"}
+
+
+def text(**changed: str) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in {**BASE, **changed}.items())
+
+
+def test_schedules_that_put_weight_gradients_off_are_allowed(write: Write) -> None:
+    for kind in set(KINDS) - {"pipedream"}:
+        parallel = f"{{shard: zero2, pipeline: {{stages: 2, schedule: {kind}}}}}"
+        section = load(write(text(parallel=parallel))).recipe.parallel
+        actions = [action.kind for actions in schedule(kind, 2, chunks_per_rank(kind), 4) for action in actions]
+        assert section.pipeline.defers_weight_gradients == ("weight" in actions)
+        assert section.reduces_each_micro_batch == ("weight" not in actions)
+
+
+def test_a_number_is_its_stages(write: Write) -> None:
+    assert load(write(text())).recipe.parallel.pipeline == Pipeline(stages=2)
+    full = "{pipeline: {stages: 2, schedule: interleaved, chunks: 3, split: cost}}"
+    wanted = Pipeline(stages=2, schedule="interleaved", chunks=3, split="cost")
+    assert load(write(text(parallel=full))).recipe.parallel.pipeline == wanted
+    by_hand = load(write(text(parallel="{pipeline: {stages: 2, split: [3, 1]}}"))).recipe.parallel.pipeline
+    assert by_hand.split == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": "{pipeline: {stages: 1, schedule: gpipe}}"}, "parallel.pipeline.schedule: there is one stage"),
+        (
+            {"parallel": "{shard: zero2, accumulate: sharded, pipeline: {stages: 2, schedule: zbv}}"},
+            "parallel.accumulate: zbv puts weight gradients off",
+        ),
+        ({"parallel": "{pipeline: {stages: 2, schedule: pipedream}}"}, "parallel.pipeline.schedule: pipedream updates"),
+        ({"parallel": "{pipeline: {stages: 2, split: halves}}"}, "parallel.pipeline.split"),
+        ({"parallel": "{pipeline: 2, workers: threads}"}, "parallel.pipeline: threads in one process"),
+        ({"numerics": "exact"}, "numerics: whether bits are those of a rollout"),
+        ({"compile": "true"}, "compile: what is compiled is the forward pass of a whole model"),
+        (
+            {"memory": "{recompute: {kind: planned, budget: 1}}", "batch": "{sequences: 8, micro: 1}"},
+            "memory.recompute.kind: a plan is measured on a whole model",
+        ),
+        ({"evaluation": "{every: 9, samples: hi}"}, "evaluation.samples: generation does not go from stage to stage"),
+        ({"adapter": "lora", "model": "{path: base, adapters: [one]}"}, "model.adapters: adapters are put on a whole"),
+        ({"adapter": "prefix"}, "adapter.kind: virtual tokens begin at the embedding"),
+        ({"adapter": "prompt"}, "adapter.kind: virtual tokens begin at the embedding"),
+        ({"adapter": "continue", "model": "{path: base, adapters: [one]}"}, "adapter.kind: an adapter's folder is"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(write: Write, changes: dict[str, str], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(write(text(**changes)))
+    assert [problem for problem in caught.value.problems if message in problem], caught.value.problems
+    if "parallel" not in changes:  # control: in one stage it is allowed
+        load(write(text(**changes, parallel="{pipeline: 1}")))
+
+
+def test_rows_that_are_trees_are_refused(write: Write) -> None:
+    with pytest.raises(RecipeError, match="stage: its objective asks for outputs of whole models"):
+        load(write(text(stage="dpo", reference="frozen", batch="{pairs: 4}")))
