@@ -9,7 +9,6 @@ import pytest
 from builders.small_experts import KINDS, experts_config
 from builders.tiny_world import CONFIG, tiny_world
 
-from danlu.errors import RecipeError
 from danlu.numerics.relative_error import worst_error
 from danlu.recipe import Recipe, load
 from danlu.verify import decoder_proxy
@@ -91,6 +90,8 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypa
     assert (report.finding.parameter, cause in report.finding.cause) == (parameter, True), report.finding
 
 
-def test_formulas_for_what_stages_send_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RecipeError, match="--traffic: there are no formulas yet for what stages of a pipeline send"):
-        verify("r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(traffic=True))
+def test_what_stages_send_is_set_beside_the_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, rows = verify("r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(steps=1, traffic=True))
+    assert report.finding is None and all(row.agrees for row in rows)
+    (row,) = (row for row in rows if (row.axis, row.kind) == ("pipeline", "point-to-point"))
+    assert row.measured_bytes == row.formula_bytes > 0

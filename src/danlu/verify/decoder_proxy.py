@@ -32,6 +32,7 @@ from danlu.types import Pack
 from danlu.verify.collective_traffic import decoder_traffic
 from danlu.verify.context_traffic import context_ranks_traffic
 from danlu.verify.data import fold_tokens, proxy_data
+from danlu.verify.pipeline_traffic import stages_traffic
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining, has_experts
 from danlu.verify.proxy_adapters import adapted_sites
 from danlu.verify.proxy_model import LENGTH_OF_ROUTES, MAX_LENGTH, proxy_recipe
@@ -80,7 +81,11 @@ class DecoderProxy:
         return replace(decoder, empty=self.empty)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-        return [*decoder_traffic(training, micro_batches), *context_ranks_traffic(training, micro_batches)]
+        return [
+            *decoder_traffic(training, micro_batches),
+            *context_ranks_traffic(training, micro_batches),
+            *stages_traffic(training, micro_batches),
+        ]
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:
         """Token ids of a text that prompt tuning starts from."""

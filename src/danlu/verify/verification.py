@@ -125,11 +125,6 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
             "log-probabilities over a cut vocabulary or a score head need. There are some for "
             f"{', '.join(_STAGES_WITH_FORMULAS)}. Leave --traffic out: what the layout computes is verified without it"
         )
-    if options.traffic and recipe.parallel.pipeline.stages > 1:
-        raise RecipeError(
-            "--traffic: there are no formulas yet for what stages of a pipeline send. Leave --traffic out: what the "
-            "layout computes is verified without it"
-        )
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
