@@ -287,10 +287,19 @@ def _build(
     else:
         share = -(-per_step // ranks.data.size)
         # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
-        most = share if ranks.pipeline.alone else max(1, share // (2 * ranks.pipeline.size))
+        is_one = ranks.pipeline.alone or placed.parallel.pipeline.updates_each_micro_batch  # or as many as steps
+        most = share if is_one else max(1, share // (2 * ranks.pipeline.size))
         micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
-    if unfit := placed.parallel.pipeline.problems(-(-per_step // (ranks.data.size * micro))):
+    micro_batches = -(-per_step // (ranks.data.size * micro))
+    if unfit := placed.parallel.pipeline.problems(micro_batches):
         raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
+    if placed.parallel.pipeline.updates_each_micro_batch and micro_batches > 1:
+        fits = "fit into memory" if recipe.batch.micro == "auto" else "are asked for"
+        raise RecipeError(
+            f"batch: pipedream's step is one micro-batch, and {per_step} {reader.items} for {ranks.data.size} data "
+            f"ranks are {micro_batches} of the {micro} that {fits}. Use batch.sequences: {micro * ranks.data.size}, or "
+            "parallel.pipeline.schedule: 1f1b"
+        )
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,

@@ -42,6 +42,15 @@ class Pipeline(Section):
     """Layers of each chunk of the whole model: even, by cost (floating-point operations, with the head's), or a list of
     their numbers from the first chunk to the last."""
 
+    vertical_sync: bool = False
+    """pipedream: all stages use the version of the weights that the first one has for a micro-batch, and so one model;
+    each then keeps as many versions as there are stages."""
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether a step is one micro-batch, with an update of its own while others are in flight."""
+        return self.stages > 1 and self.schedule == "pipedream"
+
     @property
     def defers_weight_gradients(self) -> bool:
         """Whether the schedule splits backward passes, and puts gradients of weights off."""
