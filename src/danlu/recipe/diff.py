@@ -44,6 +44,18 @@ MATTERS_WITHIN: dict[str, str] = {
 }
 
 
+# With PipeDream these too: which updates a step's weights have follows from the stages, and from the steps after which
+# no micro-batch is in flight.
+_MATTERS_WITH_PIPEDREAM = {
+    "checkpoint.every",
+    "evaluation.every",
+    "parallel.pipeline.schedule",
+    "parallel.pipeline.split",
+    "parallel.pipeline.stages",
+    "parallel.pipeline.vertical_sync",
+}
+
+
 @dataclass(frozen=True)
 class Change:
     """One key whose value differs. `old` and `new` are as YAML has them; None also stands for an absent entry."""
@@ -62,7 +74,10 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     old_values, new_values = dict(_flatten("", old)), dict(_flatten("", new))
     keys = list(new_values) + [key for key in old_values if key not in new_values]
     different = [key for key in keys if old_values.get(key) != new_values.get(key)]
-    return [Change(key, old_values.get(key), new_values.get(key), matters(key, new)) for key in different]
+    return [
+        Change(key, old_values.get(key), new_values.get(key), any(matters(key, recipe) for recipe in (old, new)))
+        for key in different
+    ]
 
 
 def matters(key: str, recipe: Recipe) -> bool:
@@ -70,6 +85,8 @@ def matters(key: str, recipe: Recipe) -> bool:
     if key == "evaluation.every" and recipe.evaluation.early_stop is not None:
         return True
     if key == "checkpoint.every" and recipe.watch.policy == "rewind":
+        return True
+    if key in _MATTERS_WITH_PIPEDREAM and recipe.parallel.pipeline.updates_each_micro_batch:
         return True
     if key in MATTERS_WITHIN:
         return True
