@@ -85,7 +85,14 @@ PIPEDREAM = "{data: 2, pipeline: {stages: 2, schedule: pipedream}}"
         ({"watch": "skip"}, "watch.policy: skip decides by a step's loss"),
         ({"watch": "rewind"}, "watch.policy: rewind decides by a step's loss"),
         ({"memory": "{offload: [parameters]}"}, "memory.offload: pipedream keeps several versions"),
-        ({"router": "step"}, "router: the load of experts is counted by steps"),
+        ({"router": "step"}, "router: the load of experts is counted and balanced by steps"),
+        (
+            {
+                "long_context": "{method: yarn, stages: [{steps: 5, length: 64}]}",
+                "data": "{train: rows.json, max_length: 64}",
+            },
+            "long_context.stages: pipedream's step is one micro-batch of one size",
+        ),
         (
             {"batch": "{sequences: 8, micro: 2}"},
             "batch.micro: pipedream's step is one micro-batch on each of 2 data ranks, and 8 sequences are more than 2 "

@@ -36,7 +36,7 @@ class WeightStash:
 
     An update changes weights in place. Where later passes need the version before it, this version keeps its memory,
     and the parameters get new memory with the same values before they are updated. So no more versions are there at a
-    time than are needed: min(m, delay + 1) of m micro-batches, the newest included.
+    time than are needed: at most min(m, delay + 1) of m micro-batches, the newest included.
 
     Autograd saves some weights as the parameters that they are, others as views of their memory; functions of ours and
     recomputation read parameters once more. A version that is put in place is seen by all of them. Its counters come

@@ -49,7 +49,7 @@ def pipedream_problems(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
         )
     if config.has_experts:
         yield (
-            f"{key}: pipedream has several steps in flight, and the load of experts is counted and balanced by steps. "
+            f"{key}: the load of experts is counted and balanced by steps, of which pipedream has several in flight. "
             f"Train a model without experts, or {instead}"
         )
 

@@ -85,7 +85,11 @@ def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         reason = "pipedream keeps several versions of parameters, and offloaded ones have one place"
         yield "memory.offload", reason, "Leave parameters out"
     if recipe.router is not None:
-        yield "router", _NO_BALANCE, "Train a model without experts"
+        reason = "the load of experts is counted and balanced by steps, of which pipedream has several in flight"
+        yield "router", reason, "Train a model without experts"
+    if recipe.long_context is not None and recipe.long_context.stages:
+        reason = "pipedream's step is one micro-batch of one size, and steps of shorter samples have more of them"
+        yield "long_context.stages", reason, "Train each length in a run of its own"
     packs = batch.packs(recipe.data.max_length) if batch.sequences or batch.tokens else None
     if (
         isinstance(batch.micro, int)
@@ -96,6 +100,3 @@ def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         each = "" if parallel.data == 1 else f" on each of {parallel.data} data ranks"
         reason = f"pipedream's step is one micro-batch{each}, and {packs} sequences are more than {batch.micro} in each"
         yield "batch.micro", reason, f"Use {-(-packs // parallel.data)} or auto, or fewer sequences in a step"
-
-
-_NO_BALANCE = "the load of experts is counted by steps, of which pipedream has several in flight"
