@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 from builders.pipedream_runs import interrupted_runs, told
 from builders.process_group import run_group
-from builders.tiny_world import World, differences, events, last_state, write_rows
+from builders.tiny_world import CONFIG, World, differences, events, last_state, write_rows
 from builders.train_worker import train
+
+from danlu.models.hf_config import read_config_values
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+from danlu.models.saving import save
 
 pytestmark = pytest.mark.distributed
 
@@ -46,6 +51,14 @@ def without_targets(world: World, folder: Path) -> dict[str, Any]:
     return {"stage": "pretrain", "data": data, "evaluation": {}, "checkpoint": {"every": 8}, "steps": 12}
 
 
+def tied_base(folder: Path, world: World) -> Path:
+    """A model whose head is its embedding, for an adapter."""
+    model = build(read_config_values({**CONFIG, "vocab_size": 400, "tie_word_embeddings": True}))
+    initialize(model, 0)
+    save(model, folder / "tied base", tokenizer_from=world.tokenizer)
+    return folder / "tied base"
+
+
 @pytest.fixture(scope="module")
 def said(tiny_world: World, folder: Path) -> dict[str, tuple[list[str], str]]:
     """What runs said, and the errors that they ended with, on the first process."""
@@ -60,6 +73,11 @@ def said(tiny_world: World, folder: Path) -> dict[str, tuple[list[str], str]]:
         "context only": without_targets(tiny_world, folder),
         "not finite": sgd,
         "too small": {"batch": {"sequences": 4, "micro": 1}},
+        "tied": {"model": {"config": {**CONFIG, "tie_word_embeddings": True}}},
+        "trained twice": {
+            "model": {"path": str(tied_base(folder, tiny_world)), "config": None, "tokenizer": None},
+            "adapter": {"kind": "lora", "modules_to_save": ["embed_tokens"]},
+        },
     }
     names = {name: recipe(tiny_world, folder, name, **changes) for name, changes in values.items()}
     by_rank = run_group(told, 2, list(names.values()))
@@ -124,6 +142,15 @@ def test_a_step_in_several_micro_batches_is_refused(said: dict[str, tuple[list[s
         "RecipeError: batch: pipedream's step is one micro-batch, and 4 packed sequences for 1 data ranks are 4 of the "
         "1 that are asked for. Use batch.sequences: 1, or parallel.pipeline.schedule: 1f1b"
     )
+
+
+def test_what_is_trained_on_two_stages_is_refused(said: dict[str, tuple[list[str], str]], folder: Path) -> None:
+    assert "this model's embedding is its head too" in said["tied"][1]
+    assert said["trained twice"][1].startswith(
+        "RecipeError: parallel.pipeline.schedule: pipedream updates each stage by itself, and embed_tokens.weight is "
+        "trained on several stages"
+    )
+    assert not (folder / "tied" / "checkpoints").exists()
 
 
 def test_a_signal_ends_a_turn_on_all_processes_and_a_flush_that_comes_anyway_changes_no_bit(

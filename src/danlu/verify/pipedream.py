@@ -64,7 +64,7 @@ def replay_turn(training: ProxyTraining, run: Run, steps: int, section: Pipeline
     model = training.placed.model
     assert isinstance(model, Decoder), "what has stages is a decoder"
     chunks = Chunks.of_sizes(chunk_sizes(section, model.config), range(section.stages))
-    parameters = {name: one for name, one in training.placed.parameters() if one.requires_grad}
+    parameters = {name: each for name, each in training.placed.parameters() if each.requires_grad}
     run.roles = TrainedRoles(lambda name: f"stage {chunks.of_parameter(name)}")  # each is clipped by its own norm
     missing = {  # updates right before a step that its weights do not have
         name: section.stages - 1 - (0 if section.vertical_sync else chunks.of_parameter(name)) for name in parameters
