@@ -268,6 +268,8 @@ def _named(recipe: Recipe, layout: Layout) -> str:
     section, memory = recipe.parallel, recipe.memory
     parts = [str(layout) if section.shard == "none" or layout.data == 1 else f"{section.shard}, {layout}"]
     parts += ["sequence"] if section.sequence else []
+    if section.pipeline.updates_each_micro_batch:
+        parts += ["pipedream"] + (["vertical sync"] if section.pipeline.vertical_sync else [])
     parts += [f"recompute {memory.recompute.kind}"] if memory.recompute.kind != "none" else []
     parts += [f"offload {' and '.join(memory.offload)}"] if memory.offload else []
     parts += [recipe.adapter.kind] if recipe.adapter is not None else []
