@@ -39,11 +39,6 @@ LAYOUTS: dict[str, tuple[list[str], str | None, str]] = {
         "zero2, data 2 x pipeline 2",
     ),
     "pipedream": ([PIPEDREAM], "untied", "pipeline 2, pipedream"),
-    "pipedream, lora": (
-        [f"{PIPEDREAM[:-2]}, vertical_sync: true}}}}", LORA],
-        "base",
-        "pipeline 2, pipedream, vertical sync, lora",
-    ),
     "tensor 2, sequence": (["parallel={pipeline: 2, tensor: 2, sequence: true}"], None, "tensor 2 x pipeline 2"),
 }
 """Overrides, the model that they are over (experts of a kind, or a base for adapters), the layout in words."""

@@ -24,8 +24,8 @@ def fit(run: Run) -> None:
 
     What is due after a step is done before the next one begins, so a run that a signal cut off in between starts with
     it. Raises TrainingError for numbers that are not finite and for spikes past their policy, and whatever DanluError
-    an evaluation or the data ends with; the state before it is saved first, if it is finite itself. KeyboardInterrupt
-    passes through at once, leaving the last checkpoint.
+    an evaluation or the data ends with; the state before it is saved first, if it is finite itself, and not one between
+    the flushes of PipeDream. KeyboardInterrupt passes through at once, leaving the last checkpoint.
     """
     try:
         while not run.stopping():

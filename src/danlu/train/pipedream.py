@@ -154,6 +154,7 @@ class _Turn:
             run.optimizer.set_learning_rate(multiplier(step.number, run.cadence.total, run.schedule))
             run.optimizer.step(free_gradients=True)
             run.learner.updated(step.number)
+        # No `end_step`: what it tells of the load of experts is of whole steps, and models with some are refused.
         run.optimizer.zero_grad()
         self._observer.after_update()
         now = time.perf_counter()
