@@ -34,7 +34,8 @@ class Pipeline(Section):
     stages: PositiveInt = 1
     """Pipeline-parallel degree: ranks among which the layers are distributed."""
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream"] = "1f1b"
-    """In which order each stage does its forward and backward passes: see `danlu schedule`."""
+    """In which order each stage does its forward and backward passes: see `danlu schedule`. All compute the same step
+    but pipedream, whose step is one micro-batch, updated while others are in flight."""
     chunks: PositiveInt | None = None
     """Parts of the model on each stage, which lie one pass through the pipeline apart. By default 1; with interleaved,
     zbv and dualpipev 2."""
