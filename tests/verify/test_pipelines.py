@@ -21,6 +21,7 @@ DEEP = {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": True}
 LORA = "adapter={kind: lora, rank: 8, dropout: 0.2}"
 VERA = "adapter={kind: vera, rank: 4}"
 PIPELINE = "parallel={pipeline: 2}"
+PIPEDREAM = "parallel={pipeline: {stages: 2, schedule: pipedream}}"
 BALANCED = "router={balance: step, rate: 0.01}"
 
 LAYOUTS: dict[str, tuple[list[str], str | None, str]] = {
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, tuple[list[str], str | None, str]] = {
         None,
         "zero2, data 2 x pipeline 2",
     ),
+    "pipedream": ([PIPEDREAM], "untied", "pipeline 2, pipedream"),
     "tensor 2, sequence": (["parallel={pipeline: 2, tensor: 2, sequence: true}"], None, "tensor 2 x pipeline 2"),
 }
 """Overrides, the model that they are over (experts of a kind, or a base for adapters), the layout in words."""
@@ -45,6 +47,12 @@ MISTAKES: dict[str, tuple[list[str], str | None, str | None, str]] = {
         "base",
         "layers.1.attention.q_proj.adapter.default.lora_B",
         "dropout masks",
+    ),
+    "newest-weights-in-backward": (
+        [PIPEDREAM],
+        "untied",
+        "embed_tokens.weight",
+        "a backward pass with other weights than its forward pass",
     ),
     "norm-of-one-stage": ([PIPELINE], None, None, "the norm of what it holds"),
     "router-loss-missing-on-stage": (
@@ -60,7 +68,9 @@ MISTAKES: dict[str, tuple[list[str], str | None, str | None, str]] = {
 
 def recipe(folder: Path, overrides: list[str], over: str | None, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     changes: dict[str, Any] = {"model": {"config": DEEP}}
-    if over == "base":
+    if over == "untied":
+        changes = {"model": {"config": {**DEEP, "tie_word_embeddings": False}}}
+    elif over == "base":
         changes = {"model": {"path": str(tiny_world().base), "config": None, "tokenizer": None}}
     elif over is not None:
         monkeypatch.setattr(decoder_proxy, "_config", lambda *args: experts_config(KINDS[over], vocab_size=400))

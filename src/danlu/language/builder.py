@@ -44,7 +44,7 @@ from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.placing import Placed, Subject, check_placing, place, subject_of
-from danlu.plan.pipeline_split import split_problems
+from danlu.plan.pipeline_split import pipedream_problems, split_problems
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_share
@@ -178,7 +178,8 @@ class DecoderBuilder:
 
     def _check_layout(self, config: ModelConfig) -> None:
         parallel = self.recipe.parallel
-        if wrong := [*problems(parallel, config), *split_problems(parallel.pipeline, config)]:
+        of_pipeline = [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
+        if wrong := [*problems(parallel, config), *of_pipeline]:
             raise RecipeError(wrong)
 
     def _check_base(self, checkpoint: Path) -> None:

@@ -423,6 +423,7 @@ class PlacedDecoder:
             adapter = sum(tensor.nbytes for name, tensor in weights.items() if not name.startswith(of_own_critic))
         models = sum(model_bytes(module) for module in self._modules() if isinstance(module, Decoder))
         own = sum(tensor.nbytes for tensor in objective_tensors(self.objective).values())
+        trained = sum(parameter.nbytes for parameter in optimizer.parameters.values())
         return MemoryParts(
             weights=models + own + _replaced_bytes(adapters) + self.reward_bytes - adapter,
             adapter=adapter,
@@ -431,6 +432,7 @@ class PlacedDecoder:
             average=average,
             activations=0,
             logits=0,
+            stash=self.parallel.pipeline.weight_delay * trained,
         )
 
 

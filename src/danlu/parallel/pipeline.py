@@ -39,6 +39,8 @@ class Pipeline:
     """The same ranks, for what goes to stages of a higher index."""
     upstream: Group = ALONE
     """The same ranks, for what goes to stages of a lower index."""
+    vertical_sync: bool = False
+    """Whether all stages use one version of the weights for a micro-batch, where each has an update of its own."""
 
     @property
     def alone(self) -> bool:
@@ -82,6 +84,19 @@ class Pipeline:
     def micro_batches_in_flight(self) -> float:
         """Of how many micro-batches this process keeps activations at once, in a step that fills the pipeline."""
         return peak_in_flight(self.actions(_ROUND * self.stages.size)) / self.chunks_per_rank
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether a step is one micro-batch, with an update of its own while others are in flight (PipeDream)."""
+        return self.schedule == "pipedream" and not self.alone
+
+    @property
+    def weight_delay(self) -> int:
+        """Of how many micro-batches right before it a micro-batch does not have the updates in this stage's weights:
+        those that are in flight when it begins, here or (`vertical_sync`) on the first stage."""
+        if not self.updates_each_micro_batch:
+            return 0
+        return self.stages.size - 1 - (0 if self.vertical_sync else self.stages.index)
 
     def problems(self, micro_batches: int) -> list[str]:
         """Why the schedule cannot be made of so many micro-batches."""

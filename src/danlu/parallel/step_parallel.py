@@ -115,6 +115,12 @@ class StepParallel:
         local = self.local_parameters
         return {name: local[name].local.detach() for name in named if name not in self.elsewhere}
 
+    def norm_weights_without_pipeline(self) -> dict[Tensor, float]:
+        """`norm_weights` for the norm of one stage, whose squares are summed over its tensor ranks alone: data and
+        context ranks have the same gradients."""
+        copies = self.ranks.dense_data.all.size
+        return {parameter.local: copies / parameter.box.replicas for parameter in self.local_parameters.values()}
+
     def norm_weights(self) -> dict[Tensor, float]:
         """For the global gradient norm: local parameter -> what its gradient's square counts here, 1 / its copies."""
         return {parameter.local: 1 / parameter.box.replicas for parameter in self.local_parameters.values()}

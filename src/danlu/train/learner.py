@@ -101,6 +101,16 @@ class Learner(Protocol[ItemT, BatchT]):
         """Why the loss of `batch` is not finite. Every process must ask, for it takes collectives to find out."""
 
 
+class MicroSteps(Protocol):
+    """The micro-batches that a list of actions is carried out for."""
+
+    def micro_step(self, learner: Learner[Any, Any], micro: int) -> MicroStep[Any] | None:
+        """The micro-batch of that number, on the learner's device; None where the list ends before it.
+
+        Each is asked for once, in rising order; all processes give the same answer.
+        """
+
+
 @dataclass(frozen=True)
 class StepItems:
     """What one process takes up in a step, or in an evaluation, and in which micro-batches."""

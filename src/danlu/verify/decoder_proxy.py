@@ -24,6 +24,7 @@ from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
+from danlu.plan.pipeline_split import pipedream_problems
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.stages import STAGES
@@ -119,7 +120,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
     data = proxy_data(recipe, count)
     config = with_long_context(_config(recipe, data.vocab_size), recipe.long_context, max_length)
-    if wrong := list(problems(recipe.parallel, config)):
+    if wrong := [*problems(recipe.parallel, config), *pipedream_problems(recipe, config)]:
         raise RecipeError(wrong)
     small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)
     if not full:
