@@ -48,7 +48,7 @@ class StepParallel:
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
-    """By name, parameters that other stages have, without values: nothing of them is here."""
+    """By name, parameters that other stages have: nothing of them is here, unless first values that nobody uses."""
     chunk_of: Mapping[str, int] = field(default_factory=dict)
     """By name, the chunk of a parameter here, of those of this process that use it the lowest; none: one chunk."""
 

@@ -37,7 +37,7 @@ from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.train import loop
 from danlu.train import step as step_module
 from danlu.train.executor import AnyLearner
-from danlu.train.learner import MicroStep
+from danlu.train.learner import Activation, MicroStep
 from danlu.types import Batch, Item, Loss, Pack, Run, Share, Totals
 from danlu.verify import trace
 from danlu.verify.context_faults import CONTEXT_FAULTS
@@ -63,7 +63,7 @@ class _Scaled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
         scale = micro_step.gradient_scale * self._factor(self._learner, self._items, micro_step.batch)
         return self._learner.forward(chunk, replace(micro_step, gradient_scale=scale), x)
 
@@ -381,6 +381,8 @@ def _has_divisors(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 def _sees_whole_step(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    if layout.pipeline > 1:  # a process has no model to be shown a micro-batch with
+        return False
     return any(sees_whole_step(term) for term in recipe.answer_terms if isinstance(term, PreferenceTerm))
 
 
