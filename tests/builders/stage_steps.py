@@ -1,4 +1,4 @@
-"""Steps of stages whose objective asks more than a model's likelihood, as each process of a group sees them, or alone."""
+"""Steps of stages that ask for more than a model's likelihood, as each process of a group sees them, or alone."""
 
 from __future__ import annotations
 

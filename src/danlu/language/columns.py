@@ -113,8 +113,8 @@ class _Asking:
             for name, of_targets in computed.items():
                 values[name][at] = of_targets[: len(at)]
         if not ranks.alone:
-            told = self.learner.parallel.pipeline.from_last_to_first
-            values = {name: told(ranks.data.sum(column.to(device))).cpu() for name, column in values.items()}
+            on_first = self.learner.parallel.pipeline.from_last_to_first
+            values = {name: on_first(ranks.data.sum(column.to(device))).cpu() for name, column in values.items()}
         if ranks.leads:
             store.write(number, {name: column.numpy() for name, column in values.items()})
         self.done += len(block)
