@@ -289,7 +289,9 @@ def _build(
         # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
         most = share if ranks.pipeline.alone else max(1, share // (2 * ranks.pipeline.size))
         micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
-    if unfit := placed.parallel.pipeline.problems(-(-per_step // (ranks.data.size * micro))):
+    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
+    unfit = placed.parallel.pipeline.problems(-(-per_step // (ranks.data.size * micro)))
+    if unfit and not is_dealt_by_tokens:
         raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
     store = CheckpointStore(
         folder / CHECKPOINTS,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from builders.reward_stage import RewardRows
 from builders.tiny_run import SyntheticPacks
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.language import builder
+from danlu.language import learner as learner_module
+from danlu.language.learner import DecoderLearner
 from danlu.language.roles import FrozenDecoder
 from danlu.parallel.layout import Layout, layout_of
 from danlu.recipe import Recipe, load
@@ -46,13 +50,15 @@ def items_of(recipe: Recipe) -> list[Pack]:
     return list(with_columns(items, recipe, STAGES[recipe.stage], None, VOCABULARY))
 
 
-def see(files: Sequence[str], world: int | None = None, mistake: str | None = None) -> dict[str, Trace]:
-    """What this process sees of each recipe; alone where `world` is 1. mistake: of `MISTAKES`, in this process from now
-    on."""
+def see(files: Sequence[str], world: int | None = None, mistaken: Mapping[str, str] | None = None) -> dict[str, Trace]:
+    """What this process sees of each recipe, by its file; alone where `world` is 1. mistaken: the files of recipes in
+    which it makes mistakes, by their names in `MISTAKES`, which are the names of what it sees then."""
     torch.set_num_threads(1)
-    if mistake is not None:
-        MISTAKES[mistake]()
-    return {file: _see(load(Path(file)).recipe, world) for file in files}
+    seen = {file: _see(load(Path(file)).recipe, world) for file in files}
+    for mistake, file in (mistaken or {}).items():
+        with MISTAKES[mistake]():
+            seen[mistake] = _see(load(Path(file)).recipe, world)
+    return seen
 
 
 def _see(recipe: Recipe, world: int | None) -> Trace:
@@ -68,19 +74,19 @@ def _see(recipe: Recipe, world: int | None) -> Trace:
     return trace_training(training, training.run(steps), STEPS, items[STEPS * ROWS :])
 
 
-def _reference_of_another_micro_batch() -> None:
+def _reference_of_another_micro_batch() -> AbstractContextManager[Any]:
     """Behind the first chunk a frozen model goes on with the hidden states of the micro-batch before."""
     hidden_states = FrozenDecoder.hidden_states
-    before: list[Tensor] = []
+    last: list[Tensor] = []
 
     def of_another(role: FrozenDecoder, *args: Any) -> Tensor:
-        before.append(hidden_states(role, *args))
-        return before[-2] if before[-1].shape == before[max(0, len(before) - 2)].shape else before[-1]
+        last[:] = [*last[-1:], hidden_states(role, *args)]
+        return last[0] if last[0].shape == last[-1].shape else last[-1]
 
-    FrozenDecoder.hidden_states = of_another  # type: ignore[method-assign]
+    return mock.patch.object(FrozenDecoder, "hidden_states", of_another)
 
 
-def _head_as_if_on_every_stage() -> None:
+def _head_as_if_on_every_stage() -> AbstractContextManager[Any]:
     """The norm divides the square of the score head's gradient by the stages, as if each of them had the gradient."""
     replicated = builder.replicated_parameter
 
@@ -88,11 +94,21 @@ def _head_as_if_on_every_stage() -> None:
         parameter = replicated(name, tensor, ranks)
         return replace(parameter, box=replace(parameter.box, replicas=ranks.world.size))
 
-    builder.replicated_parameter = as_if_on_every_stage
+    return mock.patch.object(builder, "replicated_parameter", as_if_on_every_stage)
 
 
-MISTAKES: dict[str, Callable[[], None]] = {
-    "reference of another micro-batch": _reference_of_another_micro_batch,
+def _statistics_without_dropout() -> AbstractContextManager[Any]:
+    """What has to be known of the whole step is looked at without the dropout that the step has."""
+    no_grad_pass = learner_module.no_grad_pass
+
+    def without_dropout(learner: DecoderLearner, *args: Any) -> Any:
+        return no_grad_pass(replace(learner, assessed_dropout=None), *args)
+
+    return mock.patch.object(learner_module, "no_grad_pass", without_dropout)
+
+
+MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "head as if on every stage": _head_as_if_on_every_stage,
+    "reference of another micro-batch": _reference_of_another_micro_batch,
+    "statistics without dropout": _statistics_without_dropout,
 }
-"""Each for a process that ends with it."""

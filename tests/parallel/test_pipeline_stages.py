@@ -70,6 +70,12 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "distill, zb-h1 x zero3": (4, {"pipeline": ZB_H1, "shard": "zero3"}, DISTILL),
     "hidden states x tensor, sequence": (4, {"pipeline": 2, "tensor": 2, "sequence": True}, HIDDEN),
 }
+MISTAKEN = {
+    "head as if on every stage": ("reward, 1f1b", "step 1: loss and norm"),
+    "reference of another micro-batch": ("dpo", "step 1: gradient of"),
+    "statistics without dropout": ("bco and aot, lora", "step 2: gradient of"),
+}
+"""Mistakes of `builders.stage_steps`: in which case each is made, and what is different then."""
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +112,13 @@ def traces(files: dict[str, str]) -> dict[str, tuple[list[Trace], Trace]]:
     seen: dict[str, tuple[list[Trace], Trace]] = {}
     for size in (2, 4):
         names = [name for name, case in CASES.items() if case[0] == size]
-        by_rank = run_group(see, size, [files[name] for name in names], timeout=900)
+        mistaken = {mistake: files[name] for mistake, (name, _) in MISTAKEN.items() if size == 2}
+        by_rank = run_group(see, size, [files[name] for name in names], None, mistaken, timeout=900)
         for name in names:
             seen[name] = [rank[files[name]] for rank in by_rank], reference[files[json.dumps(CASES[name][2])]]
+        for mistake in mistaken:
+            name, _ = MISTAKEN[mistake]
+            seen[mistake] = [rank[mistake] for rank in by_rank], seen[name][1]
     return seen
 
 
@@ -116,3 +126,9 @@ def traces(files: dict[str, str]) -> dict[str, tuple[list[Trace], Trace]]:
 def test_stages_are_one_process(traces: dict[str, tuple[list[Trace], Trace]], name: str) -> None:
     by_rank, reference = traces[name]
     assert differences(by_rank, reference) == []
+
+
+@pytest.mark.parametrize("mistake", MISTAKEN)
+def test_a_mistake_shows(traces: dict[str, tuple[list[Trace], Trace]], mistake: str) -> None:
+    _, sign = MISTAKEN[mistake]
+    assert sign in "\n".join(differences(*traces[mistake]))

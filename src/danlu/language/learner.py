@@ -116,7 +116,8 @@ class DecoderLearner:
             micro = self.micro if staged is None else self.micro * max(lengths) // staged
             return deal_in_order(items, parallel, micro)
         data, capacity = parallel.ranks.data, self.micro * self.sequence_tokens
-        dealt = deal_by_tokens([item.tokens for item in items], data.index, data.size, capacity)
+        least, tokens = parallel.least_micro_batches(len(items)), [item.tokens for item in items]
+        dealt = deal_by_tokens(tokens, data.index, data.size, capacity, least=least)
         return [*dealt, *[[]] * (parallel.fitting(len(dealt)) - len(dealt))]
 
     def prepare(

@@ -67,6 +67,13 @@ class StepParallel:
         largest = max(items * (index + 1) // size - items * index // size for index in range(size))
         return self.fitting(-(-largest // micro))
 
+    def least_micro_batches(self, items: int) -> int:
+        """Micro-batches that a step of `items` on all processes is to have on each, where it is left open how many.
+
+        Through stages go two for each of them, if there are as many items: with fewer, most of the time is a bubble.
+        """
+        return 1 if self.pipeline.alone else min(2 * self.pipeline.stages.size, -(-items // self.ranks.data.size))
+
     def fitting(self, micro_batches: int) -> int:
         """The fewest micro-batches, at least so many, that the pipeline's schedule can be made of; the others are
         empty."""

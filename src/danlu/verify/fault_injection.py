@@ -212,10 +212,14 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
     """
     if recipe.batch.pairs is not None:
 
-        def deal_by_tokens(tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int) -> list[list[int]]:
-            dealt = dealing.deal_by_tokens(tokens, data_rank, data_ranks, capacity)
+        def deal_by_tokens(
+            tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1
+        ) -> list[list[int]]:
+            dealt, first = (
+                dealing.deal_by_tokens(tokens, rank, data_ranks, capacity, least=least) for rank in (data_rank, 0)
+            )
             if data_rank == data_ranks - 1:
-                dealt[0].append(dealing.deal_by_tokens(tokens, 0, data_ranks, capacity)[0][0])
+                dealt[0].append(first[0][0])
             return dealt
 
         return replaced(learner_module, "deal_by_tokens", deal_by_tokens)
