@@ -28,6 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 """PiSSA starts as a part of the weights, so its column is of the policy with its new adapter."""
+SHORT: dict[str, Any] = {"steps": 4, "evaluation": {"every": 2}, "checkpoint": {"every": 2}}
 
 
 def losses(folder: Path) -> list[float]:
@@ -47,7 +48,7 @@ def test_a_pipeline_trains_what_one_process_does_and_either_goes_on_where_the_ot
     tiny_world: World, tmp_path: Path
 ) -> None:
     def file(name: str, run: str, **changes: Any) -> str:
-        return recipe_file(tiny_world, tmp_path, f"{name}-{run}", **RUNS[run], **changes)
+        return recipe_file(tiny_world, tmp_path, f"{name}-{run}", **RUNS[run], **SHORT, **changes)
 
     assert train([file("alone", run) for run in RUNS]) == [0] * len(RUNS)
     shutil.rmtree(tmp_path / "cache")  # columns are computed anew, through the stages
