@@ -99,23 +99,22 @@ class _Asking:
             name: torch.zeros(starts[-1], *of.shape, dtype=torch.from_numpy(np.empty(0, of.dtype)).dtype)
             for name, of in self.spec.types.items()
         }
-        ranks, device, micro = self.learner.parallel.ranks, self.learner.device, self.recipe.batch.micro
+        parallel, device, micro = self.learner.parallel, self.learner.device, self.recipe.batch.micro
         own = self.recipe.data.max_length * (micro if isinstance(micro, int) else 1)
         capacity = max(own, _TOKENS_AT_ONCE.get(device.type, 0))
-        lengths = [len(sample.tokens) for sample in asked]
-        dealt = deal_by_tokens(lengths, ranks.data.index, ranks.data.size, capacity)
+        packs, data = [Pack((sample,)) for sample in asked], parallel.ranks.data
+        least = parallel.least_micro_batches(len(packs))
+        dealt = deal_by_tokens([pack.tokens for pack in packs], data.index, data.size, capacity, least=least)
         # Every rank asks, for ranks that share a model wait for each other.
-        for numbers, computed in no_grad_pass(
-            self.learner, [Pack((sample,)) for sample in asked], dealt, self._columns
-        ):
+        for numbers, computed in no_grad_pass(self.learner, packs, dealt, self._columns):
             places = [starts[place] + asked[place].columns[_PLACE][asked[place].weights != 0] for place in numbers]
             at = torch.from_numpy(np.concatenate(places) if places else np.empty(0, np.int64))
             for name, of_targets in computed.items():
                 values[name][at] = of_targets[: len(at)]
-        if not ranks.alone:
-            on_first = self.learner.parallel.pipeline.from_last_to_first
-            values = {name: on_first(ranks.data.sum(column.to(device))).cpu() for name, column in values.items()}
-        if ranks.leads:
+        if not parallel.alone:
+            on_first = parallel.pipeline.from_last_to_first
+            values = {name: on_first(data.sum(column.to(device))).cpu() for name, column in values.items()}
+        if parallel.ranks.leads:
             store.write(number, {name: column.numpy() for name, column in values.items()})
         self.done += len(block)
         self.progress(self.done)

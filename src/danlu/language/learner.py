@@ -143,8 +143,8 @@ class DecoderLearner:
                 reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
             return torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch)))
 
-        # On the device until all are made.
-        own = no_grad_pass(replace(self, assessed_dropout=step), viewed, micro_batches, sums_of)
+        # They stay on the device until all are made.
+        own = [*no_grad_pass(replace(self, assessed_dropout=step), viewed, micro_batches, sums_of)]
         sums = torch.zeros(3, starts[-1], dtype=torch.float64)
         for numbers, values in own:
             places = [place for number in numbers for place in range(starts[number], starts[number + 1])]

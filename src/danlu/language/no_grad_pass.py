@@ -5,7 +5,7 @@ It is the pass of an evaluation: the same lists of forward passes, whose last ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -39,16 +39,19 @@ def no_grad_pass(
     items: Sequence[Pack],
     micro_batches: Sequence[Sequence[int]],
     compute: Callable[[Mapping[Role, Outputs], Batch], T],
-) -> list[tuple[Sequence[int], T]]:
-    """(numbers of its items, what `compute` makes of the outputs of all models) of each micro-batch of this process.
+) -> Iterator[tuple[Sequence[int], T]]:
+    """Yields (numbers of its items, what `compute` makes of the outputs of all models) of each micro-batch of this
+    process, in their order; every process exhausts it.
 
-    Of a pipeline all stages call it, and those without the last chunk get an empty list.
+    Of a pipeline the stages without the last chunk, which have no outputs, yield nothing.
 
     micro_batches: as many on every process, some may be empty: these go through the models with a filler.
     """
     kept = _Kept(compute)
     executor = Executor(replace(learner, evaluation=kept), StepItems(items, micro_batches, Totals.of(items)))
-    for actions, _ in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
+    for actions, numbers in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
         executor.run(actions)
-    # The last chunk sees micro-batches in their order: see `parallel.schedules.evaluation_actions`.
-    return list(zip(micro_batches, kept.values, strict=True)) if kept.values else []
+        # The last chunk sees micro-batches in their order: see `parallel.schedules.evaluation_actions`.
+        values, kept.values[:] = [*kept.values], []
+        if values:
+            yield from zip((micro_batches[number] for number in numbers), values, strict=True)
