@@ -87,8 +87,8 @@ def recipe(folder: Path, parallel: dict[str, Any], own: dict[str, Any]) -> Recip
 
 
 def grid() -> list[Any]:
-    """Each case in each layout. Every second of them is slow, so that a quick run has three layouts of each case; and of
-    pipelines all but one are, of which `parallel/test_pipeline_stages.py` has more."""
+    """Each case in each layout. Every second of them is slow, so that a quick run has three layouts of each case. Those
+    of pipelines are slow but one: `parallel/test_pipeline_stages.py` has more."""
 
     def is_slow(line: int, column: int, layout: str) -> bool:
         return line > 0 if layout == "pipeline" else bool((line + column) % 2)
