@@ -283,11 +283,12 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
 
 
 def _frozen_model_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> int:
-    """What a frozen model beside the policy holds, over all processes; its adapters are left out.
+    """What a frozen model beside the policy holds, over all processes (of a pipeline, of the first stage); its adapters
+    are left out.
 
     policy: the config of the policy, for a model from scratch.
     """
-    config = policy if spec.section.path is None else base_config(spec.section)
+    config = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
     model, total = meta_decoder(config), 0
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     for name, parameter in model.named_parameters():

@@ -292,7 +292,9 @@ def _build(
         most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
         micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
     micro_batches = -(-per_step // (ranks.data.size * micro))
-    if unfit := placed.parallel.pipeline.problems(micro_batches):
+    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
+    unfit = placed.parallel.pipeline.problems(micro_batches)
+    if unfit and not is_dealt_by_tokens:
         raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
     if is_one and micro_batches > 1:
         fits = "fit into memory" if recipe.batch.micro == "auto" else "are asked for"

@@ -49,6 +49,25 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- stages of training in a pipeline
+    Mutation(
+        "language/builder.py",
+        "chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, last)},",
+        "chunk_of=parallel.chunk_of,",
+        "parallel/test_pipeline_stages.py",
+    ),
+    Mutation(
+        "language/learner.py",
+        "no_grad_pass(replace(self, assessed_dropout=step), viewed",
+        "no_grad_pass(replace(self, assessed_dropout=None), viewed",
+        "parallel/test_pipeline_stages.py",
+    ),
+    Mutation(
+        "language/builder.py",
+        "replace(each.box, is_writer=False)",
+        "replace(each.box, is_writer=True)",
+        "language/test_reference_stages.py",
+    ),
     # -- pipeline schedules
     Mutation(
         "parallel/schedules/compute_order.py",
@@ -891,7 +910,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/executor.py",
-        "self._gradients.pop(place)() if place in self._gradients else None",
+        "self._gradients.pop(place)()[0] if place in self._gradients else None",
         "None",
         "train/test_executor.py",
     ),

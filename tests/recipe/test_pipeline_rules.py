@@ -118,6 +118,25 @@ def test_pipedream_has_a_step_in_each_micro_batch(write: Write) -> None:
     assert not Pipeline(stages=2).updates_each_micro_batch
 
 
-def test_rows_that_are_trees_are_refused(write: Write) -> None:
-    with pytest.raises(RecipeError, match="stage: its objective asks for outputs of whole models"):
-        load(write(text(stage="dpo", reference="frozen", batch="{pairs: 4}")))
+DISTILL = {"stage": "distill", "teacher": "other", "objective": "forward"}
+STAGES: dict[str, dict[str, str]] = {
+    "reward": {"stage": "reward", "batch": "{pairs: 4}"},
+    "dpo": {"stage": "dpo", "batch": "{pairs: 4}"},
+    "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
+    "simpo": {"stage": "simpo", "batch": "{pairs: 4}"},
+    "distill": DISTILL,
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_of_training_that_go_through_stages(write: Write, name: str) -> None:
+    assert load(write(text(**STAGES[name]))).recipe.parallel.pipeline.stages == 2
+
+
+def test_what_needs_generation_or_is_one_chunk_is_refused(write: Write) -> None:
+    with pytest.raises(RecipeError, match="on_policy: generation does not go from stage to stage"):
+        load(write(text(**DISTILL, on_policy="0.5")))
+    with pytest.raises(RecipeError, match="stage: generation does not go from stage to stage, and rl trains on what"):
+        load(write(text(stage="grpo", rewards="[{kind: length}]")))
+    with pytest.raises(RecipeError, match="stage: lenet5 is one chunk"):
+        load(write(text(stage="classify", model="lenet5")))

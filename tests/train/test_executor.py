@@ -17,7 +17,7 @@ from danlu.models.ops import linear
 from danlu.parallel.schedules import Action, forwards_only, schedule
 from danlu.parallel.step_parallel import StepParallel
 from danlu.train.executor import AnyLearner, Executor
-from danlu.train.learner import MicroStep, StepItems
+from danlu.train.learner import Activation, MicroStep, StepItems
 from danlu.types import Loss, Totals
 
 WIDTH, CHUNKS, MICRO_BATCHES = 4, 3, 4
@@ -53,15 +53,15 @@ class ChunkedLearner:
         yield
         self.present = None
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
         assert self.present == micro_step.items[0][0]
         self.seen.append(f"forward {chunk} {self.present}")
-        x = micro_step.batch.as_subclass(Tensor) if x is None else x
-        y: Tensor = self.model[chunk](x).tanh()
+        hidden = micro_step.batch.as_subclass(Tensor) if x is None else x[0]
+        y: Tensor = self.model[chunk](hidden).tanh()
         if y.requires_grad:
             y.register_hook(lambda _: self.seen.append(f"backward {chunk} {self.present}"))
         if chunk < CHUNKS - 1:
-            return y
+            return (y,)
         return Loss((y.sum() * (1 + micro_step.items[0][0])) * micro_step.gradient_scale, {})
 
 
@@ -242,7 +242,7 @@ SPLIT = (
 class DeferringLearner(ChunkedLearner):
     """With layers that can put the gradients of their weights off."""
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
         layer = cast(nn.Linear, self.model[chunk])
         with mock.patch.object(layer, "forward", lambda x: linear(x, layer.weight, layer.bias)):
             return super().forward(chunk, micro_step, x)
@@ -291,7 +291,7 @@ def test_one_process_can_take_the_list_of_a_schedule_that_splits() -> None:
     whole = nn.Sequential(*chunked.model)
     chunked.model = whole
 
-    def forward(chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Loss:
+    def forward(chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Loss:
         assert chunk == 0 and x is None
         y = cast(Tensor, micro_step.batch).as_subclass(Tensor)
         for layer in whole:

@@ -48,7 +48,7 @@ class StepParallel:
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
-    """By name, parameters that other stages have, without values: nothing of them is here."""
+    """By name, parameters that other stages have: nothing of them is here, unless first values that nobody uses."""
     chunk_of: Mapping[str, int] = field(default_factory=dict)
     """By name, the chunk of a parameter here, of those of this process that use it the lowest; none: one chunk."""
 
@@ -66,6 +66,13 @@ class StepParallel:
         size = self.ranks.data.size
         largest = max(items * (index + 1) // size - items * index // size for index in range(size))
         return self.fitting(-(-largest // micro))
+
+    def least_micro_batches(self, items: int) -> int:
+        """Micro-batches that a step of `items` on all processes is to have on each, where it is left open how many.
+
+        Through stages go two for each of them, if there are as many items: with fewer, most of the time is a bubble.
+        """
+        return 1 if self.pipeline.alone else min(2 * self.pipeline.stages.size, -(-items // self.ranks.data.size))
 
     def fitting(self, micro_batches: int) -> int:
         """The fewest micro-batches, at least so many, that the pipeline's schedule can be made of; the others are

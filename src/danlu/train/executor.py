@@ -16,7 +16,7 @@ from torch import Tensor
 from danlu.parallel.pipeline import Messages
 from danlu.parallel.schedules import Action
 from danlu.parallel.watchdog import PHASE
-from danlu.train.learner import Learner, MicroStep, MicroSteps
+from danlu.train.learner import Activation, Learner, MicroStep, MicroSteps
 from danlu.types import Loss
 from danlu.weight_gradients import DeferredWeightGradients
 
@@ -54,8 +54,8 @@ class Executor:
         self._inputs: dict[Place, Tensor] = {}  # of chunks whose input is another's output: leaves of autograd
         self._outputs: dict[Place, Tensor] = {}  # with their graphs: activations, of the last chunk the loss
         # What passes between a chunk and the next, until it is used or sent: functions wait for what is received.
-        self._activations: dict[Place, Callable[[], Tensor]] = {}  # by the chunk that it goes into
-        self._gradients: dict[Place, Callable[[], Tensor]] = {}  # of `_outputs`, by their chunk
+        self._activations: dict[Place, Callable[[], Activation]] = {}  # by the chunk that it goes into
+        self._gradients: dict[Place, Callable[[], Activation]] = {}  # of `_outputs`, by their chunk: one tensor
         self._deferred: dict[Place, DeferredWeightGradients] = {}  # of what has an input pass, from its forward pass on
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -108,7 +108,7 @@ class Executor:
                     into = self._learner.empty_activation(self._micro_steps[micro])
                     self._activations[chunk, micro] = self._messages.receive(action, into)
                 case Action(kind="receive", chunk=int(chunk), micro=int(micro), what="gradient"):
-                    into = torch.empty_like(self._outputs[chunk, micro])
+                    into = (torch.empty_like(self._outputs[chunk, micro]),)
                     self._gradients[chunk, micro] = self._messages.receive(action, into)
                 case Action(kind="reduce", micro=micro):
                     if number == last_reduce[micro]:  # of all chunks together
@@ -144,7 +144,8 @@ class Executor:
         trains = micro_step.step is not None
         x = None
         if (arrived := self._activations.pop(place, None)) is not None:
-            x = arrived().requires_grad_(trains)
+            x = arrived()
+            x[0].requires_grad_(trains)
         if trains:
             PHASE.begin("forward", micro_step.step)
         counted = activations.counted(len(micro_step.batch.targets)) if trains and activations else nullcontext()
@@ -153,16 +154,16 @@ class Executor:
         if isinstance(output, Loss):
             self._on_loss(output)
         else:
-            activation = output.detach()
+            activation = tuple(hidden.detach() for hidden in output)
             self._activations[chunk + 1, micro] = lambda: activation
         if trains:
-            self._outputs[place] = output.total if isinstance(output, Loss) else output
+            self._outputs[place] = output.total if isinstance(output, Loss) else output[0]
             if x is not None:
-                self._inputs[place] = x
+                self._inputs[place] = x[0]
 
     def _backward(self, place: Place) -> None:
         chunk, micro = place
-        gradient = self._gradients.pop(place)() if place in self._gradients else None
+        gradient = self._gradients.pop(place)()[0] if place in self._gradients else None
         PHASE.begin("backward")
         output = self._outputs.pop(place)
         with self._weights(micro), self._learner.at(self._micro_steps[micro]), self._deferring(place):
@@ -172,7 +173,7 @@ class Executor:
         if x is not None:
             grad = x.grad
             assert grad is not None, "what a chunk makes depends on what it is given"
-            self._gradients[chunk - 1, micro] = lambda: grad
+            self._gradients[chunk - 1, micro] = lambda: (grad,)
 
     def _deferring(self, place: Place) -> AbstractContextManager[None]:
         """Around both passes where the second is an input pass: gradients of weights are put off."""

@@ -20,6 +20,7 @@ from danlu.objectives.step_preference import sees_whole_step
 from danlu.parallel.comm import Group
 from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.layout import AXES, Layout
+from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
@@ -81,7 +82,10 @@ class Case:
         recipe, micro = self.recipe, self.task.micro
         if recipe.batch.pairs is None:
             return deal_in_order(items, StepParallel(Ranks(data=data)), micro)
-        return deal_by_tokens([item.tokens for item in items], data.index, data.size, micro * recipe.data.max_length)
+        stages = Group("pipeline", tuple(range(self.layout.pipeline)))
+        parallel = StepParallel(Ranks(data=data), pipeline=Pipeline(stages=stages))
+        capacity, least = micro * recipe.data.max_length, parallel.least_micro_batches(len(items))
+        return deal_by_tokens([item.tokens for item in items], data.index, data.size, capacity, least=least)
 
 
 def diagnose(comparison: Comparison, case: Case) -> Finding | None:

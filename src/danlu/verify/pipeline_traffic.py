@@ -20,7 +20,8 @@ def stages_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list
     for micro_batch in micro_batches:
         items = [item for _, item in micro_batch]
         step = MicroStep(learner.collate(items), micro_batch, learner.totals(items), step=1)
-        activation_bytes.append(learner.empty_activation(step).nbytes)
+        (activation,) = learner.empty_activation(step)  # of the one model of stages that have formulas
+        activation_bytes.append(activation.nbytes)
     shared_bytes: Counter[int] = Counter()
     for group, name in learner.parallel.partial_gradients:
         local = learner.parallel.local_parameters[name].local

@@ -37,9 +37,13 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
 
 def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """(key, reason, what to do instead) of what needs a whole model in one process."""
-    if recipe.stage not in ("pretrain", "sft"):
-        reason = "its objective asks for outputs of whole models, and a process of a pipeline has some layers"
-        yield "stage", reason, "Use pretrain or sft"
+    if recipe.stage == "classify":
+        yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
+    elif recipe.stage == "rl":
+        reason = "generation does not go from stage to stage, and rl trains on what its policy writes"
+        yield "stage", reason, "Use tensor and shard"
+    if recipe.on_policy:
+        yield "on_policy", "generation does not go from stage to stage", "Leave it out"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:

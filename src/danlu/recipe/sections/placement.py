@@ -78,7 +78,7 @@ class Parallel(Section):
     (arXiv:2205.05198)."""
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism, for models whose layers do not fit on one device, over slow networks too. For stages
-    pretrain and sft."""
+    pretrain, sft, reward, preference and distill."""
     context: Context = Context()
     """Context parallelism, for documents whose activations are too many for one device. Parameters and gradients are
     sharded among context ranks as among data ranks."""
