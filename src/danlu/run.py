@@ -66,6 +66,7 @@ from danlu.train.run_lock import RunLock
 from danlu.train.signals import TOGETHER_S, StopRequest
 from danlu.train.state import Cadence, Run, restore
 from danlu.train.summary import clear_summary, few_steps, flat_loss, seconds_in, write_summary
+from danlu.train.timeline import TimelineWriter
 from danlu.train.trackers import TensorBoard, WandB, wandb_problem
 from danlu.train.units import parameters_and_trained
 from danlu.train.watch import Watch
@@ -349,6 +350,7 @@ def _build(
         if metrics is not None and metrics.lines < lines:
             say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
     placed.check_weights()
+    run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
     if metrics is not None:
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))

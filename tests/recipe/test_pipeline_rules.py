@@ -140,3 +140,13 @@ def test_what_needs_generation_or_is_one_chunk_is_refused(write: Write) -> None:
         load(write(text(stage="grpo", rewards="[{kind: length}]")))
     with pytest.raises(RecipeError, match="stage: lenet5 is one chunk"):
         load(write(text(stage="classify", model="lenet5")))
+
+
+def test_a_timeline_is_of_one_step_of_several_stages(write: Write) -> None:
+    pipeline = "{pipeline: {stages: 2, schedule: SCHEDULE}}"
+    values = {"batch": "{sequences: 8, micro: auto}", "log": "{timeline: 5}"}
+    assert load(write(text(**values, parallel=pipeline.replace("SCHEDULE", "zbv")))).recipe.log.timeline == 5
+    with pytest.raises(RecipeError, match="log.timeline: a timeline .* with one stage nothing waits for another"):
+        load(write(text(**values, parallel="{pipeline: 1}")))
+    with pytest.raises(RecipeError, match="log.timeline: a timeline .* pipedream's steps overlap"):
+        load(write(text(**values, parallel=pipeline.replace("SCHEDULE", "pipedream"))))

@@ -67,7 +67,8 @@ def read_timeline(folder: Path, step: int | None = None) -> tuple[int, list[Time
     files = {int(match[1]): path for path in folder.glob("timeline-*.jsonl") if (match := _NAME.fullmatch(path.name))}
     if not files:
         raise DataError(
-            f"{folder}: there is no {timeline_name(0)} in it. Runs with parallel.pipeline write it for each rank"
+            f"{folder}: there is no {timeline_name(0)} in it. Runs with parallel.pipeline and `log: {{timeline: N}}` "
+            "write it for each rank"
         )
     by_rank = {rank: _steps(path, rank, step) for rank, path in sorted(files.items())}
     common = set.intersection(*(set(steps) for steps in by_rank.values()))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from danlu.parallel.pipeline import Messages
 from danlu.parallel.schedules import Action
+from danlu.parallel.schedules.action import Kind
 from danlu.parallel.watchdog import PHASE
 from danlu.train.learner import Activation, Learner, MicroStep, MicroSteps
 from danlu.types import Loss
@@ -22,6 +23,7 @@ from danlu.weight_gradients import DeferredWeightGradients
 
 AnyLearner = Learner[Any, Any]
 Place = tuple[int, int]  # (chunk, micro-batch)
+Timed = Callable[[Kind, int | None, int | None], AbstractContextManager[None]]
 
 
 class Executor:
@@ -34,6 +36,8 @@ class Executor:
         on_update: is called with the number of a micro-batch where the list has the update of a step that consists of
             it alone.
         weights: a context around each pass of the micro-batch of a number, in which the model has its weights.
+        timed: a context around what an action computes or sums up, without what it waits for before; it is given kind,
+            chunk and micro-batch.
     """
 
     def __init__(
@@ -44,10 +48,11 @@ class Executor:
         on_backward: Callable[[int], None] = lambda micro: None,
         on_update: Callable[[int], None] | None = None,
         weights: Callable[[int], AbstractContextManager[None]] = lambda micro: nullcontext(),
+        timed: Timed = lambda kind, chunk, micro: nullcontext(),
     ) -> None:
         self._learner, self._source = learner, micro_steps
         self._on_loss, self._on_backward, self._on_update = on_loss, on_backward, on_update
-        self._weights = weights
+        self._weights, self._timed = weights, timed
         self._ended = False  # no more micro-batches begin
         self._messages = Messages(learner.parallel.pipeline)
         self._micro_steps: dict[int, MicroStep[Any]] = {}
@@ -97,7 +102,8 @@ class Executor:
                     self._backward((chunk, micro))
                 case Action(kind="weight", chunk=int(chunk), micro=int(micro)):
                     PHASE.begin("weight gradients")
-                    self._deferred.pop((chunk, micro)).accumulate()
+                    with self._timed("weight", chunk, micro):
+                        self._deferred.pop((chunk, micro)).accumulate()
                     self._learner.parallel.finish_weight_pass(is_last(number, chunk, micro), chunk)
                     self._on_backward(micro)
                 case Action(kind="send", chunk=int(chunk), micro=int(micro), what="activation"):
@@ -113,7 +119,8 @@ class Executor:
                 case Action(kind="reduce", micro=micro):
                     if number == last_reduce[micro]:  # of all chunks together
                         PHASE.begin("sum of gradients")
-                        self._learner.parallel.reduce_gradients()
+                        with self._timed("reduce", action.chunk, micro):
+                            self._learner.parallel.reduce_gradients()
                 case Action(kind="update", micro=int(micro)):
                     assert self._on_update is not None, "what updates within the list has somebody who does it"
                     PHASE.begin("optimizer")
@@ -149,7 +156,8 @@ class Executor:
         if trains:
             PHASE.begin("forward", micro_step.step)
         counted = activations.counted(len(micro_step.batch.targets)) if trains and activations else nullcontext()
-        with self._weights(micro), self._learner.at(micro_step), counted, self._deferring(place):
+        timed = self._timed("forward", chunk, micro)
+        with timed, self._weights(micro), self._learner.at(micro_step), counted, self._deferring(place):
             output = self._learner.forward(chunk, micro_step, x)
         if isinstance(output, Loss):
             self._on_loss(output)
@@ -166,7 +174,8 @@ class Executor:
         gradient = self._gradients.pop(place)()[0] if place in self._gradients else None
         PHASE.begin("backward")
         output = self._outputs.pop(place)
-        with self._weights(micro), self._learner.at(self._micro_steps[micro]), self._deferring(place):
+        timed = self._timed("input" if place in self._deferred else "backward", chunk, micro)
+        with timed, self._weights(micro), self._learner.at(self._micro_steps[micro]), self._deferring(place):
             if gradient is None or output.requires_grad:  # not so of a first chunk in which nothing is trained
                 torch.autograd.backward(output, gradient)
         x = self._inputs.pop(place, None)

@@ -98,6 +98,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         pass_over(run, items, totals)
         return None
     scale = 1.0 if run.scaler is None else run.scaler.scale
+    run.timeline.begin(step)
     gradients = accumulate(
         run.learner,
         items,
@@ -108,6 +109,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         holders=run.optimizer.gradient_holders(),
         roles=None if run.roles is None else run.roles.gradients(run.optimizer.named_gradient_holders(), step),
         observer=observer,
+        timeline=run.timeline,
     )
     finite = math.isfinite(gradients.norm)
     if not finite and run.scaler is None:
@@ -124,11 +126,13 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         run.record("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
     if updates:
         PHASE.begin("optimizer")
-        run.optimizer.step(free_gradients=True)
+        with run.timeline.timed("update"):
+            run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
         run.learner.updated(step)
         run.learner.parallel.release_pages()
+        run.timeline.end()
     run.optimizer.zero_grad()
     run.state.tokens += totals.tokens
     if run.due(run.cadence.log, since=step - 1):

@@ -25,6 +25,7 @@ from danlu.train.executor import AnyLearner
 from danlu.train.metrics import MetricsLog, Recorder, Value
 from danlu.train.position import Feed
 from danlu.train.signals import StopRequest
+from danlu.train.timeline import TimelineWriter
 from danlu.train.trained_roles import TrainedRoles
 from danlu.train.watch import Watch
 from danlu.types import Item
@@ -100,6 +101,7 @@ class Run:
     generate: Generate | None = None
     least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
     base: Mapping[str, Any] | None = None  # of an adapter: what tells its frozen base from another
+    timeline: TimelineWriter = field(default_factory=TimelineWriter)  # when the process does what in a step
     state: RunState = field(default_factory=RunState)
     started: float = field(default_factory=time.perf_counter)
 

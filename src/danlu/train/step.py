@@ -16,6 +16,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.train.executor import AnyLearner, Executor
 from danlu.train.gradient_memory import move_out_of_the_heap
 from danlu.train.learner import StepItems
+from danlu.train.timeline import TimelineWriter
 from danlu.train.trained_roles import NORM, RoleGradients
 from danlu.types import Item, Loss, Metric, Totals
 
@@ -53,6 +54,7 @@ def accumulate(
     holders: Iterable[HasGradient] | None = None,
     roles: RoleGradients | None = None,
     observer: StepObserver | None = None,
+    timeline: TimelineWriter | None = None,
 ) -> StepGradients:
     """Leaves in `.grad` the clipped gradient of the mean loss over `items`, however they are cut into micro-batches.
 
@@ -66,6 +68,7 @@ def accumulate(
         totals: of `items`, where the caller has them already. They must have targets.
         holders: what the optimizer takes gradients from (`Optimizers.gradient_holders`); by default the parameters.
         roles: the same by model, where several are trained: `clip` is the largest norm of each then.
+        timeline: which times the passes; by default nothing does.
 
     Raises TrainingError, which names step, rows and tensor, when a loss is not finite.
     """
@@ -85,7 +88,9 @@ def accumulate(
 
     sums = StepSums()
     step_items = StepItems(items, micro_batches, totals, step, loss_scale)
-    Executor(learner, step_items, sums.add, arrange_gradients).run(parallel.actions(len(micro_batches)))
+    timed = (timeline or TimelineWriter()).timed
+    executor = Executor(learner, step_items, sums.add, arrange_gradients, timed=timed)
+    executor.run(parallel.actions(len(micro_batches)))
     mean_loss, metrics = sums.means(totals.weight, parallel)
     metrics |= learner.end_step()
     if not math.isfinite(mean_loss):

@@ -11,6 +11,10 @@ from danlu.recipe.yaml_tree import Problem
 def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
     """Each stage can do its part of what the recipe asks, and the schedule is one that can be run."""
     section = recipe.parallel.pipeline
+    if recipe.log.timeline is not None and (section.stages == 1 or section.updates_each_micro_batch):
+        reason = "with one stage nothing waits for another" if section.stages == 1 else "pipedream's steps overlap"
+        message = f"a timeline is that of one step of several stages, and {reason}. Leave it out"
+        yield Problem("log.timeline", message, reads=("parallel.pipeline.stages", "parallel.pipeline.schedule"))
     if section.stages == 1:
         for key in sorted(section.model_fields_set - {"stages"}):
             if getattr(section, key) != type(section).model_fields[key].default:

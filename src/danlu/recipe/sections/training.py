@@ -213,6 +213,9 @@ class Log(Section):
 
     every: PositiveInt = 1
     """Steps between lines of metrics.jsonl and of the console."""
+    timeline: PositiveInt | None = None
+    """With a pipeline: steps between those of which each rank writes when it did what (timeline-RANK.jsonl), which
+    `danlu schedule --run` draws. On a GPU such a step waits for each pass, and takes longer."""
     tensorboard: bool = True
     """Write TensorBoard events to the run folder."""
     wandb: str | None = None
