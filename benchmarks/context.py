@@ -8,11 +8,12 @@ sum of its gradients over context ranks, in float32, on a decoder of 4 layers of
 tensors made in a step took at once on the fullest rank, gradients among them; weights are there besides. Times are
 those of the slowest rank, over the real tokens of the whole sequence; medians over rounds behind one that warms up.
 One process has one core, and two share two; so do four, whose time of a token says what cutting costs the whole machine
-and not what four machines would take. Every layout must have the loss of one process, or the exit status is 1.
+and not what four machines would take. Ratios are to the first of --sizes, whose loss every layout must have, or the
+exit status is 1.
 
 lengths  one document, by its length.
 packing  the same number of real tokens as one document; as documents of 32 to 1024 tokens end to end (packed); and each
-         of these filled up to the longest with tokens that have no targets (padded). Their methods are the first one's.
+         of these filled up to the longest with tokens that have no targets (padded); with the first of --methods.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ def packing_cases(tokens: int) -> dict[str, Pack]:
 
 
 def measure(sizes: Sequence[int], methods: Sequence[str], packs: dict[str, Pack], rounds: int) -> bool:
-    """Prints a row for each sequence and layout; whether some layout's loss is not that of one process."""
-    differs, of_one = False, dict[str, Result]()
+    """Prints a row for each sequence and layout; whether some layout's loss is not that of the first size."""
+    differs, firsts = False, dict[str, Result]()
     for size in sizes:
         for method in methods if size > 1 else methods[:1]:
             by_rank = in_group(steps_of, size, size, method, packs, rounds)
@@ -137,13 +138,13 @@ def measure(sizes: Sequence[int], methods: Sequence[str], packs: dict[str, Pack]
                 of_rank: list[Result] = [results[name] for results in by_rank]
                 peak, seconds = max(each.peak_bytes for each in of_rank), max(each.seconds for each in of_rank)
                 result = replace(of_rank[0], peak_bytes=peak, seconds=seconds)
-                one = of_one.setdefault(name, result)
-                is_same = abs(result.loss - one.loss) <= TOLERANCE * abs(one.loss)
+                first = firsts.setdefault(name, result)
+                is_same = abs(result.loss - first.loss) <= TOLERANCE * abs(first.loss)
                 differs |= not is_same
                 print(
                     f"{size}  {method if size > 1 else '':8} {name:>8} {real:6} {pack.tokens:6}  "
-                    f"{peak / 2**20:7.1f} ({peak / one.peak_bytes:.2f})  "
-                    f"{1e6 * seconds / real:7.1f} ({seconds / one.seconds:.2f})  "
+                    f"{peak / 2**20:7.1f} ({peak / first.peak_bytes:.2f})  "
+                    f"{1e6 * seconds / real:7.1f} ({seconds / first.seconds:.2f})  "
                     f"{result.loss:.6f}{'' if is_same else ' differs'}",
                     flush=True,
                 )
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["lengths", "packing"])
     options = parser.parse_args()
-    header = "N  method       case   real computed  peak, MiB (of the first size)  us/token (of the first)  loss"
+    header = "N  method       case   real computed  peak, MiB (ratio)  us/token (ratio)  loss"
     differs = False
     if options.only != "packing":
         print(f"one document, by its length; medians of {options.rounds}\n\n{header}")
@@ -172,7 +173,7 @@ def main() -> None:
         print(f"\n{options.packed_tokens} real tokens; medians of {options.rounds}\n\n{header}")
         differs |= measure(options.sizes, options.methods[:1], packing_cases(options.packed_tokens), options.rounds)
     if differs:
-        raise SystemExit("a layout has another loss than one process")
+        raise SystemExit(f"a layout has another loss than context {options.sizes[0]}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Bubbles of pipeline schedules as they run, beside the formulas, and activations in flight beside what is promised.
 
-    python benchmarks/pipeline.py [--quick] [--only sleeping|decoder] [--kinds 1f1b zbv] [--unit-ms 40] [--rounds 3]
+    python benchmarks/pipeline.py [--quick] [--only sleeping|decoder] [--kinds 1f1b zbv] [--unit-ms 50] [--rounds 3]
                                   [--timelines FOLDER]
 
 One gloo process a stage, with the executor and the messages of a run. A bubble is idle time over busy time, from the
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="8 micro-batches alone, one round")
     parser.add_argument("--only", choices=["sleeping", "decoder"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--unit-ms", type=float, default=40.0)
+    parser.add_argument("--unit-ms", type=float, default=50.0)
     parser.add_argument("--rounds", type=int, default=3, help="of the decoder four more")
     parser.add_argument("--timelines", type=Path, metavar="FOLDER")
     options = parser.parse_args()
