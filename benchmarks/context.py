@@ -7,9 +7,9 @@ Gloo processes of one thread each on this machine; a step is forward and backwar
 sum of its gradients over context ranks, in float32, on a decoder of 4 layers of width 256. `peak` is the most that
 tensors made in a step took at once on the fullest rank, gradients among them; weights are there besides. Times are
 those of the slowest rank, over the real tokens of the whole sequence; medians over rounds behind one that warms up.
-One process has one core, and two share two; so do four, whose time of a token says what cutting costs the whole machine
-and not what four machines would take. Ratios are to the first of --sizes, whose loss every layout must have, or the
-exit status is 1.
+One process has one core, and two share two. So do four: their time of a token is of the whole machine, and not what
+four machines would take. `core` is the time of cores that all ranks together took, which other work on the machine
+changes less. Ratios are to the first of --sizes, whose loss every layout must have, or the exit status is 1.
 
 lengths  one document, by its length.
 packing  the same number of real tokens as one document; as documents of 32 to 1024 tokens end to end (packed); and each
@@ -61,6 +61,7 @@ class Result:
 
     peak_bytes: int
     seconds: float
+    core_seconds: float  # of all threads of a process
     loss: float
 
 
@@ -95,16 +96,18 @@ def steps_of(size: int, method: str, packs: dict[str, Pack], rounds: int) -> dic
 
         with Live(weights) as live:
             loss = step()
-        seconds = [_seconds(step) for _ in range(rounds)]
-        results[name] = Result(live.peak_bytes, statistics.median(seconds), loss)
+        times = [_times(step) for _ in range(rounds)]
+        seconds, core_seconds = (statistics.median(each) for each in zip(*times, strict=True))
+        results[name] = Result(live.peak_bytes, seconds, core_seconds, loss)
     return results
 
 
-def _seconds(step: Callable[[], float]) -> float:
+def _times(step: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of a step, and those of cores that this process took."""
     dist.barrier()
-    start = time.perf_counter()
+    start, core_start = time.perf_counter(), time.process_time()
     step()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - core_start
 
 
 def document(random: np.random.Generator, tokens: int, padding: int = 0) -> Sample:
@@ -137,7 +140,8 @@ def measure(sizes: Sequence[int], methods: Sequence[str], packs: dict[str, Pack]
                 real = pack.targets + len(pack.samples)  # the first token of a document is none
                 of_rank: list[Result] = [results[name] for results in by_rank]
                 peak, seconds = max(each.peak_bytes for each in of_rank), max(each.seconds for each in of_rank)
-                result = replace(of_rank[0], peak_bytes=peak, seconds=seconds)
+                core_seconds = sum(each.core_seconds for each in of_rank)
+                result = Result(peak, seconds, core_seconds, of_rank[0].loss)
                 first = firsts.setdefault(name, result)
                 is_same = abs(result.loss - first.loss) <= TOLERANCE * abs(first.loss)
                 differs |= not is_same
@@ -145,6 +149,7 @@ def measure(sizes: Sequence[int], methods: Sequence[str], packs: dict[str, Pack]
                     f"{size}  {method if size > 1 else '':8} {name:>8} {real:6} {pack.tokens:6}  "
                     f"{peak / 2**20:7.1f} ({peak / first.peak_bytes:.2f})  "
                     f"{1e6 * seconds / real:7.1f} ({seconds / first.seconds:.2f})  "
+                    f"{1e6 * core_seconds / real:7.1f} ({core_seconds / first.core_seconds:.2f})  "
                     f"{result.loss:.6f}{'' if is_same else ' differs'}",
                     flush=True,
                 )
@@ -162,7 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["lengths", "packing"])
     options = parser.parse_args()
-    header = "N  method       case   real computed  peak, MiB (ratio)  us/token (ratio)  loss"
+    header = "N  method       case   real computed  peak, MiB (ratio)  us/token (ratio)  core us/token (ratio)  loss"
     differs = False
     if options.only != "packing":
         print(f"one document, by its length; medians of {options.rounds}\n\n{header}")

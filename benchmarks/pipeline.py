@@ -1,7 +1,7 @@
 """Bubbles of pipeline schedules as they run, beside the formulas, and activations in flight beside what is promised.
 
-    python benchmarks/pipeline.py [--quick] [--only sleeping|decoder] [--kinds 1f1b zbv] [--unit-ms 50] [--rounds 3]
-                                  [--timelines FOLDER]
+    python benchmarks/pipeline.py [--quick] [--only sleeping|decoder] [--kinds 1f1b zbv] [--stages 2 4] [--unit-ms 50]
+                                  [--rounds 3] [--timelines FOLDER]
 
 One gloo process a stage, with the executor and the messages of a run. A bubble is idle time over busy time, from the
 first pass of any rank to the last one; a figure is the median over rounds, each a step, after one that warms up.
@@ -52,7 +52,7 @@ from danlu.train.step import accumulate
 from danlu.types import Pack, Sample, Totals
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
-SLEEPING_STAGES, SLEEPING_MICRO_BATCHES = (2, 4), (4, 8, 16)
+SLEEPING_MICRO_BATCHES = (4, 8, 16)
 DECODER: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="8 micro-batches alone, one round")
     parser.add_argument("--only", choices=["sleeping", "decoder"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="of chunks that sleep")
     parser.add_argument("--unit-ms", type=float, default=50.0)
     parser.add_argument("--rounds", type=int, default=3, help="of the decoder four more")
     parser.add_argument("--timelines", type=Path, metavar="FOLDER")
@@ -173,7 +174,7 @@ def main() -> None:
     if options.only != "decoder":
         print(f"chunks that sleep {options.unit_ms:g} ms in each pass; medians of {rounds} steps\n")
         print("schedule    p   m  measured  formula  error (allowed)    within  in flight by rank / formula")
-        for stages in SLEEPING_STAGES:
+        for stages in options.stages:
             counts = (8,) if options.quick else SLEEPING_MICRO_BATCHES
             cases += in_group(sleeping_cases, stages, options.kinds, counts, options.unit_ms / 1000, rounds)[0]
     if options.only != "sleeping":
