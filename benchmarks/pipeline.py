@@ -1,7 +1,7 @@
 """Bubbles of pipeline schedules as they run, beside the formulas, and activations in flight beside what is promised.
 
     python benchmarks/pipeline.py [--quick] [--only sleeping|decoder] [--kinds 1f1b zbv] [--stages 2 4] [--unit-ms 50]
-                                  [--rounds 3] [--timelines FOLDER]
+                                  [--rounds 3] [--real-time] [--timelines FOLDER]
 
 One gloo process a stage, with the executor and the messages of a run. A bubble is idle time over busy time, from the
 first pass of any rank to the last one; a figure is the median over rounds, each a step, after one that warms up.
@@ -11,7 +11,8 @@ sleeping  Two cores cannot run four stages, so chunks sleep: forward pass, input
           what is allowed in brackets: a tenth of the formula, and 0.02 at least. `within` is the longest idle time
           between a rank's own first and last pass, over its busy time: 0 in zbv. `in flight` counts, by rank, the
           (chunk, micro-batch) pairs whose activations were alive at once, as objects that autograd and the queue of
-          weight gradients keep; where one differs from the formula the exit status is 1.
+          weight gradients keep; where one differs from the formula the exit status is 1. With --real-time (Linux, as
+          root) the scheduler prefers these processes, which hardly use a core but would wait for one on a busy machine.
 decoder   A decoder of 8 layers on two processes of one thread each, beside a simulation of the same lists with the mean
           times of the same step, where messages take no time, and beside the formula, which holds for equal times.
 
@@ -21,6 +22,7 @@ With --timelines the last step of each case is written as a run's timeline is, w
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,8 +67,12 @@ DECODER: dict[str, Any] = {
 WORDS, LENGTH, DECODER_STAGES, DECODER_MICRO_BATCHES = 1024, 256, 2, 8
 
 
-def sleeping_cases(kinds: Sequence[str], micro_batches: Sequence[int], unit_s: float, rounds: int) -> list[Case]:
+def sleeping_cases(
+    kinds: Sequence[str], micro_batches: Sequence[int], unit_s: float, rounds: int, real_time: bool
+) -> list[Case]:
     """Every schedule on as many stages as there are processes, each of which calls this."""
+    if real_time:  # threads of the process groups that are made from here on have it too
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ranks, times, cases = ranks_of(Layout(pipeline=dist.get_world_size()), "cpu"), PassTimes(), []
     for kind in kinds:
         for count in micro_batches:
@@ -168,6 +174,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="of chunks that sleep")
     parser.add_argument("--unit-ms", type=float, default=50.0)
     parser.add_argument("--rounds", type=int, default=3, help="of the decoder four more")
+    parser.add_argument("--real-time", action="store_true")
     parser.add_argument("--timelines", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     rounds, cases = 1 if options.quick else options.rounds, list[Case]()
@@ -176,7 +183,8 @@ def main() -> None:
         print("schedule    p   m  measured  formula  error (allowed)    within  in flight by rank / formula")
         for stages in options.stages:
             counts = (8,) if options.quick else SLEEPING_MICRO_BATCHES
-            cases += in_group(sleeping_cases, stages, options.kinds, counts, options.unit_ms / 1000, rounds)[0]
+            arguments = options.kinds, counts, options.unit_ms / 1000, rounds, options.real_time
+            cases += in_group(sleeping_cases, stages, *arguments)[0]
     if options.only != "sleeping":
         rounds = 1 if options.quick else options.rounds + 4
         print(f"\na decoder with {LENGTH} tokens in a micro-batch; medians of {rounds} steps (lowest to highest)\n")
