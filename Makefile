@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Those that need nothing but this package; sft.py (peers) and real_input.py (data) say themselves what they need.
 BENCHMARKS ?= benchmarks/throughput.py benchmarks/generation.py benchmarks/tokenizing.py benchmarks/loading.py \
-              benchmarks/recompute.py benchmarks/parallel.py benchmarks/kills.py
+              benchmarks/recompute.py benchmarks/parallel.py benchmarks/pipeline.py benchmarks/context.py benchmarks/kills.py
 
 .PHONY: demo test test-distributed test-all lint check mutation bench gpu gpu-wheels clean
 
