@@ -401,3 +401,21 @@ def test_preview_and_train_say_what_a_step_will_hold(
     (line,) = [line for line in said.splitlines() if line.startswith("memory expected: ")]
     assert line.removeprefix("memory ") in foreseen
     assert said.index("memory expected") < said.index("memory: weights")  # before the first step, and at the end
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipedream_s_first_stage_keeps_a_version_for_each_of_the_others(
+    tiny_world: World, tmp_path: Path, stages: int
+) -> None:
+    config = read_config_values({**CONFIG, "num_hidden_layers": 4, "vocab_size": 400, "tie_word_embeddings": False})
+
+    def parts(name: str, **changes: Any) -> MemoryParts:
+        pipeline = {"stages": stages, "schedule": name}
+        recipe = recipe_of(tiny_world, tmp_path, {"parallel": {"pipeline": pipeline}, **changes})
+        layout = layout_of(recipe.parallel, stages)
+        return estimate_from_config(recipe, config, layout=layout, device_type="cpu", micro=2).parts
+
+    synchronous = parts("1f1b", batch={"sequences": 4, "micro": 2})
+    stashing = parts("pipedream", batch={"sequences": 2, "micro": 2})
+    assert stashing == replace(synchronous, stash=(stages - 1) * synchronous.gradients)  # all weights are trained
+    assert synchronous.stash == 0

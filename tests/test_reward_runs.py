@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor": 2}),
     "sequence": (2, {"tensor": 2, "sequence": True}),
     "context": (2, {"context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
 }
 CLOSE = 1e-5
 STEPWISE = {"objective": {"kind": "stepwise"}}

@@ -52,7 +52,7 @@ from danlu.parallel.pipeline import Pipeline
 from danlu.parameter_count import parameters_of
 from danlu.placing import kept_whole
 from danlu.plan.parameter_memory import packed_bytes
-from danlu.plan.pipeline_split import chunk_sizes, num_chunks, split_problems
+from danlu.plan.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_adapter, value_share
 from danlu.safetensors_format import read_header
@@ -129,7 +129,7 @@ def estimate_from_config(
     Adapters below the one that is trained are left out, as are those of `adapter: continue`, whose files say more than
     the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters that do not fit the model.
     """
-    config, in_flight = _of_first_stage(recipe, config)
+    config, first = _of_first_stage(recipe, config)
     meta = _meta_model(recipe, config)
     whole = kept_whole(meta.model)
     shards = 1 if recipe.parallel.shard == "none" else layout.shard * layout.context
@@ -189,6 +189,7 @@ def estimate_from_config(
         logits=0,
         packed=_largest_workspace(meta, layout, device_type) * activation_dtype(recipe).itemsize,
         gathered=whole_parameters,
+        stash=first.weight_delay * trained,
     )
     return estimate_of(
         recipe,
@@ -200,24 +201,24 @@ def estimate_from_config(
         offloaded_bytes=offloaded,
         processes=layout.world,
         critic=critic,
-        in_flight=in_flight,
+        in_flight=first.micro_batches_in_flight,
     )
 
 
-def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, float]:
-    """(the layers of a pipeline's first stage, of how many micro-batches it keeps activations: more than others).
+def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, Pipeline]:
+    """(the layers of a pipeline's first stage, its part in it: more than others it has micro-batches in flight).
 
     Embedding and head are both counted, as if it had them. Raises RecipeError for layers that cannot be split.
     """
     section = recipe.parallel.pipeline
     if section.stages == 1:
-        return config, 1.0
-    if wrong := list(split_problems(section, config)):
+        return config, Pipeline()
+    if wrong := [*split_problems(section, config), *pipedream_problems(recipe, config)]:
         raise RecipeError(wrong)
     stages = Group("pipeline", tuple(range(section.stages)))
     first = Pipeline(section.schedule, num_chunks(section) // section.stages, stages)
     chunks = Chunks.of_sizes(chunk_sizes(section, config), first.chunks)
-    return stage_config(config, chunks), first.micro_batches_in_flight
+    return stage_config(config, chunks), first
 
 
 def _critic_pass(recipe: Recipe, config: ModelConfig, policy: Decoder) -> CriticPass | None:
@@ -282,11 +283,12 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
 
 
 def _frozen_model_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> int:
-    """What a frozen model beside the policy holds, over all processes; its adapters are left out.
+    """What a frozen model beside the policy holds, over all processes (of a pipeline, of the first stage); its adapters
+    are left out.
 
     policy: the config of the policy, for a model from scratch.
     """
-    config = policy if spec.section.path is None else base_config(spec.section)
+    config = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
     model, total = meta_decoder(config), 0
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     for name, parameter in model.named_parameters():

@@ -185,7 +185,7 @@ def pipeline_of(recipe: Recipe, ranks: Ranks) -> Pipeline:
         return Pipeline()
     section = recipe.parallel.pipeline
     chunks = num_chunks(section) // section.stages
-    return Pipeline(section.schedule, chunks, ranks.pipeline, ranks.downstream, ranks.upstream)
+    return Pipeline(section.schedule, chunks, ranks.pipeline, ranks.downstream, ranks.upstream, section.vertical_sync)
 
 
 def shards_on_host(recipe: Recipe, device: torch.device) -> bool:
@@ -264,6 +264,9 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     local = local_parameters()
     if on_meta and not resumed:
         fill(local, recipe, model.config)
+    if placer.pipeline.updates_each_micro_batch:
+        check_updated_alone(stage, local)
+        notes.append(pipedream_note(recipe))
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
     offloaded = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
@@ -288,6 +291,30 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if placer.sharder is not None:
         parallel = data.sharded_step(parallel, model, section)
     return Placed(subject, parallel, tuple(notes), plan)
+
+
+def check_updated_alone(stage: StageParameters, local: Mapping[str, LocalParameter]) -> None:
+    """Raises RecipeError for trained parameters that several stages have, where each updates its own (PipeDream).
+
+    A tied embedding is told before, by the model's config; what adapters share or train in full is only known here.
+    """
+    everywhere = {**stage.elsewhere, **local}
+    if names := sorted(name for name in stage.shared if everywhere[name].parameter.requires_grad):
+        raise RecipeError(
+            f"parallel.pipeline.schedule: pipedream updates each stage by itself, and {', '.join(names)} is trained on "
+            "several stages. Use 1f1b, or an adapter that shares nothing between layers"
+        )
+
+
+def pipedream_note(recipe: Recipe) -> str:
+    """What is not as usual in a run whose stages update after each micro-batch, for the console."""
+    clipping = recipe.gradient_clipping
+    clips = "" if clipping is None else f"; each stage clips its own gradient to a norm of {clipping:g}"
+    return (
+        "pipedream: each step is one micro-batch, trained on weights that miss the updates of those in flight, which "
+        f"is not synchronous SGD{clips}. Evaluations and checkpoints wait until none is in flight; lines of metrics "
+        "are written then"
+    )
 
 
 def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:

@@ -282,15 +282,27 @@ def _build(
     assert total_steps is not None, "the recipe's rules ask for steps when streaming"
     if problems := recipe.schedule.problems(total_steps):
         raise RecipeError([f"schedule.{field}: {message}." for field, message in problems])
-    if start is not None and not any(change.key in ("batch.micro", "batch.memory") for change in start.changes):
+    share = -(-per_step // ranks.data.size)
+    is_one = placed.parallel.pipeline.updates_each_micro_batch  # whose step is one micro-batch on each data rank
+    changed = start is not None and any(change.key in ("batch.micro", "batch.memory") for change in start.changes)
+    if start is not None and not changed and not is_one:
         micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
     else:
-        share = -(-per_step // ranks.data.size)
         # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
-        most = share if ranks.pipeline.alone else max(1, share // (2 * ranks.pipeline.size))
+        most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
         micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
-    if unfit := placed.parallel.pipeline.problems(-(-per_step // (ranks.data.size * micro))):
+    micro_batches = -(-per_step // (ranks.data.size * micro))
+    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
+    unfit = placed.parallel.pipeline.problems(micro_batches)
+    if unfit and not is_dealt_by_tokens:
         raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
+    if is_one and micro_batches > 1:
+        fits = "fit into memory" if recipe.batch.micro == "auto" else "are asked for"
+        raise RecipeError(
+            f"batch: pipedream's step is one micro-batch, and {per_step} {reader.items} for {ranks.data.size} data "
+            f"ranks are {micro_batches} of the {micro} that {fits}. Use batch.sequences: {micro * ranks.data.size}, or "
+            "parallel.pipeline.schedule: 1f1b"
+        )
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,

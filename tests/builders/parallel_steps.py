@@ -109,7 +109,7 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
 
     LayerPlacer.layer_loaded = layer_loaded  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
-    ranks = _groups(layout_of(recipe.parallel, torch.distributed.get_world_size()))
+    ranks = groups_of(layout_of(recipe.parallel, torch.distributed.get_world_size()))
     ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
     return found
 
@@ -117,13 +117,13 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
 def _see(file: str, steps: list[list[Pack]], held_out: list[Pack], micro: int, world: int | None) -> Trace:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
-    ranks = _groups(layout)
+    ranks = groups_of(layout)
     learning = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
     return trace_training(learning, learning.run(steps), len(steps), held_out)
 
 
 @functools.cache
-def _groups(layout: Layout) -> Ranks:
+def groups_of(layout: Layout) -> Ranks:
     """Groups take longer to make than a tiny model to train; the recipes of one layout share them."""
     return ranks_of(layout, "cpu")
 

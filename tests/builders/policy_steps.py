@@ -27,6 +27,7 @@ from danlu.parallel.local_parameter import local_parameters_of, replicated_param
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
+from danlu.train.learner import Activation
 from danlu.train.step import accumulate
 from danlu.types import Batch, Loss, Pack, Totals
 
@@ -46,7 +47,7 @@ Seen = tuple[float, dict[str, float], dict[str, Tensor]]  # loss, metrics, gradi
 class PerMicroBatch(DecoderLearner):
     """A mistake: the loss is a mean over what each micro-batch has, and these are averaged."""
 
-    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
         assert batch.branch is not None
         trained = batch.branch.unique()
         groups = batch.facts["group"][trained].unique()

@@ -46,6 +46,7 @@ from danlu.recipe.sections import (
     Simpo,
     Sppo,
 )
+from danlu.train.learner import Activation
 from danlu.types import Batch, Loss, Pack, Totals
 
 COUNT = 16
@@ -108,7 +109,7 @@ class PerMicroBatch(DecoderLearner):
                 prepared[number] = item
         return prepared
 
-    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
         chosen = labelled(batch, CHOSEN)
         tokens = float(sum_by_branch(torch.ones_like(batch.weights), batch)[chosen].sum())
         divisors = dict(totals.divisors)

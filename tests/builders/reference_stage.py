@@ -22,11 +22,10 @@ from danlu.data.tokenizing import TokenizerInfo
 from danlu.language.builder import DecoderBuilder
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reference import reference_columns, reference_models
-from danlu.objectives.preference import preference_objective
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe, load
-from danlu.recipe.sections import Sigmoid
 from danlu.stage_protocols import Material, Stage, StoredRows
+from danlu.stages import preference
 from danlu.types import Branch, Loss, Pack, Sample
 
 PAIRS = 16
@@ -117,7 +116,7 @@ class ReferenceReader(TreePairReader):
 STAGE = Stage(
     ReferenceReader,
     DecoderBuilder,
-    lambda recipe: preference_objective([Sigmoid()], has_reference=True),
+    preference,
     reference_models,
     columns=reference_columns,
 )

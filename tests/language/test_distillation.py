@@ -11,7 +11,7 @@ import pytest
 from builders.distillation_worker import recipe, teacher_folder, train
 from builders.pair_stage import trained_tensors
 from builders.process_group import run_group
-from builders.tiny_world import World, write_rows
+from builders.tiny_world import CONFIG, World, write_rows
 from builders.worst_errors import worst_relative_error
 from tokenizers import Tokenizer
 
@@ -19,7 +19,7 @@ from danlu import run
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.errors import DanluError
-from danlu.language.distillation import check_teachers, teacher_models
+from danlu.language.distillation import DistillationBuilder, check_teachers, teacher_models
 from danlu.recipe import load
 from danlu.stage_protocols import ModelSpec
 from danlu.stages import STAGES
@@ -123,13 +123,13 @@ def test_it_goes_on_where_it_stopped(tiny_world: World, tmp_path: Path, alone: P
 @pytest.mark.distributed
 def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: Path, alone: Path) -> None:
     layouts: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"shard": "zero3"}, "tensor": {"tensor": 2}}
-    layouts |= {"sequence": {"tensor": 2, "sequence": True}, "context": {"context": 2}}
+    layouts |= {"sequence": {"tensor": 2, "sequence": True}, "context": {"context": 2}, "pipeline": {"pipeline": 2}}
     files = [
         recipe(tiny_world, tmp_path / name, layout, **two_teachers(tiny_world)) for name, layout in layouts.items()
     ]
     cached = {"teacher": {"model": teacher_folder(tiny_world), "top_k": 12, "cache": True}, "objective": "reverse"}
     assert train([recipe(tiny_world, tmp_path / "cached-alone", **cached)]) == [0]
-    for name in ("zero3", "tensor", "context"):  # each asks the teacher itself
+    for name in ("zero3", "tensor", "context", "pipeline"):  # each asks the teacher itself
         changes = {**cached, "data": {"eval": 5, "cache": str(tmp_path / f"cache-{name}")}}
         files.append(recipe(tiny_world, tmp_path / f"cached-{name}", layouts[name], **changes))
     wrong = two_teachers(tiny_world)
@@ -139,7 +139,7 @@ def test_every_layout_trains_what_one_process_does(tiny_world: World, tmp_path: 
     for name in layouts:
         assert numbers(tmp_path / name) == pytest.approx(numbers(alone), rel=1e-4), name
         assert worst_relative_error(trained_tensors(tmp_path / name), trained_tensors(alone)) < CLOSE, name
-    for name in ("zero3", "tensor", "context"):
+    for name in ("zero3", "tensor", "context", "pipeline"):
         got, want = tmp_path / f"cached-{name}", tmp_path / "cached-alone"
         assert numbers(got) == pytest.approx(numbers(want), rel=1e-4), name
         assert worst_relative_error(trained_tensors(got), trained_tensors(want)) < CLOSE, name
@@ -261,6 +261,19 @@ def test_a_top_k_that_leaves_no_others_is_refused(tiny_world: World, tmp_path: P
     with pytest.raises(DanluError, match=r"teacher\.0\.top_k: 400 of 400 tokens leave no others"):
         check_teachers(load(Path(recipe(tiny_world, tmp_path / "run", teacher=everything))).recipe)
     check_teachers(load(Path(recipe(tiny_world, tmp_path / "control", teacher={**everything, "top_k": 399}))).recipe)
+
+
+def test_a_teacher_that_cannot_be_split_as_the_policy_is_is_refused(tiny_world: World, tmp_path: Path) -> None:
+    def check(name: str, layers: int) -> None:
+        model = {"tokenizer": str(tiny_world.tokenizer), "config": {**CONFIG, "num_hidden_layers": 4}}
+        teacher = teacher_folder(tiny_world, f"teacher-of-{layers}", num_hidden_layers=layers)
+        interleaved = {"pipeline": {"stages": 2, "schedule": "interleaved"}}
+        file = recipe(tiny_world, tmp_path / name, interleaved, model=model, teacher=teacher)
+        DistillationBuilder(load(Path(file)).recipe, STAGES["distill"]).check(None)
+
+    with pytest.raises(DanluError, match=r"teacher\.0\.model: .*teacher-of-3: parallel.pipeline: .* has 3 layers"):
+        check("run", 3)
+    check("control", 5)
 
 
 def test_pairs_are_no_rows_of_distillation(tiny_world: World, tmp_path: Path) -> None:

@@ -49,6 +49,25 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- stages of training in a pipeline
+    Mutation(
+        "language/builder.py",
+        "chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, last)},",
+        "chunk_of=parallel.chunk_of,",
+        "parallel/test_pipeline_stages.py",
+    ),
+    Mutation(
+        "language/learner.py",
+        "no_grad_pass(replace(self, assessed_dropout=step), viewed",
+        "no_grad_pass(replace(self, assessed_dropout=None), viewed",
+        "parallel/test_pipeline_stages.py",
+    ),
+    Mutation(
+        "language/builder.py",
+        "replace(each.box, is_writer=False)",
+        "replace(each.box, is_writer=True)",
+        "language/test_reference_stages.py",
+    ),
     # -- pipeline schedules
     Mutation(
         "parallel/schedules/compute_order.py",
@@ -85,6 +104,36 @@ MUTATIONS: tuple[Mutation, ...] = (
         'elif action.kind in ("backward", "weight"):',
         'elif action.kind in ("backward", "input"):',
         "parallel/test_schedules.py",
+    ),
+    Mutation(
+        "parallel/weight_stash.py",
+        "            self._copy_parameters()",
+        "            pass",
+        "parallel/test_weight_stash.py",
+    ),
+    Mutation(
+        "parallel/weight_stash.py",
+        "torch._C._autograd._unsafe_set_version_counter(self._parameters, weights.counters)",
+        "return",
+        "parallel/test_weight_stash.py",
+    ),
+    Mutation(
+        "parallel/weight_stash.py",
+        "if lowest <= version <= highest:",
+        "if version <= highest:",
+        "parallel/test_weight_stash.py",
+    ),
+    Mutation(
+        "train/pipedream.py",
+        "step - step % every + every for every in periods",
+        "step + every for every in periods",
+        "train/test_pipedream.py",
+    ),
+    Mutation(
+        "train/executor.py",
+        "(action.chunk, action.micro if each_updates else None): number",
+        "(action.chunk, None): number",
+        "train/test_executor.py",
     ),
     Mutation(
         "plan/pipeline_simulation.py",
@@ -837,7 +886,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/executor.py",
-        "finish_weight_pass(number == last_gradients[chunk], chunk)",
+        "finish_weight_pass(is_last(number, chunk, micro), chunk)",
         "finish_weight_pass(False, chunk)",
         "train/test_executor.py",
     ),
@@ -855,13 +904,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/executor.py",
-        "prepare_backward(number == last_gradients[chunk], chunk)",
+        "prepare_backward(is_last(number, chunk, micro), chunk)",
         "prepare_backward(True, chunk)",
         "train/test_executor.py",
     ),
     Mutation(
         "train/executor.py",
-        "self._gradients.pop(place)() if place in self._gradients else None",
+        "self._gradients.pop(place)()[0] if place in self._gradients else None",
         "None",
         "train/test_executor.py",
     ),

@@ -61,6 +61,15 @@ def test_fewer_items_than_ranks_leave_micro_batches_empty() -> None:
     assert [deal_by_tokens([5, 9], rank, 4, CAPACITY) for rank in range(4)] == [[[1]], [[0]], [[]], [[]]]
 
 
+def test_there_can_be_more_micro_batches_than_it_takes() -> None:
+    tokens = [40] * 9 + [10] * 16
+    assert len(deal_by_tokens(tokens, 0, 2, 1000)) == 1
+    dealt = [deal_by_tokens(tokens, rank, 2, 1000, least=4) for rank in range(2)]
+    assert sorted(item for micro_batches in dealt for numbers in micro_batches for item in numbers) == [*range(25)]
+    assert [len(micro_batches) for micro_batches in dealt] == [4, 4]
+    assert len(deal_by_tokens(tokens, 0, 2, 40, least=4)) > 4  # which their capacity asks for
+
+
 def test_micro_batches_that_ranks_make_together_are_alike() -> None:
     tokens = [40] * 9 + [10] * 16
     dealt = [deal_by_tokens(tokens, rank, 4, CAPACITY) for rank in range(4)]

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import LocalParameter
+from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.shard_box import ShardBox
@@ -41,3 +42,10 @@ def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart(
     parallel.reduce_gradients()
     assert group.sums == [("cpu", 7), ("meta", 5)]
     assert [every[name].local.grad.tolist() for name in ("a", "b")] == [[2.0] * 3, [2.0] * 4]  # type: ignore[union-attr]
+
+
+def test_a_step_through_stages_has_two_micro_batches_for_each_of_them() -> None:
+    data = Group("data", (0, 1))
+    stages = StepParallel(Ranks(data=data), pipeline=Pipeline(stages=Group("pipeline", (0, 2))))
+    assert [stages.least_micro_batches(items) for items in (100, 8, 5, 1)] == [4, 4, 3, 1]
+    assert StepParallel(Ranks(data=data)).least_micro_batches(100) == 1

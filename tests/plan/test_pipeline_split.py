@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 from builders.small_config import small_config
+from builders.small_experts import KINDS, experts_config
 
 from danlu.models.config import ModelConfig
-from danlu.plan.pipeline_split import chunk_sizes, layer_costs, split_problems
-from danlu.recipe.sections import Pipeline
+from danlu.plan.pipeline_split import chunk_sizes, layer_costs, pipedream_problems, split_problems
+from danlu.recipe import Recipe
+from danlu.recipe.sections import BatchSize, Data, Lora, Model, Parallel, Pipeline, Source
 
 
 def config_of(layers: int, *, wide: Sequence[int] = (), **changes: int) -> ModelConfig:
@@ -65,3 +67,23 @@ def test_chunks_by_cost_are_the_best_of_all_splits(wide: Sequence[int], vocab_si
 def test_what_cannot_be_split_is_told(section: Pipeline, message: str) -> None:
     assert [problem for problem in split_problems(section, config_of(4)) if message in problem]
     assert not list(split_problems(Pipeline(stages=2), config_of(4)))
+
+
+def test_what_pipedream_cannot_update_stage_by_stage_is_told() -> None:
+    tied, untied = (config_of(4, tie_word_embeddings=tie) for tie in (True, False))
+    recipe = Recipe(
+        stage="sft",
+        model=Model(path="base"),
+        data=Data(train=[Source(path="a.json")]),
+        batch=BatchSize(sequences=2),
+        parallel=Parallel(pipeline=Pipeline(stages=2, schedule="pipedream")),
+        output="runs/x",
+    )
+    (of_tie,) = pipedream_problems(recipe, tied)
+    assert "this model's embedding is its head too, on the first and on the last stage" in of_tie
+    assert not [*pipedream_problems(recipe, untied)]
+    assert not [*pipedream_problems(recipe.model_copy(update={"adapter": Lora()}), tied)]  # it trains neither
+    (of_experts,) = pipedream_problems(recipe, experts_config(KINDS["mixtral"], tie_word_embeddings=False))
+    assert "the load of experts is counted and balanced by steps" in of_experts
+    synchronous = recipe.model_copy(update={"parallel": Parallel(pipeline=Pipeline(stages=2))})
+    assert not [*pipedream_problems(synchronous, tied)]  # control

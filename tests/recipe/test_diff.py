@@ -5,7 +5,19 @@ from __future__ import annotations
 from danlu.recipe import Recipe, changes
 from danlu.recipe.diff import HARMLESS, MATTERS_WITHIN, matters
 from danlu.recipe.explanation import keys
-from danlu.recipe.sections import AdamW, BatchSize, Data, EarlyStop, Evaluation, Lion, Model, Source, Watch
+from danlu.recipe.sections import (
+    AdamW,
+    BatchSize,
+    Data,
+    EarlyStop,
+    Evaluation,
+    Lion,
+    Model,
+    Parallel,
+    Pipeline,
+    Source,
+    Watch,
+)
 
 OLD = Recipe(
     stage="sft",
@@ -78,3 +90,14 @@ def test_when_to_save_and_judge_matters_where_the_run_hangs_on_it() -> None:
         assert matters(key, OLD)
     assert not matters("rollout.cache_gib", OLD) and not matters("reward_limits.timeout_s", OLD)
     assert not matters("checkpoint.keep", OLD.model_copy(update={"watch": Watch(policy="rewind")}))
+
+
+def test_with_pipedream_stages_and_flushes_matter() -> None:
+    pipedream = OLD.model_copy(update={"parallel": Parallel(pipeline=Pipeline(stages=2, schedule="pipedream"))})
+    for key in ("checkpoint.every", "evaluation.every", "parallel.pipeline.stages", "parallel.pipeline.split"):
+        assert matters(key, pipedream) and not matters(key, OLD)
+    assert not matters("checkpoint.keep", pipedream) and not matters("parallel.data", pipedream)
+    synchronous = OLD.model_copy(update={"parallel": Parallel(pipeline=Pipeline(stages=2))})
+    for pair in ((pipedream, synchronous), (synchronous, pipedream)):
+        assert [change.key for change in changes(*pair) if change.matters] == ["parallel.pipeline.schedule"]
+    assert not any(change.matters for change in changes(OLD, synchronous))  # control

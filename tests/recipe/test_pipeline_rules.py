@@ -46,7 +46,10 @@ def test_a_number_is_its_stages(write: Write) -> None:
             {"parallel": "{shard: zero2, accumulate: sharded, pipeline: {stages: 2, schedule: zbv}}"},
             "parallel.accumulate: zbv puts weight gradients off",
         ),
-        ({"parallel": "{pipeline: {stages: 2, schedule: pipedream}}"}, "parallel.pipeline.schedule: pipedream updates"),
+        (
+            {"parallel": "{pipeline: {stages: 2, vertical_sync: true}}"},
+            "parallel.pipeline.vertical_sync: with 1f1b all",
+        ),
         ({"parallel": "{pipeline: {stages: 2, split: halves}}"}, "parallel.pipeline.split"),
         ({"parallel": "{pipeline: 2, workers: threads}"}, "parallel.pipeline: threads in one process"),
         ({"numerics": "exact"}, "numerics: whether bits are those of a rollout"),
@@ -70,6 +73,70 @@ def test_what_stages_cannot_do_is_refused(write: Write, changes: dict[str, str],
         load(write(text(**changes, parallel="{pipeline: 1}")))
 
 
-def test_rows_that_are_trees_are_refused(write: Write) -> None:
-    with pytest.raises(RecipeError, match="stage: its objective asks for outputs of whole models"):
-        load(write(text(stage="dpo", reference="frozen", batch="{pairs: 4}")))
+PIPEDREAM = "{data: 2, pipeline: {stages: 2, schedule: pipedream}}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": PIPEDREAM.replace("data", "shard: zero1, data")}, "parallel.shard: FSDP2 gathers the newest"),
+        ({"precision": "fp16"}, "precision: whether fp16 overflows is known once all stages"),
+        ({"ema": "0.99"}, "ema: an average is of whole models after each step"),
+        ({"watch": "skip"}, "watch.policy: skip decides by a step's loss"),
+        ({"watch": "rewind"}, "watch.policy: rewind decides by a step's loss"),
+        ({"memory": "{offload: [parameters]}"}, "memory.offload: pipedream keeps several versions"),
+        ({"router": "step"}, "router: the load of experts is counted and balanced by steps"),
+        (
+            {
+                "long_context": "{method: yarn, stages: [{steps: 5, length: 64}]}",
+                "data": "{train: rows.json, max_length: 64}",
+            },
+            "long_context.stages: pipedream's step is one micro-batch of one size",
+        ),
+        (
+            {"batch": "{sequences: 8, micro: 2}"},
+            "batch.micro: pipedream's step is one micro-batch on each of 2 data ranks, and 8 sequences are more than 2 "
+            "in each. Use 4 or auto",
+        ),
+        ({"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"}, "stage: pipedream begins steps before"),
+    ],
+)
+def test_what_pipedream_cannot_do_is_refused(write: Write, changes: dict[str, str], message: str) -> None:
+    values = {"batch": "{sequences: 8, micro: 4}", "parallel": PIPEDREAM, **changes}
+    with pytest.raises(RecipeError) as caught:
+        load(write(text(**values)))
+    assert [problem for problem in caught.value.problems if message in problem], caught.value.problems
+    synchronous = values | {"parallel": values["parallel"].replace("pipedream", "1f1b")}  # control
+    if "stage" not in changes:
+        load(write(text(**synchronous)))
+
+
+def test_pipedream_has_a_step_in_each_micro_batch(write: Write) -> None:
+    values = {"batch": "{sequences: 8, micro: 4}", "parallel": PIPEDREAM.replace("}}", ", vertical_sync: true}}")}
+    section = load(write(text(**values))).recipe.parallel.pipeline
+    assert section.updates_each_micro_batch and section.vertical_sync
+    assert not Pipeline(stages=2).updates_each_micro_batch
+
+
+DISTILL = {"stage": "distill", "teacher": "other", "objective": "forward"}
+STAGES: dict[str, dict[str, str]] = {
+    "reward": {"stage": "reward", "batch": "{pairs: 4}"},
+    "dpo": {"stage": "dpo", "batch": "{pairs: 4}"},
+    "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
+    "simpo": {"stage": "simpo", "batch": "{pairs: 4}"},
+    "distill": DISTILL,
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_of_training_that_go_through_stages(write: Write, name: str) -> None:
+    assert load(write(text(**STAGES[name]))).recipe.parallel.pipeline.stages == 2
+
+
+def test_what_needs_generation_or_is_one_chunk_is_refused(write: Write) -> None:
+    with pytest.raises(RecipeError, match="on_policy: generation does not go from stage to stage"):
+        load(write(text(**DISTILL, on_policy="0.5")))
+    with pytest.raises(RecipeError, match="stage: generation does not go from stage to stage, and rl trains on what"):
+        load(write(text(stage="grpo", rewards="[{kind: length}]")))
+    with pytest.raises(RecipeError, match="stage: lenet5 is one chunk"):
+        load(write(text(stage="classify", model="lenet5")))

@@ -17,7 +17,7 @@ from danlu.models.ops import linear
 from danlu.parallel.schedules import Action, forwards_only, schedule
 from danlu.parallel.step_parallel import StepParallel
 from danlu.train.executor import AnyLearner, Executor
-from danlu.train.learner import MicroStep, StepItems
+from danlu.train.learner import Activation, MicroStep, StepItems
 from danlu.types import Loss, Totals
 
 WIDTH, CHUNKS, MICRO_BATCHES = 4, 3, 4
@@ -53,15 +53,15 @@ class ChunkedLearner:
         yield
         self.present = None
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
         assert self.present == micro_step.items[0][0]
         self.seen.append(f"forward {chunk} {self.present}")
-        x = micro_step.batch.as_subclass(Tensor) if x is None else x
-        y: Tensor = self.model[chunk](x).tanh()
+        hidden = micro_step.batch.as_subclass(Tensor) if x is None else x[0]
+        y: Tensor = self.model[chunk](hidden).tanh()
         if y.requires_grad:
             y.register_hook(lambda _: self.seen.append(f"backward {chunk} {self.present}"))
         if chunk < CHUNKS - 1:
-            return y
+            return (y,)
         return Loss((y.sum() * (1 + micro_step.items[0][0])) * micro_step.gradient_scale, {})
 
 
@@ -175,6 +175,57 @@ def test_one_process_goes_forward_and_back_micro_batch_by_micro_batch() -> None:
     ]
 
 
+@dataclass(frozen=True)
+class EndsEarly:
+    """Micro-batches of which those from `end` on are not there."""
+
+    items: StepItems
+    end: int
+    asked: list[int] = field(default_factory=list)
+
+    def micro_step(self, learner: AnyLearner, micro: int) -> MicroStep[Any] | None:
+        self.asked.append(micro)
+        return self.items.micro_step(learner, micro) if micro < self.end else None
+
+
+def updating_actions() -> list[Action]:
+    """All chunks of a micro-batch forwards and backwards, then its own sum and update; the next one goes before."""
+    actions = [Action("forward", chunk, 0) for chunk in range(CHUNKS)]
+    for micro in range(MICRO_BATCHES):
+        actions += [Action("forward", chunk, micro + 1) for chunk in range(CHUNKS) if micro + 1 < MICRO_BATCHES]
+        actions += [Action("backward", chunk, micro) for chunk in reversed(range(CHUNKS))]
+        actions += [Action("reduce", 0, micro), Action("update", micro=micro)]
+    return actions
+
+
+@pytest.mark.parametrize("end", [MICRO_BATCHES, 2, 0])
+def test_each_micro_batch_may_have_an_update_and_the_list_may_end_before_one(end: int) -> None:
+    chunked, told, gradients = learner(), list[tuple[bool, int]](), dict[int, list[Tensor]]()
+    chunked.parallel = replace(chunked.parallel, prepare_backward=lambda *of_pass: told.append(of_pass))
+    within: list[int] = []
+
+    def update(micro: int) -> None:
+        gradients[micro] = [cast(Tensor, parameter.grad) for parameter in chunked.model.parameters()]
+        chunked.model.zero_grad()
+
+    @contextmanager
+    def weights(micro: int) -> Iterator[None]:
+        within.append(micro)
+        yield
+
+    source = EndsEarly(step_items(), end)
+    Executor(cast(AnyLearner, chunked), source, on_update=update, weights=weights).run(updating_actions())
+    assert list(gradients) == list(range(end)) and source.asked == list(range(min(end + 1, MICRO_BATCHES)))
+    assert told == [(True, chunk) for _ in range(end) for chunk in reversed(range(CHUNKS))]
+    assert sorted(within) == [micro for micro in range(end) for _ in range(2 * CHUNKS)]
+    assert not any(batch() for batch in chunked.batches)
+    for micro, found in gradients.items():
+        other = learner()
+        alone = actions_of(through(micro))
+        for got, want in zip(found, executed(alone, other, step_items())[1], strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_what_no_process_of_the_layout_can_do_is_told() -> None:
     with pytest.raises(AssertionError, match="no process of this layout is to forward of micro-batch None"):
         executed([Action("forward")], learner(), step_items())
@@ -191,7 +242,7 @@ SPLIT = (
 class DeferringLearner(ChunkedLearner):
     """With layers that can put the gradients of their weights off."""
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
         layer = cast(nn.Linear, self.model[chunk])
         with mock.patch.object(layer, "forward", lambda x: linear(x, layer.weight, layer.bias)):
             return super().forward(chunk, micro_step, x)
@@ -240,7 +291,7 @@ def test_one_process_can_take_the_list_of_a_schedule_that_splits() -> None:
     whole = nn.Sequential(*chunked.model)
     chunked.model = whole
 
-    def forward(chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Loss:
+    def forward(chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Loss:
         assert chunk == 0 and x is None
         y = cast(Tensor, micro_step.batch).as_subclass(Tensor)
         for layer in whole:

@@ -9,7 +9,6 @@ import pytest
 from builders.small_experts import KINDS, experts_config
 from builders.tiny_world import CONFIG, tiny_world
 
-from danlu.errors import RecipeError
 from danlu.numerics.relative_error import worst_error
 from danlu.recipe import Recipe, load
 from danlu.verify import decoder_proxy
@@ -22,6 +21,7 @@ DEEP = {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": True}
 LORA = "adapter={kind: lora, rank: 8, dropout: 0.2}"
 VERA = "adapter={kind: vera, rank: 4}"
 PIPELINE = "parallel={pipeline: 2}"
+PIPEDREAM = "parallel={pipeline: {stages: 2, schedule: pipedream}}"
 BALANCED = "router={balance: step, rate: 0.01}"
 
 LAYOUTS: dict[str, tuple[list[str], str | None, str]] = {
@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[list[str], str | None, str]] = {
         None,
         "zero2, data 2 x pipeline 2",
     ),
+    "pipedream": ([PIPEDREAM], "untied", "pipeline 2, pipedream"),
     "tensor 2, sequence": (["parallel={pipeline: 2, tensor: 2, sequence: true}"], None, "tensor 2 x pipeline 2"),
 }
 """Overrides, the model that they are over (experts of a kind, or a base for adapters), the layout in words."""
@@ -46,6 +47,12 @@ MISTAKES: dict[str, tuple[list[str], str | None, str | None, str]] = {
         "base",
         "layers.1.attention.q_proj.adapter.default.lora_B",
         "dropout masks",
+    ),
+    "newest-weights-in-backward": (
+        [PIPEDREAM],
+        "untied",
+        "embed_tokens.weight",
+        "a backward pass with other weights than its forward pass",
     ),
     "norm-of-one-stage": ([PIPELINE], None, None, "the norm of what it holds"),
     "router-loss-missing-on-stage": (
@@ -61,7 +68,9 @@ MISTAKES: dict[str, tuple[list[str], str | None, str | None, str]] = {
 
 def recipe(folder: Path, overrides: list[str], over: str | None, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     changes: dict[str, Any] = {"model": {"config": DEEP}}
-    if over == "base":
+    if over == "untied":
+        changes = {"model": {"config": {**DEEP, "tie_word_embeddings": False}}}
+    elif over == "base":
         changes = {"model": {"path": str(tiny_world().base), "config": None, "tokenizer": None}}
     elif over is not None:
         monkeypatch.setattr(decoder_proxy, "_config", lambda *args: experts_config(KINDS[over], vocab_size=400))
@@ -91,6 +100,8 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypa
     assert (report.finding.parameter, cause in report.finding.cause) == (parameter, True), report.finding
 
 
-def test_formulas_for_what_stages_send_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RecipeError, match="--traffic: there are no formulas yet for what stages of a pipeline send"):
-        verify("r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(traffic=True))
+def test_what_stages_send_is_set_beside_the_formulas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, rows = verify("r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(steps=1, traffic=True))
+    assert report.finding is None and all(row.agrees for row in rows)
+    (row,) = (row for row in rows if (row.axis, row.kind) == ("pipeline", "point-to-point"))
+    assert row.measured_bytes == row.formula_bytes > 0

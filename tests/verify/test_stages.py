@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, sequence": {"tensor": 2, "sequence": True},
     "context": {"context": 2},
     "ulysses, zero3": {"context": {"size": 2, "method": "ulysses"}, "shard": "zero3"},
+    "pipeline": {"pipeline": 2},
 }
 LORA = {"adapter": {"kind": "lora", "rank": 8, "dropout": 0.2}}
 QLORA = {**LORA, "quantization": "nf4"}
@@ -86,9 +87,19 @@ def recipe(folder: Path, parallel: dict[str, Any], own: dict[str, Any]) -> Recip
 
 
 def grid() -> list[Any]:
-    """Each case in each layout: every second of them is slow, so that a quick run has three layouts of each case."""
+    """Each case in each layout. Every second of them is slow, so that a quick run has three layouts of each case. Those
+    of pipelines are slow but one: `parallel/test_pipeline_stages.py` has more."""
+
+    def is_slow(line: int, column: int, layout: str) -> bool:
+        return line > 0 if layout == "pipeline" else bool((line + column) % 2)
+
     return [
-        pytest.param(case, layout, marks=[pytest.mark.slow] if (line + column) % 2 else [], id=f"{case}: {layout}")
+        pytest.param(
+            case,
+            layout,
+            marks=[pytest.mark.slow] if is_slow(line, column, layout) else [],
+            id=f"{case}: {layout}",
+        )
         for line, case in enumerate(CASES)
         for column, layout in enumerate(LAYOUTS)
     ]

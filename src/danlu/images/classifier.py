@@ -30,7 +30,7 @@ from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stage_protocols import HeldOut, LeastSeconds, Material, Stage
 from danlu.train.executor import AnyLearner
-from danlu.train.learner import MicroStep
+from danlu.train.learner import Activation, MicroStep
 from danlu.train.memory_parts import Activations, MemoryParts
 from danlu.train.position import ItemSource
 from danlu.train.run_folder import Start
@@ -303,13 +303,13 @@ class ClassifierLearner:
         """LeNet-5 has no dropout."""
         return nullcontext()
 
-    def forward(self, chunk: int, micro_step: MicroStep[ImageBatch], x: Tensor | None) -> Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[ImageBatch], x: Activation | None) -> Loss:
         """The loss of a micro-batch: all of LeNet-5 is one chunk."""
         if micro_step.step is None:
             return self.assess(micro_step.batch, micro_step.totals)
         return self.losses(micro_step.batch, micro_step.totals, micro_step.gradient_scale)
 
-    def empty_activation(self, micro_step: MicroStep[ImageBatch]) -> Tensor:
+    def empty_activation(self, micro_step: MicroStep[ImageBatch]) -> Activation:
         """Nothing passes between chunks of a model in one chunk."""
         raise AssertionError("LeNet-5 is one chunk")
 

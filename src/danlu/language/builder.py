@@ -15,17 +15,17 @@ from danlu.assembly.recipe_adapters import base_changes, base_config, base_ident
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.errors import CheckpointError, ModelError, RecipeError
-from danlu.language.columns import AskedModel, add_columns
+from danlu.language.columns import add_columns
 from danlu.language.critic import check_critic, own_config, place_own_critic, with_own_critic
 from danlu.language.frozen_models import check_frozen_model, frozen_config, place_frozen
-from danlu.language.learner import objective_parameters, objective_tensors
+from danlu.language.learner import DecoderLearner, objective_parameters, objective_tensors
 from danlu.language.moving import MovingWeights, moving_weights, with_moving
 from danlu.language.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.language.placed import PlacedDecoder
 from danlu.language.reader import tokenizer_of
 from danlu.language.reinforcement import recipe_rewards
 from danlu.language.rewards_on_base import own_reward_bytes, rewards_on_base
-from danlu.language.roles import FrozenDecoder, forward_of
+from danlu.language.roles import forward_of
 from danlu.language.samples import sample_prompts
 from danlu.memory_estimate import check_size
 from danlu.models.config import ModelConfig
@@ -43,8 +43,8 @@ from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import Placed, Subject, check_placing, place, subject_of
-from danlu.plan.pipeline_split import split_problems
+from danlu.placing import Placed, Subject, check_placing, place, subject_of, token_shares
+from danlu.plan.pipeline_split import pipedream_problems, split_problems
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_share
@@ -115,7 +115,8 @@ class DecoderBuilder:
 
     def _placed_to_be_asked(
         self, spec: ColumnSpec, config: ModelConfig, ranks: Ranks, device: torch.device
-    ) -> AskedModel:
+    ) -> DecoderLearner:
+        """A model that is asked for columns, as the policy of a learner that trains nothing."""
         recipe = self.recipe
         if spec.model is not None:
             placed = place_frozen(recipe, spec.model, config.vocab_size, ranks, device)
@@ -123,9 +124,17 @@ class DecoderBuilder:
             subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
             placed = place(subject, recipe, ranks, device)
         model, adapters = placed.subject.model, placed.subject.adapters
-        forward = forward_of(model, compiled=recipe.compile)
-        outputs = FrozenDecoder(model, forward, DTYPES[recipe.precision], recipe.numerics == "exact")
-        return AskedModel(outputs, () if adapters is None else adapters.virtual_token_ids)
+        return DecoderLearner(
+            model,
+            forward_of(model, compiled=recipe.compile),
+            device,
+            DTYPES[recipe.precision],
+            micro=1,
+            adapters=adapters,
+            parallel=placed.parallel,
+            token_multiple=token_shares(recipe, ranks),
+            exact=recipe.numerics == "exact",
+        )
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The trained decoder and the frozen ones on the processes of a layout."""
@@ -178,7 +187,8 @@ class DecoderBuilder:
 
     def _check_layout(self, config: ModelConfig) -> None:
         parallel = self.recipe.parallel
-        if wrong := [*problems(parallel, config), *split_problems(parallel.pipeline, config)]:
+        of_pipeline = [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
+        if wrong := [*problems(parallel, config), *of_pipeline]:
             raise RecipeError(wrong)
 
     def _check_base(self, checkpoint: Path) -> None:
@@ -317,17 +327,27 @@ def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe
     """The same step with the objective's own tensors beside the model's: whole on every process.
 
     Their gradients are summed over data ranks, in buckets where nothing is sharded. Tensor ranks have the same hidden
-    states, and so the same gradients, of which nothing is summed.
+    states, and so the same gradients, of which nothing is summed. Of a pipeline the stage with the last chunk, where
+    the objective is computed, trains and saves them; running statistics are on all stages, for each prepares its items.
     """
-    ranks, tensors = parallel.ranks, objective_tensors(objective)
+    ranks, pipeline, tensors = parallel.ranks, parallel.pipeline, objective_tensors(objective)
     if ranks.alone or not tensors:
         return parallel
-    parameters = objective_parameters(objective)
+    parameters, last = objective_parameters(objective), pipeline.num_chunks - 1
     local = {name: replicated_parameter(name, parameters.get(name, tensor), ranks) for name, tensor in tensors.items()}
+    if last not in pipeline.chunks:
+        local = {name: replace(each, box=replace(each.box, is_writer=False)) for name, each in local.items()}
+        statistics = {name: each for name, each in local.items() if name not in parameters}
+        return replace(
+            parallel,
+            local_parameters={**parallel.local_parameters, **statistics},
+            elsewhere={**parallel.elsewhere, **{name: local[name] for name in parameters}},
+        )
     trained = {name: local[name] for name in parameters}
     sums = sums_over_data(trained, ranks, in_buckets=recipe.parallel.shard == "none")
     return replace(
         parallel,
         local_parameters={**parallel.local_parameters, **local},
         partial_gradients=(*parallel.partial_gradients, *sums),
+        chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, last)},
     )

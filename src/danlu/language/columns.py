@@ -8,7 +8,7 @@ S tokens of a sample · T tokens of a block of samples · N targets of a micro-b
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
@@ -21,20 +21,18 @@ from torch import Tensor
 
 from danlu.adapters.adapter_config import CONFIG, WEIGHTS
 from danlu.assembly.recipe_adapters import named_stack
-from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
 from danlu.data.column_store import ColumnStore, SamplesWithColumns
 from danlu.data.samples import Samples
-from danlu.language.roles import RoleOutputs
-from danlu.models.attend import attend_for
+from danlu.language.learner import DecoderLearner
+from danlu.language.no_grad_pass import no_grad_pass
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_tensors, resolve_folder
 from danlu.parallel.dealing import deal_by_tokens
 from danlu.parallel.ranks import Ranks
-from danlu.placing import token_shares
 from danlu.recipe import Recipe
 from danlu.stage_protocols import ColumnSpec, StoredRows
 from danlu.train.progress import RowProgress
-from danlu.types import Pack, Sample
+from danlu.types import Batch, Outputs, Pack, Role, Sample
 
 _TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
 """In a micro-batch of a pass without gradients, unless the recipe's own are larger."""
@@ -43,19 +41,11 @@ _PLACE = "place"
 """A column that says which token of the stored sample each one is."""
 
 
-@dataclass(frozen=True)
-class AskedModel:
-    """A placed model that is asked for columns."""
-
-    outputs: RoleOutputs
-    virtual_token_ids: tuple[int, ...]  # that its adapters put before each document
-
-
 def add_columns(
     rows: StoredRows,
     spec: ColumnSpec,
     config: ModelConfig,
-    place_model: Callable[[], AskedModel],
+    place_model: Callable[[], DecoderLearner],
     recipe: Recipe,
     ranks: Ranks,
     device: torch.device,
@@ -66,7 +56,8 @@ def add_columns(
     What is not in the cache is computed by the model, dealt by tokens over the data ranks, and written a block at a
     time. A run that is stopped meanwhile goes on with the next block.
 
-    config: of the model that is asked. place_model: called only where something is to be computed.
+    config: of the model that is asked. place_model: makes a learner whose policy that is; called only where something
+        is to be computed.
     """
     key = ranks.world.from_first(lambda: _key(recipe, spec, config, device))
     sides = [samples for samples in (rows.train, rows.held_out) if samples is not None]
@@ -79,7 +70,7 @@ def add_columns(
     if any(missing):
         total = sum(len(store.blocks[number]) for store, lost in zip(stores, missing, strict=True) for number in lost)
         with closing(RowProgress(stream, doing=spec.name)) as progress:
-            asking = _Asking(place_model(), rows, spec, recipe, ranks, device, lambda done: progress(done, total))
+            asking = _Asking(place_model(), rows, spec, recipe, lambda done: progress(done, total))
             for samples, store, lost in zip(sides, stores, missing, strict=True):
                 for number in lost:
                     asking.compute(samples, store, number)
@@ -92,12 +83,10 @@ def add_columns(
 class _Asking:
     """The passes without gradients over blocks of samples."""
 
-    model: AskedModel
+    learner: DecoderLearner
     rows: StoredRows
     spec: ColumnSpec
     recipe: Recipe
-    ranks: Ranks
-    device: torch.device
     progress: Callable[[int], None]
     done: int = 0
 
@@ -110,31 +99,31 @@ class _Asking:
             name: torch.zeros(starts[-1], *of.shape, dtype=torch.from_numpy(np.empty(0, of.dtype)).dtype)
             for name, of in self.spec.types.items()
         }
-        data, micro = self.ranks.data, self.recipe.batch.micro
+        parallel, device, micro = self.learner.parallel, self.learner.device, self.recipe.batch.micro
         own = self.recipe.data.max_length * (micro if isinstance(micro, int) else 1)
-        capacity = max(own, _TOKENS_AT_ONCE.get(self.device.type, 0))
-        lengths = [len(sample.tokens) for sample in asked]
-        for numbers in deal_by_tokens(lengths, data.index, data.size, capacity):
-            computed = self._ask([asked[place] for place in numbers])
+        capacity = max(own, _TOKENS_AT_ONCE.get(device.type, 0))
+        packs, data = [Pack((sample,)) for sample in asked], parallel.ranks.data
+        least = parallel.least_micro_batches(len(packs))
+        dealt = deal_by_tokens([pack.tokens for pack in packs], data.index, data.size, capacity, least=least)
+        # Every rank asks, for ranks that share a model wait for each other.
+        for numbers, computed in no_grad_pass(self.learner, packs, dealt, self._columns):
             places = [starts[place] + asked[place].columns[_PLACE][asked[place].weights != 0] for place in numbers]
             at = torch.from_numpy(np.concatenate(places) if places else np.empty(0, np.int64))
             for name, of_targets in computed.items():
-                values[name][at] = of_targets[: len(at)].to("cpu", values[name].dtype)
-        if not data.alone:
-            values = {name: data.sum(column.to(self.device)).cpu() for name, column in values.items()}
-        if self.ranks.leads:
+                values[name][at] = of_targets[: len(at)]
+        if not parallel.alone:
+            on_first = parallel.pipeline.from_last_to_first
+            values = {name: on_first(data.sum(column.to(device))).cpu() for name, column in values.items()}
+        if parallel.ranks.leads:
             store.write(number, {name: column.numpy() for name, column in values.items()})
         self.done += len(block)
         self.progress(self.done)
 
-    def _ask(self, samples: Sequence[Sample]) -> Mapping[str, Tensor]:
-        """[N, ...] of each column; every rank asks, for ranks that share a model wait for each other."""
-        packs = [Pack((sample,)) for sample in samples] or [EMPTY_PACK]
-        batch = collate(packs, self.device, virtual_token_ids=self.model.virtual_token_ids)
-        filled = pad_to_bucket(batch, token_shares(self.recipe, self.ranks))
-        with torch.no_grad():
-            attend = attend_for(filled, exact=self.recipe.numerics == "exact")
-            return self.spec.compute(self.model.outputs(batch, filled, attend), batch)
+    def _columns(self, outputs: Mapping[Role, Outputs], batch: Batch) -> dict[str, Tensor]:
+        """[N, ...] of each column, on the host: a block has more of them than a device might hold."""
+        types = {name: torch.from_numpy(np.empty(0, of.dtype)).dtype for name, of in self.spec.types.items()}
+        computed = self.spec.compute(outputs["policy"], batch)
+        return {name: of_targets.to("cpu", types[name]) for name, of_targets in computed.items()}
 
 
 def all_answers(sample: Sample) -> Sample:

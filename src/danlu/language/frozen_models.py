@@ -26,6 +26,7 @@ from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.parallel.ranks import Ranks
 from danlu.placing import LayerPlacer, Placed, Subject, layer_by_layer, place, subject_of
+from danlu.plan.pipeline_split import split_problems
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, Recompute
@@ -47,6 +48,8 @@ def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
         if any((folder / name).is_file() for name in VOCABULARY_FILES):
             _check_same_vocabulary(spec.key, path, load_tokenizer(path).vocabulary, policy_tokenizer.vocabulary)
         check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
+        if wrong := list(split_problems(recipe.parallel.pipeline, read_config(folder))):
+            raise RecipeError([f"{spec.key}.model: {path}: {problem}" for problem in wrong])
 
 
 def _check_same_vocabulary(key: str, path: str, vocabulary: Mapping[str, int], policys: Mapping[str, int]) -> None:
@@ -66,7 +69,8 @@ def _quoted(token: str | None) -> str:
 
 
 def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks, device: torch.device) -> Placed:
-    """A frozen decoder on the processes of a layout, cut and sharded like the policy.
+    """A frozen decoder on the processes of a layout, split, cut and sharded like the policy: in a pipeline each stage
+    has the chunks of the same numbers of both.
 
     Matrices are in the type of activations, in which they multiply to the same bits as in float32, or quantized as
     `spec` says. Adapters of its section are stacked on a model of a recipe that trains one, or that is quantized; else

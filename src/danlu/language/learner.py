@@ -23,7 +23,8 @@ from danlu.data.shares import shares
 from danlu.language.critic import Critic
 from danlu.language.diagnosis import explain_non_finite
 from danlu.language.moving import MovingWeights, moving_tensors
-from danlu.language.roles import Forward, RoleOutputs, decoder_outputs, hidden_states
+from danlu.language.no_grad_pass import no_grad_pass
+from danlu.language.roles import DecoderRole, Forward, RoleOutputs, decoder_outputs, hidden_states
 from danlu.layer_types import Attend
 from danlu.memory.activation_offload import ActivationOffload
 from danlu.memory.recomputed_function import recomputed_within
@@ -38,7 +39,7 @@ from danlu.parallel.context_attention import ContextGroups, context_attend_for
 from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
-from danlu.train.learner import MicroStep
+from danlu.train.learner import Activation, MicroStep
 from danlu.train.memory_parts import Activations
 from danlu.train.step import sum_losses
 from danlu.types import (
@@ -86,6 +87,8 @@ class DecoderLearner:
     """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
     context: ContextGroups = field(default_factory=ContextGroups)
     """Ranks that take different tokens of the same packs."""
+    assessed_dropout: int | None = None
+    """The step whose dropout passes without gradients have; None: they have none."""
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
@@ -106,13 +109,16 @@ class DecoderLearner:
 
     def micro_batches(self, items: Sequence[Pack]) -> Sequence[Sequence[int]]:
         """The numbers of the packs in each micro-batch of this process: in order, or by tokens."""
+        parallel = self.parallel
         if self.sequence_tokens is None:
             staged, lengths = items[0].stage_length, self.model.staged_ropes
             # As many tokens as `micro` packs of the longest stage have, for whose memory it was chosen.
             micro = self.micro if staged is None else self.micro * max(lengths) // staged
-            return deal_in_order(items, self.parallel, micro)
-        data = self.parallel.ranks.data
-        return deal_by_tokens([item.tokens for item in items], data.index, data.size, self.micro * self.sequence_tokens)
+            return deal_in_order(items, parallel, micro)
+        data, capacity = parallel.ranks.data, self.micro * self.sequence_tokens
+        least, tokens = parallel.least_micro_batches(len(items)), [item.tokens for item in items]
+        dealt = deal_by_tokens(tokens, data.index, data.size, capacity, least=least)
+        return [*dealt, *[[]] * (parallel.fitting(len(dealt)) - len(dealt))]
 
     def prepare(
         self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
@@ -120,33 +126,30 @@ class DecoderLearner:
         """The packs as the objective wants them for its pass with gradients, where it has to see the whole step first.
 
         It is shown the log-probabilities of all branches of the step, from a pass without gradients: the policy's with
-        the dropout of the step, the reference's without.
+        the dropout of the step, the reference's without. Of a pipeline the stage with the last chunk tells the others.
         """
         if not isinstance(self.objective, StepObjective):
             return items
         viewed = self.objective.step_items(items)
         counts = [sum(len(sample.branches) for sample in pack.samples) for pack in viewed]
         starts = np.cumsum([0, *counts]).tolist()
-        own: list[
-            Tensor
-        ] = []  # of each micro-batch [3, M]: policy, reference, targets; on the device until all are made
         has_reference = "reference" in self.roles
-        for numbers in micro_batches:
-            batch = self.collate([viewed[number] for number in numbers])
-            numbered = [(number, viewed[number]) for number in numbers]
-            with torch.no_grad(), self._dropout(step, numbered, batch):
-                outputs = self.outputs(batch, 1.0)
-                # Sums over the targets of this process, for those of all are added up below.
-                policy = local_sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
-                reference = policy
-                if has_reference:
-                    reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
-                own.append(torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch))))
+
+        def sums_of(outputs: Mapping[Role, Outputs], batch: Batch) -> Tensor:
+            """[3, M] of policy, reference and targets: sums over those of this process, for all are added up below."""
+            policy = local_sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
+            reference = policy
+            if has_reference:
+                reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
+            return torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch)))
+
+        # They stay on the device until all are made.
+        own = [*no_grad_pass(replace(self, assessed_dropout=step), viewed, micro_batches, sums_of)]
         sums = torch.zeros(3, starts[-1], dtype=torch.float64)
-        for numbers, values in zip(micro_batches, own, strict=True):
+        for numbers, values in own:
             places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
             sums[:, places] = values.double().cpu()[:, : len(places)]
-        self.parallel.all_reduce_data(sums)
+        sums = self.parallel.pipeline.from_last(self.parallel.all_reduce_data(sums))
         facts = {
             name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in viewed for sample in pack.samples]))
             for name in viewed[0].samples[0].facts
@@ -182,7 +185,8 @@ class DecoderLearner:
 
     def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
         """Dropout of adapters, by the micro-batch's place in the step."""
-        return self._dropout(micro_step.step, micro_step.items, micro_step.batch)
+        step = self.assessed_dropout if micro_step.step is None else micro_step.step
+        return self._dropout(step, micro_step.items, micro_step.batch)
 
     @contextmanager
     def _dropout(self, step: int | None, items: Sequence[tuple[int, Pack]], batch: Any) -> Iterator[None]:
@@ -201,9 +205,9 @@ class DecoderLearner:
         finally:
             dropout_state.end()
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
-        """The loss of a micro-batch; of a chunk before the last one its hidden states [T', D], [T'/tp, D] where tensor
-        ranks cut tokens."""
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
+        """The loss of a micro-batch; of a chunk before the last one hidden states [T', D], the policy's ([T'/tp, D]
+        where tensor ranks cut tokens) and those of the roles that the objective asks."""
         batch, totals = micro_step.batch, micro_step.totals
         if chunk < self.model.chunks.last:
             return self._hidden_states(chunk, micro_step, x)
@@ -211,32 +215,41 @@ class DecoderLearner:
             return self.assess(batch, totals, x)
         return self.losses(batch, totals, micro_step.gradient_scale, x)
 
-    def empty_activation(self, micro_step: MicroStep[Any]) -> Tensor:
-        """[T', D] in the type of activations; where tensor ranks cut tokens, as they do in training, this one's."""
+    def empty_activation(self, micro_step: MicroStep[Any]) -> Activation:
+        """[T', D] of each model in the type of activations; where tensor ranks cut tokens, as they do of what has
+        gradients, this one's."""
         tokens = len(pad_to_bucket(micro_step.batch, self.token_multiple).tokens)
-        tokens //= 1 if micro_step.step is None else self.token_multiple
-        return torch.empty(tokens, self.model.config.hidden_size, dtype=self.dtype, device=self.device)
+        of_policy = tokens // (1 if micro_step.step is None else self.token_multiple)
+        shapes = [(of_policy, self.model.config.hidden_size)]
+        shapes += [(tokens, role.model.config.hidden_size) for role in self._decoders(self._asked(micro_step)).values()]
+        return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
-    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
         """The objective's loss of a micro-batch. x: as `forward` has it."""
         with self._offloaded():
             outputs = self.outputs(batch, gradient_scale, self._roles_of(self.objective), totals, x)
             loss = self.objective(outputs, batch, totals)
             return replace(loss, total=scale_gradient(loss.total, gradient_scale))
 
-    def assess(self, batch: Batch, totals: Totals, x: Tensor | None = None) -> Loss:
+    def assess(self, batch: Batch, totals: Totals, x: Activation | None = None) -> Loss:
         """The evaluation's loss of a micro-batch, without gradients. x: as `forward` has it."""
         with torch.no_grad():
             return self.evaluation(self.outputs(batch, 1.0, self._roles_of(self.evaluation), x=x), batch, totals)
 
-    def _hidden_states(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor:
-        trains = micro_step.step is not None
-        filled = pad_to_bucket(micro_step.batch, self.token_multiple)
+    def _hidden_states(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation:
+        trains, batch = micro_step.step is not None, micro_step.batch
+        filled = pad_to_bucket(batch, self.token_multiple)
+        attend = self._attend(filled)
+        decoders = self._decoders(self._asked(micro_step))
+        own, *beside = (None,) * (1 + len(decoders)) if x is None else x
+        of_roles = [
+            role.hidden_states(batch, filled, attend, chunk, hidden)
+            for role, hidden in zip(decoders.values(), beside, strict=True)
+        ]
         routed = self._routed(filled, micro_step.totals if trains else None, micro_step.gradient_scale)
         with self._offloaded() if trains else torch.no_grad(), routed:
-            return hidden_states(
-                self.model, self.model_forward, self.dtype, micro_step.batch, filled, self._attend(filled), chunk, x
-            )
+            of_policy = hidden_states(self.model, self.model_forward, self.dtype, batch, filled, attend, chunk, own)
+        return of_policy, *of_roles
 
     def _offloaded(self) -> AbstractContextManager[None]:
         return nullcontext() if self.offload is None else self.offload.active()
@@ -244,19 +257,26 @@ class DecoderLearner:
     def _roles_of(self, objective: Objective) -> Collection[Role]:
         return objective.roles if isinstance(objective, RoleObjective) else self.roles
 
+    def _asked(self, micro_step: MicroStep[Any]) -> Collection[Role]:
+        return self._roles_of(self.evaluation if micro_step.step is None else self.objective)
+
+    def _decoders(self, roles: Collection[Role]) -> dict[Role, DecoderRole]:
+        """Those of `roles` that are decoders, in the order in which their hidden states lie in an `Activation`."""
+        return {role: each for role, each in self.roles.items() if role in roles and isinstance(each, DecoderRole)}
+
     def outputs(
         self,
         batch: Batch,
         gradient_scale: float,
         roles: Collection[Role] | None = None,
         totals: Totals | None = None,
-        x: Tensor | None = None,
+        x: Activation | None = None,
     ) -> dict[Role, Outputs]:
         """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the outputs of
         the policy and of the critic carry gradients.
 
         totals: of the step that the batch is trained on in; the load of the policy's experts is counted and balanced.
-        x: what the policy's chunk before the last one has returned, where it is in several.
+        x: what the chunk before the last one has returned for the policy and these roles, where they are in several.
 
         The policy sends tokens to the experts that the batch has recorded of its rollout. Other models choose their
         own: theirs are other weights, of which the rollout knows nothing.
@@ -264,8 +284,11 @@ class DecoderLearner:
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = self._attend(filled)
         asked = (*self.roles, VALUE) if roles is None else roles
+        hidden = {} if x is None else dict(zip(("policy", *self._decoders(asked)), x, strict=True))
         beside: dict[Role, Outputs] = {
-            role: outputs_of(batch, filled, attend) for role, outputs_of in self.roles.items() if role in asked
+            role: outputs_of(batch, filled, attend, hidden.get(role))
+            for role, outputs_of in self.roles.items()
+            if role in asked
         }
         if self.critic is not None and VALUE in asked:
             beside[VALUE] = self.critic(batch, filled, attend, gradient_scale)
@@ -280,7 +303,7 @@ class DecoderLearner:
                 gradient_scale,
                 self.score_head,
                 self.exact,
-                x,
+                hidden.get("policy"),
             )
         return {**beside, "policy": policy}
 
@@ -378,13 +401,13 @@ class ThreadedLearner(DecoderLearner):
         first = DecoderLearner(**{each.name: getattr(self, each.name) for each in fields(DecoderLearner)})
         return first.prepare(items, micro_batches, step)
 
-    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0, x: Tensor | None = None) -> Loss:
+    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
         """The sum of all replicas' losses, on the first device."""
         return self._on_replicas(
             batch, lambda learner, part: DecoderLearner.losses(learner, part, totals, gradient_scale)
         )
 
-    def assess(self, batch: Any, totals: Totals, x: Tensor | None = None) -> Loss:
+    def assess(self, batch: Any, totals: Totals, x: Activation | None = None) -> Loss:
         """The sum of all replicas' losses as evaluation reports them."""
         return self._on_replicas(batch, lambda learner, part: DecoderLearner.assess(learner, part, totals))
 

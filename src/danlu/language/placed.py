@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -348,7 +349,7 @@ class PlacedDecoder:
         if self.recipe.value is not None and self.recipe.value.save:
             self._write_critic(critic_folder(target), value, writes=writes)
         classifies = self.model.config.task != "causal-lm"  # a critic's head is no part of the result
-        head = self._score_head if classifies else None
+        head = self._gathered_score_head(value) if classifies else None
         write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=head)
 
     def _write_critic(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
@@ -365,6 +366,19 @@ class PlacedDecoder:
     @property
     def _score_head(self) -> nn.Linear | None:
         return self.objective.score_head if isinstance(self.objective, HeadObjective) else None
+
+    def _gathered_score_head(self, value: BoxValue | None) -> nn.Linear | None:
+        """The score head with the values that it has where it is trained: of a pipeline on another stage than the one
+        that writes. Every process calls it."""
+        head = self._score_head
+        if head is None or value is None or self.parallel.pipeline.alone:
+            return head
+        gathered = copy.deepcopy(head)
+        for name in objective_parameters(self.objective):
+            values = value(name)
+            if values is not None:  # on the process that writes
+                gathered.get_parameter(name.rpartition(".")[2]).data.copy_(values)
+        return gathered
 
     def _modules(self) -> list[nn.Module]:
         own = [self.objective] if isinstance(self.objective, nn.Module) else []
@@ -423,6 +437,7 @@ class PlacedDecoder:
             adapter = sum(tensor.nbytes for name, tensor in weights.items() if not name.startswith(of_own_critic))
         models = sum(model_bytes(module) for module in self._modules() if isinstance(module, Decoder))
         own = sum(tensor.nbytes for tensor in objective_tensors(self.objective).values())
+        trained = sum(parameter.nbytes for parameter in optimizer.parameters.values())
         return MemoryParts(
             weights=models + own + _replaced_bytes(adapters) + self.reward_bytes - adapter,
             adapter=adapter,
@@ -431,6 +446,7 @@ class PlacedDecoder:
             average=average,
             activations=0,
             logits=0,
+            stash=self.parallel.pipeline.weight_delay * trained,
         )
 
 

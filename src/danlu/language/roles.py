@@ -5,7 +5,8 @@ T packed tokens · N trained targets
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,8 +42,11 @@ def forward_of(model: Decoder, *, compiled: bool) -> Forward:
 class RoleOutputs(Protocol):
     """Makes the outputs of one role for a micro-batch; they carry no gradients."""
 
-    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> Outputs:
-        """What the role says about `batch`, which goes through models as `filled`: see `data.batch.pad_to_bucket`."""
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> Outputs:
+        """What the role says about `batch`, which goes through models as `filled`: see `data.batch.pad_to_bucket`.
+
+        x: what the chunk before the last one has returned, where the role is a decoder in several.
+        """
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,15 @@ class FrozenDecoder:
     dtype: torch.dtype  # of activations
     exact: bool = False  # see `DecoderOutputs`
 
-    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> DecoderOutputs:
         """The decoder's hidden states, computed now, and its head, applied when it is asked for."""
         with torch.no_grad():
-            return decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact)
+            return decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact, x=x)
+
+    def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
+        """Those behind a chunk before the last one, without gradients: see `hidden_states`."""
+        with torch.no_grad():
+            return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
 
 
 @dataclass(frozen=True)
@@ -71,12 +80,24 @@ class AdapterOff:
     name: str
     exact: bool = False
 
-    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> DecoderOutputs:
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> DecoderOutputs:
         """As of a `FrozenDecoder`, without dropout; the head is taken here, for it may have an adapter too."""
+        with self._switched_off():
+            outputs = decoder_outputs(
+                self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact, x=x
+            )
+            return outputs.with_head(self.model.head_weight)
+
+    def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
+        """As of a `FrozenDecoder`, without dropout."""
+        with self._switched_off():
+            return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
+
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
         dropout_state = self.adapters.build_context.dropout_state
         with torch.no_grad(), self.adapters.without(self.name), dropout_state.suspended():
-            outputs = decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact)
-            return outputs.with_head(self.model.head_weight)
+            yield
 
 
 @dataclass(frozen=True)
@@ -85,9 +106,14 @@ class StoredOutputs:
 
     outputs: Callable[[Batch], Outputs]
 
-    def __call__(self, batch: Batch, filled: Batch, attend: Attend) -> Outputs:
+    def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> Outputs:
         """The outputs over the columns of `batch`."""
+        assert x is None, "columns go through no chunks"
         return self.outputs(batch)
+
+
+DecoderRole = FrozenDecoder | AdapterOff
+"""A `RoleOutputs` that goes through the chunks of a pipeline beside the policy, each with its own."""
 
 
 def decoder_outputs(

@@ -64,7 +64,10 @@ def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | No
             return list(planned())
         case "every":
             size = section.layers or max(1, round(math.sqrt(len(layers))))
-            return [LayerPlan(layer, "full", place // size) for place, layer in enumerate(layers)]
+            # No segment goes beyond a chunk of a pipeline: what comes next in the model is in another forward pass.
+            chunks = [model.chunks.layers[chunk] for chunk in model.chunks.local]
+            segments = [chunk[start : start + size] for chunk in chunks for start in range(0, len(chunk), size)]
+            return [LayerPlan(layer, "full", number) for number, own in enumerate(segments) for layer in own]
         case kind:
             return [LayerPlan(layer, kind) for layer in layers]
 

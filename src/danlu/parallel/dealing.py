@@ -21,7 +21,9 @@ def deal_in_order(items: Sequence[T], parallel: StepParallel, micro: int) -> lis
     return [local[start : start + micro] for start in range(0, count * micro, micro)]
 
 
-def deal_by_tokens(tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int) -> list[list[int]]:
+def deal_by_tokens(
+    tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1
+) -> list[list[int]]:
     """The numbers of the items in each micro-batch of one data rank, of items that are of very different lengths.
 
     As few micro-batches as hold at most `capacity` tokens each (or one item, if it is longer), filled longest item
@@ -31,9 +33,10 @@ def deal_by_tokens(tokens: Sequence[int], data_rank: int, data_ranks: int, capac
     Args:
         tokens: of each item of the step, on all ranks.
         capacity: tokens in a micro-batch.
+        least: micro-batches of each rank, even where fewer would hold the items.
     """
     longest_first = sorted(range(len(tokens)), key=lambda number: (-tokens[number], number))
-    rounds = max(1, -(-sum(tokens) // (capacity * data_ranks)))
+    rounds = max(least, -(-sum(tokens) // (capacity * data_ranks)))
     while (bins := _fill(longest_first, tokens, rounds * data_ranks, capacity)) is None:
         rounds += 1
     # Stable, so that bins of one load stay in their order.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from danlu.parallel.comm import ALONE, Group
@@ -39,6 +40,8 @@ class Pipeline:
     """The same ranks, for what goes to stages of a higher index."""
     upstream: Group = ALONE
     """The same ranks, for what goes to stages of a lower index."""
+    vertical_sync: bool = False
+    """Whether all stages use one version of the weights for a micro-batch, where each has an update of its own."""
 
     @property
     def alone(self) -> bool:
@@ -83,6 +86,19 @@ class Pipeline:
         """Of how many micro-batches this process keeps activations at once, in a step that fills the pipeline."""
         return peak_in_flight(self.actions(_ROUND * self.stages.size)) / self.chunks_per_rank
 
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether a step is one micro-batch, with an update of its own while others are in flight (PipeDream)."""
+        return self.schedule == "pipedream" and not self.alone
+
+    @property
+    def weight_delay(self) -> int:
+        """Of how many micro-batches right before it a micro-batch does not have the updates in this stage's weights:
+        those that are in flight when it begins, here or (`vertical_sync`) on the first stage."""
+        if not self.updates_each_micro_batch:
+            return 0
+        return self.stages.size - 1 - (0 if self.vertical_sync else self.stages.index)
+
     def problems(self, micro_batches: int) -> list[str]:
         """Why the schedule cannot be made of so many micro-batches."""
         problems = schedule_problems(self.schedule, self.stages.size, self.chunks_per_rank, micro_batches)
@@ -97,6 +113,19 @@ class Pipeline:
         """The value of the stage that has the last chunk, on all stages, each of which calls this."""
         return self.all_gather(value)[self.stage_of(self.num_chunks - 1)]
 
+    def from_last_to_first(self, x: Tensor) -> Tensor:
+        """On the first stage the tensor of the one that has the last chunk; on others x itself, which is of the same
+        shape and type, on the device. All stages call this."""
+        last = self.stage_of(self.num_chunks - 1)
+        if last == 0 or self.stages.index not in (0, last):
+            return x
+        if self.stages.index == last:
+            self.upstream.exchange([(x, 0)], [])
+            return x
+        received = torch.empty_like(x)
+        self.upstream.exchange([], [(received, last)])
+        return received
+
 
 @dataclass
 class Messages:
@@ -105,27 +134,29 @@ class Messages:
     pipeline: Pipeline
     _sends: deque[Callable[[], None]] = field(default_factory=deque)
 
-    def send(self, action: Action, x: Tensor) -> None:
-        """Starts to send what the action says. Waits where many messages before have not arrived."""
-        assert action.peer is not None
-        x = x.contiguous()
-        wait = self._direction(action.peer).start_exchange([(x, action.peer)], [])
+    def send(self, action: Action, message: Sequence[Tensor]) -> None:
+        """Starts to send what the action says, one tensor or several. Waits where many messages before have not
+        arrived."""
+        peer = action.peer
+        assert peer is not None
+        tensors = [x.contiguous() for x in message]
+        wait = self._direction(peer).start_exchange([(x, peer) for x in tensors], [])
 
-        def arrived(kept: Tensor = x) -> None:  # the tensor must not be freed before
+        def arrived(kept: Sequence[Tensor] = tensors) -> None:  # the tensors must not be freed before
             wait()
 
         self._sends.append(arrived)
         if len(self._sends) > _UNFINISHED_SENDS:
-            PHASE.begin(f"waiting until rank {self._rank(action.peer)} receives")
+            PHASE.begin(f"waiting until rank {self._rank(peer)} receives")
             self._sends.popleft()()
 
-    def receive(self, action: Action, into: Tensor) -> Callable[[], Tensor]:
-        """Starts to receive what the action says; a function that waits for it, and returns it."""
+    def receive(self, action: Action, into: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        """Starts to receive what the action says into tensors; a function that waits for them, and returns them."""
         peer = action.peer
         assert peer is not None
-        wait = self._direction(self.pipeline.stages.index, source=peer).start_exchange([], [(into, peer)])
+        wait = self._direction(self.pipeline.stages.index, source=peer).start_exchange([], [(x, peer) for x in into])
 
-        def received() -> Tensor:
+        def received() -> tuple[Tensor, ...]:
             PHASE.begin(f"waiting for the {action.what} of micro-batch {action.micro} from rank {self._rank(peer)}")
             wait()
             return into

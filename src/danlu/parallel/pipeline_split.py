@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.adapters.lora import LowRank
+from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder
 from danlu.parallel.comm import Group
@@ -88,8 +90,10 @@ def split(model: Decoder, adapters: AdapterSet | None, sizes: Sequence[int], pip
     if adapters is not None:
         adapters.copy_trained({names[parameter][0] for parameter in absent})
     model.keep_chunks(chunks)
+    elsewhere = {names[parameter][0]: empty for parameter, empty in absent.items()}
     if adapters is not None:
         _replace_parameters(adapters, absent)
+        elsewhere |= _initial_factors(adapters, {*absent.values()})
     here = {parameter: name for name, parameter in model.named_parameters()}
     return StageParameters(
         renamed={name: names[parameter][0] for parameter, name in here.items() if names[parameter][0] != name},
@@ -97,7 +101,7 @@ def split(model: Decoder, adapters: AdapterSet | None, sizes: Sequence[int], pip
         chunk_of={
             names[parameter][0]: min(_chunks(names[parameter], chunks, model) & {*chunks.local}) for parameter in here
         },
-        elsewhere={names[parameter][0]: _absent(names[parameter][0], empty) for parameter, empty in absent.items()},
+        elsewhere={name: _absent(name, empty) for name, empty in elsewhere.items()},
     )
 
 
@@ -123,3 +127,18 @@ def _replace_parameters(adapters: AdapterSet, absent: Mapping[Parameter, Paramet
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter in absent:
                     setattr(module, name, absent[parameter])
+
+
+def _initial_factors(adapters: AdapterSet, absent: set[Parameter]) -> dict[str, Parameter]:
+    """By name, without values, the factors that adapters of other stages take out of the base (PiSSA, OLoRA, LoftQ):
+    they come to be where its weights are read, and their names are part of what is saved."""
+    factors: dict[str, Parameter] = {}
+    for added in adapters.added.values():
+        if getattr(added.section, "init", None) not in BASE_CHANGING_INITS:
+            continue
+        for slot, module in added.slots().items():
+            if isinstance(module, LowRank) and module.lora_A in absent and module.initial_A is None:
+                module.set_initial_factors(module.lora_A.detach(), module.lora_B.detach())
+                own = {name: module.get_parameter(name) for name in ("initial_A", "initial_B")}
+                factors |= {f"{slot}.{added.name}.{name}": factor for name, factor in own.items()}
+    return factors

@@ -48,7 +48,7 @@ class StepParallel:
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
-    """By name, parameters that other stages have, without values: nothing of them is here."""
+    """By name, parameters that other stages have: nothing of them is here, unless first values that nobody uses."""
     chunk_of: Mapping[str, int] = field(default_factory=dict)
     """By name, the chunk of a parameter here, of those of this process that use it the lowest; none: one chunk."""
 
@@ -66,6 +66,13 @@ class StepParallel:
         size = self.ranks.data.size
         largest = max(items * (index + 1) // size - items * index // size for index in range(size))
         return self.fitting(-(-largest // micro))
+
+    def least_micro_batches(self, items: int) -> int:
+        """Micro-batches that a step of `items` on all processes is to have on each, where it is left open how many.
+
+        Through stages go two for each of them, if there are as many items: with fewer, most of the time is a bubble.
+        """
+        return 1 if self.pipeline.alone else min(2 * self.pipeline.stages.size, -(-items // self.ranks.data.size))
 
     def fitting(self, micro_batches: int) -> int:
         """The fewest micro-batches, at least so many, that the pipeline's schedule can be made of; the others are
@@ -114,6 +121,12 @@ class StepParallel:
             return dict(named)
         local = self.local_parameters
         return {name: local[name].local.detach() for name in named if name not in self.elsewhere}
+
+    def norm_weights_without_pipeline(self) -> dict[Tensor, float]:
+        """`norm_weights` for the norm of one stage, whose squares are summed over its tensor ranks alone: data and
+        context ranks have the same gradients."""
+        copies = self.ranks.dense_data.all.size
+        return {parameter.local: copies / parameter.box.replicas for parameter in self.local_parameters.values()}
 
     def norm_weights(self) -> dict[Tensor, float]:
         """For the global gradient norm: local parameter -> what its gradient's square counts here, 1 / its copies."""

@@ -13,7 +13,9 @@ def advice(recipe: Recipe, parts: Mapping[str, int], *, device_type: str, micro:
     parts: bytes of a step by part, as `MemoryParts` names them; empty where they are not known. micro: packed sequences
     in a micro-batch.
     """
-    persistent = sum(parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "average", "gathered"))
+    persistent = sum(
+        parts.get(name, 0) for name in ("weights", "gradients", "optimizer", "average", "gathered", "stash")
+    )
     by_tokens = parts.get("activations", 0) + parts.get("logits", 0)
     fewer_tokens = list(_less_by_tokens(recipe, micro, device_type))
     fewer_weights = list(_less_by_weights(recipe, parts, device_type))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from danlu.models.config import ModelConfig
 from danlu.parallel.schedules import chunks_per_rank, schedule_problems
-from danlu.recipe.sections import Pipeline
+from danlu.recipe.sections import Pipeline, Recipe
 
 
 def num_chunks(section: Pipeline) -> int:
@@ -34,6 +34,24 @@ def split_problems(section: Pipeline, config: ModelConfig) -> Iterator[str]:
             yield f"{key}.split: {len(section.split)} numbers, and there are {count} chunks. Give one for each"
         elif sum(section.split) != layers:
             yield f"{key}.split: {sum(section.split)} layers in all, and the model has {layers}"
+
+
+def pipedream_problems(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    """Why a model cannot be trained by updates of each stage after each micro-batch, where a recipe asks for that."""
+    if not recipe.parallel.pipeline.updates_each_micro_batch:
+        return
+    key, instead = "parallel.pipeline.schedule", "use 1f1b"
+    if config.tie_word_embeddings and recipe.adapter is None:
+        yield (
+            f"{key}: pipedream updates each stage by itself, and this model's embedding is its head too, on the first "
+            f"and on the last stage. Train an adapter, set tie_word_embeddings: false in a config of your own, or "
+            f"{instead}"
+        )
+    if config.has_experts:
+        yield (
+            f"{key}: the load of experts is counted and balanced by steps, of which pipedream has several in flight. "
+            f"Train a model without experts, or {instead}"
+        )
 
 
 def chunk_sizes(section: Pipeline, config: ModelConfig) -> list[int]:

@@ -38,7 +38,8 @@ class Weight:
     """Whether it is of experts [E, ..], those of this rank: sharded and summed among ranks that have the same ones."""
     gathers: int = 2
     """How often zero3 gathers it in a micro-batch: for the forward and the backward pass, with or without recompute;
-    once what lies outside of layers, which is kept, for the backward pass begins with it."""
+    once what lies outside of layers, which is kept, for the backward pass begins with it. Each backward pass ends by
+    freeing that, so a stage with several chunks gathers it once for each."""
 
 
 def padded_elements(shape: Sequence[int], shards: int, dim: int = 0) -> int:
@@ -132,8 +133,10 @@ def decoder_regions(
     trained_between: bool = False,
     gathered_again: Collection[int] = (),
     to_the_end: bool = False,
+    has_embedding: bool = True,
+    has_head: bool = True,
 ) -> list[TensorRegion]:
-    """The regions of a decoder: embedding, attention and MLP of each layer, head.
+    """The regions of a decoder, or of a stage of a pipeline: embedding, attention and MLP of each layer, head.
 
     Halves of layers are numbered: attention of layer 0, its MLP, attention of layer 1, and so on.
 
@@ -145,12 +148,12 @@ def decoder_regions(
         wants its input once more in the backward pass, where it is gathered again instead of being kept.
     to_the_end: whether what a layer recomputes last lies behind the MLP's exit: norms behind the halves of a layer, or
         bottlenecks. Otherwise recomputation ends before it.
+    has_embedding, has_head: whether the stage has them.
     """
     # The region before the first half with a gradient still has one at its exit, if something in it is trained.
     first_exit = first_with_gradient - 1 + trained_between
-    regions = [
-        TensorRegion(None, "embedding", Crossings(exits=1), Crossings(exits=int(first_exit < 0)), Crossings()),
-    ]
+    embedding = TensorRegion(None, "embedding", Crossings(exits=1), Crossings(exits=int(first_exit < 0)), Crossings())
+    regions = [embedding] if has_embedding else []
     for layer, (kind, segment) in enumerate(recompute):
         is_run_again = kind == "full"
         # Layers of a segment but the last run once more besides, for the input of the layer behind them.
@@ -166,8 +169,8 @@ def decoder_regions(
                     Crossings(is_run_again + gives_input + (number in gathered_again), reaches_exit + gives_input),
                 )
             )
-    regions.append(TensorRegion(None, "head", Crossings(entrances=1), Crossings(entrances=1), Crossings()))
-    return regions
+    head = TensorRegion(None, "head", Crossings(entrances=1), Crossings(entrances=1), Crossings())
+    return [*regions, head] if has_head else regions
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from danlu.recipe.sections.rollout import SAMPLING_KEYS
 HARMLESS: dict[str, str] = {
     "batch.memory": "decides the micro-batch only",
     "batch.micro": "the sum over a step's packed sequences is the same up to rounding",
-    "checkpoint": "when the run is saved, not what is computed; but `every` matters with `watch: rewind`",
+    "checkpoint": "when the run is saved, not what is computed; but `every` matters with `watch: rewind` and pipedream",
     "compile": "the same mathematics, rounded differently",
     "data.cache": "where tokens are kept",
     "data.workers": "how many processes tokenise",
@@ -24,13 +24,13 @@ HARMLESS: dict[str, str] = {
     "environment.port": "where agents ask",
     "environment.timeout_s": "how long environments are waited for",
     "environment.workers": "how many processes hold environments",
-    "evaluation.every": "when the model is judged, not how it is trained; but it matters with `evaluation.early_stop`",
+    "evaluation.every": "when the model is judged, not how it is trained; but it matters with early stop and pipedream",
     "evaluation.samples": "texts to read",
     "log": "what is written down",
     "memory": "what is kept where, and what is recomputed; the numbers are the same",
     "numerics": "the same mathematics, rounded differently",
     "output": "where the run writes; a run folder may be moved",
-    "parallel": "the same sums, in another order; but `reduce` matters",
+    "parallel": "the same sums, in another order; but `reduce` matters, and with pipedream what `pipeline` says",
     "reward_limits": "how rewards are waited for, and when the run stops",
     "rollout": "how answers are computed; but which are drawn matters: `samples`, `max_new_tokens`, `temperature` ...",
     "threads": "the same mathematics, rounded differently",
@@ -41,6 +41,18 @@ MATTERS_WITHIN: dict[str, str] = {
     **{f"rollout.{key}": "decides which answers stage rl is trained on" for key in SAMPLING_KEYS},
     "rollout.routing_replay": "decides which experts answers are trained on",
     "parallel.reduce": "bf16 sums of gradients lose digits: other steps, not the same ones rounded in another order",
+}
+
+
+# With PipeDream these too: which updates a step's weights have follows from the stages, and from the steps after which
+# no micro-batch is in flight.
+_MATTERS_WITH_PIPEDREAM = {
+    "checkpoint.every",
+    "evaluation.every",
+    "parallel.pipeline.schedule",
+    "parallel.pipeline.split",
+    "parallel.pipeline.stages",
+    "parallel.pipeline.vertical_sync",
 }
 
 
@@ -62,7 +74,10 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     old_values, new_values = dict(_flatten("", old)), dict(_flatten("", new))
     keys = list(new_values) + [key for key in old_values if key not in new_values]
     different = [key for key in keys if old_values.get(key) != new_values.get(key)]
-    return [Change(key, old_values.get(key), new_values.get(key), matters(key, new)) for key in different]
+    return [
+        Change(key, old_values.get(key), new_values.get(key), any(matters(key, recipe) for recipe in (old, new)))
+        for key in different
+    ]
 
 
 def matters(key: str, recipe: Recipe) -> bool:
@@ -70,6 +85,8 @@ def matters(key: str, recipe: Recipe) -> bool:
     if key == "evaluation.every" and recipe.evaluation.early_stop is not None:
         return True
     if key == "checkpoint.every" and recipe.watch.policy == "rewind":
+        return True
+    if key in _MATTERS_WITH_PIPEDREAM and recipe.parallel.pipeline.updates_each_micro_batch:
         return True
     if key in MATTERS_WITHIN:
         return True

@@ -20,6 +20,11 @@ from danlu.types import Item, Loss, MicroBatch, Totals
 ItemT = TypeVar("ItemT", bound=Item)
 BatchT = TypeVar("BatchT", bound=MicroBatch)
 
+Activation = tuple[Tensor, ...]
+"""What passes from a chunk of a model to the next one for a micro-batch: the hidden states of the model that is
+trained, whose gradient comes back, and behind them those of the models beside it that are asked about the micro-batch
+too, each through the same chunks and without a gradient."""
+
 
 @dataclass(frozen=True)
 class MicroStep(Generic[BatchT]):
@@ -87,18 +92,28 @@ class Learner(Protocol[ItemT, BatchT]):
         Dropout masks follow from (step, number of an item in the step), and from nothing else; an evaluation has none.
         """
 
-    def forward(self, chunk: int, micro_step: MicroStep[BatchT], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[BatchT], x: Activation | None) -> Activation | Loss:
         """The output of a chunk of the model; of the last one the objective's loss, a term of the step's.
 
         In an evaluation that is the loss as evaluation reports it, without gradients. x: what the chunk before has
         returned for the same micro-batch; None for chunk 0.
         """
 
-    def empty_activation(self, micro_step: MicroStep[BatchT]) -> Tensor:
-        """A tensor of the shape and type of what passes between two chunks for a micro-batch, without values."""
+    def empty_activation(self, micro_step: MicroStep[BatchT]) -> Activation:
+        """Tensors of the shapes and types of what passes between two chunks for a micro-batch, without values."""
 
     def explain(self, batch: BatchT, step: int) -> Exception:
         """Why the loss of `batch` is not finite. Every process must ask, for it takes collectives to find out."""
+
+
+class MicroSteps(Protocol):
+    """The micro-batches that a list of actions is carried out for."""
+
+    def micro_step(self, learner: Learner[Any, Any], micro: int) -> MicroStep[Any] | None:
+        """The micro-batch of that number, on the learner's device; None where the list ends before it.
+
+        Each is asked for once, in rising order; all processes give the same answer.
+        """
 
 
 @dataclass(frozen=True)

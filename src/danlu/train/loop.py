@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.watchdog import PHASE
 from danlu.train.diagnosis import explain_gradient, explain_weights
 from danlu.train.evaluation import Scores, evaluate
-from danlu.train.metrics import Value, peak_memory_bytes
+from danlu.train.metrics import Value
 from danlu.train.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message
+from danlu.train.pipedream import UnfinishedTurn, train_turn
 from danlu.train.state import Run, Samples, restore, shard_boxes, snapshot
 from danlu.train.step import StepGradients, StepObserver, accumulate
-from danlu.train.units import first_few
-from danlu.types import Item, StepMetrics, Totals
+from danlu.train.step_record import has_spiked, log_step, pass_over
 
 
 def fit(run: Run) -> None:
@@ -24,8 +24,8 @@ def fit(run: Run) -> None:
 
     What is due after a step is done before the next one begins, so a run that a signal cut off in between starts with
     it. Raises TrainingError for numbers that are not finite and for spikes past their policy, and whatever DanluError
-    an evaluation or the data ends with; the state before it is saved first, if it is finite itself. KeyboardInterrupt
-    passes through at once, leaving the last checkpoint.
+    an evaluation or the data ends with; the state before it is saved first, if it is finite itself, and not one between
+    the flushes of PipeDream. KeyboardInterrupt passes through at once, leaving the last checkpoint.
     """
     try:
         while not run.stopping():
@@ -41,7 +41,8 @@ def fit(run: Run) -> None:
             take_step(run)
     except DanluError as error:
         # Saving is done together: of several processes all have a TrainingError, of another kind perhaps one alone.
-        if run.learner.parallel.alone or isinstance(error, TrainingError):
+        is_everyones = run.learner.parallel.alone or isinstance(error, TrainingError)
+        if is_everyones and not isinstance(error, UnfinishedTurn):
             save_before(run, error)
         raise
     if run.state.step > run.state.saved_step:
@@ -49,7 +50,7 @@ def fit(run: Run) -> None:
 
 
 def take_step(run: Run) -> None:
-    """One optimizer step; or back to the last checkpoint, when the watch wants that.
+    """One optimizer step, or the steps up to the next flush; or back to the last checkpoint, when the watch wants that.
 
     Raises TrainingError, the DataError of a stream, or OutOfMemory, having put back everything that a checkpoint would
     keep of the step. Where memory runs out in the update itself, which changes parameters one by one, the allocator's
@@ -57,7 +58,10 @@ def take_step(run: Run) -> None:
     """
     before = run.state.step
     try:
-        train_step(run)
+        if run.learner.parallel.pipeline.updates_each_micro_batch:
+            train_turn(run)
+        else:
+            train_step(run)
     except DanluError:
         _put_back(run, before)
         raise
@@ -91,7 +95,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
     items = run.feed.take(step)
     totals = run.learner.totals(items)
     if not totals.has_targets:
-        _pass_over(run, items, totals)
+        pass_over(run, items, totals)
         return None
     scale = 1.0 if run.scaler is None else run.scaler.scale
     gradients = accumulate(
@@ -112,7 +116,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         raise error
     run.optimizer.set_learning_rate(multiplier(step, run.cadence.total, run.schedule))
     run.state.step = step
-    updates = finite and not _spiked(run, gradients)
+    updates = finite and not has_spiked(run, gradients)
     if run.state.rewind_wanted:
         rewind(run)
         return gradients
@@ -128,27 +132,8 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
     run.optimizer.zero_grad()
     run.state.tokens += totals.tokens
     if run.due(run.cadence.log, since=step - 1):
-        _log(run, gradients, time.perf_counter() - started)
+        log_step(run, gradients, time.perf_counter() - started)
     return gradients
-
-
-def _pass_over(run: Run, items: Sequence[Item], totals: Totals) -> None:
-    """Ends a step in which nothing is trained."""
-    run.optimizer.zero_grad()
-    run.state.step += 1
-    run.state.tokens += totals.tokens
-    run.record("no_targets", tokens=totals.tokens, rows=first_few([row for item in items for row in item.rows]))
-
-
-def _spiked(run: Run, gradients: StepGradients) -> bool:
-    """Whether the watch's policy keeps this update from being made; tells of a spike in any case."""
-    reason = run.watch.spike_reason(gradients.loss, gradients.norm)
-    if not reason:
-        return False
-    policy = run.watch.section.policy
-    run.record("spike", policy=policy, reason=reason)
-    run.state.rewind_wanted = policy == "rewind"
-    return policy != "warn"
 
 
 def rewind(run: Run) -> None:
@@ -274,28 +259,3 @@ def save_before(run: Run, error: DanluError) -> None:
 def broken_weights(run: Run) -> TrainingError | None:
     """Which weights are not finite, on whichever process they are."""
     return run.agreed(explain_weights(run.learner.weights(), run.state.step))
-
-
-def _log(run: Run, gradients: StepGradients, seconds: float) -> None:
-    totals = gradients.totals
-    of_stretch = run.feed.stretch_of(run.state.step).metrics
-    extra: dict[str, float] = {**gradients.metrics, **of_stretch, "elapsed_s": time.perf_counter() - run.started}
-    if run.feed.generated is not None:
-        extra |= run.feed.generated.metrics()
-    if run.scaler is not None:
-        extra["loss_scale"] = run.scaler.scale
-    if run.least_seconds is not None:
-        extra["mfu"] = run.least_seconds(totals.document_lengths, totals.targets) / seconds
-    metrics = StepMetrics(
-        step=run.state.step,
-        loss=gradients.loss,
-        grad_norm=gradients.norm,
-        learning_rate=run.optimizer.learning_rate,
-        tokens=totals.tokens,
-        trained_tokens=totals.targets,
-        tokens_per_second=totals.tokens / seconds,
-        memory_bytes=peak_memory_bytes(run.learner.device),
-        extra=extra,
-    )
-    for recorder in run.recorders:
-        recorder.step(metrics)

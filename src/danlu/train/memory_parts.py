@@ -38,6 +38,7 @@ class MemoryParts:
     logits: int
     packed: int = 0  # the dense copy of one matrix at a time of a quantized base
     gathered: int = 0  # parameters that are all-gathered for a while, of shards
+    stash: int = 0  # versions of trained weights before the newest, for micro-batches in flight (PipeDream)
 
     @property
     def total(self) -> int:

@@ -28,6 +28,8 @@ class StepObserver:
     """Gradients are sums over all processes; times `scale` they are the gradient of the mean loss."""
     after_clipping: Callable[[], None] = lambda: None
     """Gradients are what the optimizer is about to use."""
+    after_update: Callable[[], None] = lambda: None
+    """Weights are those after the step, where others of a turn are in flight: see `pipedream`."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,11 @@ class StepSums:
         Of the stages of a pipeline the one with the last chunk has losses, and tells the others.
         """
         has_losses = bool(self._rows) or parallel.pipeline.alone
-        own = self._own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
+        own = self.own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
         return own if parallel.pipeline.alone else parallel.pipeline.from_last(own)
 
-    def _own_means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
+    def own_means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
+        """The same on the stage that has losses, over its processes."""
         rows = self._by_micro_batch = torch.stack(self._rows).double().cpu()  # the one wait for the device in a step
         weights = torch.tensor(list(self._weights.values()), dtype=torch.float64)
         total, *sums = parallel.all_reduce_data(torch.cat((rows.sum(0), weights))).tolist()

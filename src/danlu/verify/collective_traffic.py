@@ -71,6 +71,17 @@ def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> Non
         parameter.grad = None
 
 
+def _forward(training: ProxyTraining, micro_batches: MicroBatches) -> None:
+    """The forward passes of micro-batches, as an evaluation makes them."""
+    learner = training.learner
+    items = [item for micro_batch in micro_batches for _, item in micro_batch]
+    numbers = iter(range(len(items)))
+    own = [[next(numbers) for _ in micro_batch] for micro_batch in micro_batches]
+    step_items = StepItems(items, own, learner.totals(items))
+    for actions, _ in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
+        Executor(learner, step_items).run(actions)
+
+
 def _micro_batches(training: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
     """This process's micro-batches of a step; the last ones are empty where other ranks have more items."""
     for numbers in training.learner.micro_batches(items):
@@ -89,6 +100,7 @@ def data_parallel_traffic(
     gathered: the type that parameters are gathered in. experts: names of parameters that are experts'.
     """
     section, layout = training.recipe.parallel, training.ranks.layout
+    chunks = len(training.learner.parallel.pipeline.chunks)
     weights = [
         Weight(
             tuple(parameter.shape),
@@ -96,8 +108,8 @@ def data_parallel_traffic(
             sharded=isinstance(parameter, DTensor),
             of_experts=name in experts,
             gathered_bytes=gathered.itemsize if parameter.is_floating_point() else parameter.element_size(),
-            # The root's own are gathered once a micro-batch: the backward pass begins with them.
-            gathers=2 if name.startswith("layers.") else 1,
+            # The root's own are gathered once for each chunk and micro-batch: the backward pass begins with them.
+            gathers=2 if name.startswith("layers.") else chunks,
         )
         for name, parameter in training.learner.model.named_parameters()
     ]
@@ -140,16 +152,14 @@ def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list
         for layer, moe in mixtures.items():
             handle = moe.experts.register_forward_hook(lambda experts, *_, layer=layer: count(layer, experts))
             hooks.callback(handle.remove)
-        for micro_batch in micro_batches:
-            batch = learner.collate([item for _, item in micro_batch])
-            learner.assess(batch, learner.totals([item for _, item in micro_batch]))
+        _forward(training, micro_batches)
     learner.parallel.reshard()
-    first_with_gradient, _ = first_half_with_gradient(training, len(model.layers))
+    first_with_gradient, _ = first_half_with_gradient(training)
     exchanges = []
-    for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
+    for place, (entry, gives_input) in enumerate(zip(plan, gives_inputs(plan), strict=True)):
         if entry.layer in mixtures:
             experts = mixtures[entry.layer].experts
-            has_input_gradient = 2 * entry.layer + 1 >= first_with_gradient
+            has_input_gradient = 2 * place + 1 >= first_with_gradient
             trained = any(parameter.requires_grad for parameter in experts.parameters())
             runs = 1 + (entry.kind == "full") + gives_input
             exchanges.append(
@@ -175,22 +185,24 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
         batch = learner.collate([item for _, item in micro_batch])
         batch = pad_to_bucket(batch, learner.token_multiple)
         tokens += len(batch.tokens)
-        targets += len(batch.targets)
+        targets += len(batch.targets) if learner.model.chunks.has_last else 0
     partial: Counter[int] = Counter()  # numbers of gradients that tensor ranks sum, by the size of the group
     for reduce_group, name in learner.parallel.partial_gradients:
         parameter = learner.parallel.local_parameters[name].local
         if parameter.requires_grad and set(reduce_group.ranks) <= set(training.ranks.tensor.ranks):
             partial[reduce_group.size] += parameter.numel()
     plan = placed.placed.plan
-    first_with_gradient, trained_between = first_half_with_gradient(training, len(config.layers))
+    first_with_gradient, trained_between = first_half_with_gradient(training)
     # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
-    keeping = [half for entry in plan if entry.kind != "full" for half in (2 * entry.layer, 2 * entry.layer + 1)]
+    keeping = [half for place, entry in enumerate(plan) if entry.kind != "full" for half in (2 * place, 2 * place + 1)]
     regions = decoder_regions(
         [(entry.kind, entry.segment) for entry in plan],
         first_with_gradient=first_with_gradient,
         trained_between=trained_between,
         gathered_again=[n for n in keeping if n >= first_with_gradient and _needs_input(learner.model, n)],
         to_the_end=any(kind.norms != "pre" for kind in config.kinds) or isinstance(training.recipe.adapter, Bottleneck),
+        has_embedding=learner.model.chunks.has_first,
+        has_head=learner.model.chunks.has_last,
     )
     return TensorStep(
         tokens=tokens,
@@ -207,9 +219,9 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
 def _needs_input(model: Decoder, half: int) -> bool:
     """Whether the gradient of what is trained in the first products of a half of a layer takes their input.
 
-    half: attention of layer 0, its MLP, attention of layer 1, and so on.
+    half: attention of the first layer here, its MLP, attention of the second one, and so on.
     """
-    layer = model.layers[str(half // 2)]
+    layer = list(model.layers.values())[half // 2]
     assert isinstance(layer, Layer)
     sublayer: Any = list(layer.sublayers.values())[half % 2]
     if isinstance(sublayer, MoE):  # experts themselves take rows that were picked out of it
@@ -251,10 +263,10 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
 def head_norms(model: Decoder, plan: Plan, first_with_gradient: int) -> int:
     """`plan.traffic.TensorStep.head_norms` of one token."""
     numbers = 0
-    for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
+    for place, (entry, gives_input) in enumerate(zip(plan, gives_inputs(plan), strict=True)):
         layer = model.layers[str(entry.layer)]
         assert isinstance(layer, Layer)
-        for half, sublayer in enumerate(layer.sublayers.values(), 2 * entry.layer):
+        for half, sublayer in enumerate(layer.sublayers.values(), 2 * place):
             for norm, source in sublayer.tensor_norms.items():
                 if getattr(sublayer, norm).shard is None:
                     continue
@@ -270,17 +282,21 @@ def gives_inputs(plan: Plan) -> list[bool]:
     return [entry.segment is not None and entry.layer != last_layers[entry.segment] for entry in plan]
 
 
-def first_half_with_gradient(training: ProxyTraining, layers: int) -> tuple[int, bool]:
-    """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`."""
-    named = training.learner.model.named_parameters()
-    trained = [name for name, parameter in named if parameter.requires_grad]
+def first_half_with_gradient(training: ProxyTraining) -> tuple[int, bool]:
+    """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`, of the layers that are here."""
+    learner = training.learner
+    assert isinstance(learner, DecoderLearner), "that of a decoder"
+    chunks = learner.model.chunks
+    if not chunks.has_first:
+        return 0, False  # what comes from another stage always has a gradient
+    trained = [name for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
 
     def any_in(prefix: str) -> bool:
         return any(name.startswith(prefix) for name in trained)
 
     if any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in trained):
         return 0, False  # the embedding is trained, or something on it
-    halves = [(f"layers.{layer}", half) for layer in range(layers) for half in Layer.sublayer_names]
+    halves = [(f"layers.{layer}", half) for layer in chunks.layers[0] for half in Layer.sublayer_names]
     for number, (layer, half) in enumerate(halves):
         if any_in(f"{layer}.{half}_norm."):
             return number, True

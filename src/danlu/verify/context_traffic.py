@@ -44,12 +44,13 @@ def _layers(training: ProxyTraining) -> list[ContextLayer]:
     learner, placed = training.learner, training.placed
     assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
     model, plan = learner.model, placed.placed.plan
-    first, _ = first_half_with_gradient(training, len(plan))
+    first, _ = first_half_with_gradient(training)
+    places = {entry.layer: place for place, entry in enumerate(plan)}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def makes_gradients(layer: int) -> bool:
         """Whether something is trained in a layer or in front of it, so that it has a backward pass."""
-        return 2 * layer + 1 >= first or any(name.startswith(f"layers.{layer}.") for name in trained)
+        return 2 * places[layer] + 1 >= first or any(name.startswith(f"layers.{layer}.") for name in trained)
 
     last_layers = {entry.segment: entry.layer for entry in plan}
     layers = []
@@ -59,7 +60,7 @@ def _layers(training: ProxyTraining) -> list[ContextLayer]:
         prefix = f"layers.{entry.layer}.attention."
         own = [name.removeprefix(prefix) for name in trained if name.startswith(prefix)]
         mixer = model.config.layers[entry.layer].mixer
-        traffic = _layer_traffic(training, mixer, own, input_has_gradient=2 * entry.layer >= first)
+        traffic = _layer_traffic(training, mixer, own, input_has_gradient=2 * places[entry.layer] >= first)
         # Layers of a segment but the last run once more for the input of the next, if that has a backward pass.
         again = gives_input and makes_gradients(last_layers[entry.segment])
         if entry.kind == "full":

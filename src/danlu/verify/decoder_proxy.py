@@ -24,6 +24,7 @@ from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.placing import place, subject_of
+from danlu.plan.pipeline_split import pipedream_problems
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.stages import STAGES
@@ -32,6 +33,7 @@ from danlu.types import Pack
 from danlu.verify.collective_traffic import decoder_traffic
 from danlu.verify.context_traffic import context_ranks_traffic
 from danlu.verify.data import fold_tokens, proxy_data
+from danlu.verify.pipeline_traffic import stages_traffic
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining, has_experts
 from danlu.verify.proxy_adapters import adapted_sites
 from danlu.verify.proxy_model import LENGTH_OF_ROUTES, MAX_LENGTH, proxy_recipe
@@ -80,7 +82,11 @@ class DecoderProxy:
         return replace(decoder, empty=self.empty)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-        return [*decoder_traffic(training, micro_batches), *context_ranks_traffic(training, micro_batches)]
+        return [
+            *decoder_traffic(training, micro_batches),
+            *context_ranks_traffic(training, micro_batches),
+            *stages_traffic(training, micro_batches),
+        ]
 
     def _encoded(self, text: str, recipe: Recipe) -> list[int]:
         """Token ids of a text that prompt tuning starts from."""
@@ -114,7 +120,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
     data = proxy_data(recipe, count)
     config = with_long_context(_config(recipe, data.vocab_size), recipe.long_context, max_length)
-    if wrong := list(problems(recipe.parallel, config)):
+    if wrong := [*problems(recipe.parallel, config), *pipedream_problems(recipe, config)]:
         raise RecipeError(wrong)
     small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)
     if not full:

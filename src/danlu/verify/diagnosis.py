@@ -20,6 +20,7 @@ from danlu.objectives.step_preference import sees_whole_step
 from danlu.parallel.comm import Group
 from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.layout import AXES, Layout
+from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
@@ -37,6 +38,10 @@ from danlu.verify.workers import Task, Traces
 _WHERE_CUT = (
     "a document that is cut over context ranks: positions or frequencies that begin anew at a cut, a window that is "
     "off by one there, a target that is lost between two chunks, documents that see each other, a sink on each rank"
+)
+_OTHER_VERSION = (
+    "a backward pass with other weights than its forward pass: each micro-batch keeps, on each stage, the version that "
+    "it began with, and an update must leave those alone that micro-batches in flight will go back through"
 )
 _NOT_REPLAYED = "tokens that do not go to the experts that their rollout says they went to"
 _SAME = 1e-3  # relative error up to which a value counts as explained
@@ -77,7 +82,10 @@ class Case:
         recipe, micro = self.recipe, self.task.micro
         if recipe.batch.pairs is None:
             return deal_in_order(items, StepParallel(Ranks(data=data)), micro)
-        return deal_by_tokens([item.tokens for item in items], data.index, data.size, micro * recipe.data.max_length)
+        stages = Group("pipeline", tuple(range(self.layout.pipeline)))
+        parallel = StepParallel(Ranks(data=data), pipeline=Pipeline(stages=stages))
+        capacity, least = micro * recipe.data.max_length, parallel.least_micro_batches(len(items))
+        return deal_by_tokens([item.tokens for item in items], data.index, data.size, capacity, least=least)
 
 
 def diagnose(comparison: Comparison, case: Case) -> Finding | None:
@@ -180,6 +188,8 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
 
 
 def _of_gradient(first: ComparedTensor, comparison: Comparison, case: Case) -> tuple[str, str]:
+    if case.recipe.parallel.pipeline.updates_each_micro_batch and first.stage != "gradients of step 1":
+        return _ratio_of(first, case), _OTHER_VERSION
     gradients = comparison.of(first.stage)
     failed = [tensor for tensor in gradients if not tensor.holds]
     if first.ranks is not None or all(tensor.ranks is not None for tensor in failed):

@@ -37,7 +37,7 @@ from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.train import loop
 from danlu.train import step as step_module
 from danlu.train.executor import AnyLearner
-from danlu.train.learner import MicroStep
+from danlu.train.learner import Activation, MicroStep
 from danlu.types import Batch, Item, Loss, Pack, Run, Share, Totals
 from danlu.verify import trace
 from danlu.verify.context_faults import CONTEXT_FAULTS
@@ -63,7 +63,7 @@ class _Scaled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
         scale = micro_step.gradient_scale * self._factor(self._learner, self._items, micro_step.batch)
         return self._learner.forward(chunk, replace(micro_step, gradient_scale=scale), x)
 
@@ -212,10 +212,14 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
     """
     if recipe.batch.pairs is not None:
 
-        def deal_by_tokens(tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int) -> list[list[int]]:
-            dealt = dealing.deal_by_tokens(tokens, data_rank, data_ranks, capacity)
+        def deal_by_tokens(
+            tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1
+        ) -> list[list[int]]:
+            dealt, first = (
+                dealing.deal_by_tokens(tokens, rank, data_ranks, capacity, least=least) for rank in (data_rank, 0)
+            )
             if data_rank == data_ranks - 1:
-                dealt[0].append(dealing.deal_by_tokens(tokens, 0, data_ranks, capacity)[0][0])
+                dealt[0].append(first[0][0])
             return dealt
 
         return replaced(learner_module, "deal_by_tokens", deal_by_tokens)
@@ -381,6 +385,8 @@ def _has_divisors(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 def _sees_whole_step(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    if layout.pipeline > 1:  # a process has no model to be shown a micro-batch with
+        return False
     return any(sees_whole_step(term) for term in recipe.answer_terms if isinstance(term, PreferenceTerm))
 
 

@@ -18,6 +18,7 @@ from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.schedules import Action
 from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import Recipe
 from danlu.train import step as step_module
 from danlu.train.learner import MicroStep
@@ -97,8 +98,18 @@ def _sum_before_last_gradient(recipe: Recipe, ranks: Ranks) -> AbstractContextMa
     return replaced(Pipeline, "actions", actions)
 
 
+def _newest_weights_in_backward(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Updates change the weights that micro-batches in flight will go back through."""
+    return replaced(WeightStash, "_copy_parameters", lambda stash: None)
+
+
 def _has_stages(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.pipeline > 1
+    """Whether there are some that are clipped by one norm."""
+    return layout.pipeline > 1 and not _has_versions(recipe, layout, proxy)
+
+
+def _has_versions(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    return layout.pipeline > 1 and recipe.parallel.pipeline.updates_each_micro_batch
 
 
 def _has_stages_that_share(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
@@ -120,6 +131,7 @@ def _has_router_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 PIPELINE_FAULTS: dict[str, Fault] = {
     "dropout-of-another-micro-batch": Fault(_has_dropout_in_stages, _dropout_of_another_micro_batch),
+    "newest-weights-in-backward": Fault(_has_versions, _newest_weights_in_backward),
     "norm-of-one-stage": Fault(_has_stages, _norm_of_one_stage),
     "router-loss-missing-on-stage": Fault(_has_router_loss, _router_loss_missing_on_stage),
     "sum-before-last-gradient": Fault(_sums_over_stages_alone, _sum_before_last_gradient),

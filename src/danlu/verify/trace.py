@@ -6,7 +6,7 @@ Everything comes from the same calls that `danlu train` makes; only the gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,15 +78,27 @@ class Trace:
     """Of several processes: numbers were not finite, so that this trace ends early."""
 
 
-def trace_training(training: ProxyTraining, run: Run, steps: int, held_out: Sequence[Item]) -> Trace:
+TakeSteps = Callable[[ProxyTraining, Run, int], Iterable[StepTrace]]
+"""Takes so many steps of a run; each as this process sees it."""
+
+
+def trace_steps(training: ProxyTraining, run: Run, steps: int) -> Iterator[StepTrace]:
+    """Takes so many steps, one after the other. Raises TrainingError for a loss that is not finite."""
+    for _ in range(steps):
+        yield trace_step(training, run)
+
+
+def trace_training(
+    training: ProxyTraining, run: Run, steps: int, held_out: Sequence[Item], take: TakeSteps = trace_steps
+) -> Trace:
     """Takes and records the first steps of a run of `training`; then evaluates on held-out items.
 
     Raises TrainingError for numbers that are not finite in one process; of several, `Trace.hit_non_finite` says it.
     """
     trace = Trace(initial_weights=local_shards(training.placed, weights=True))
     try:
-        for _ in range(steps):
-            trace.steps.append(trace_step(training, run))
+        for step in take(training, run, steps):
+            trace.steps.append(step)
         if held_out:
             with run.averaged():
                 scores = evaluate(run.learner, list(held_out))
@@ -99,9 +111,10 @@ def trace_training(training: ProxyTraining, run: Run, steps: int, held_out: Sequ
     return trace
 
 
-def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
+def trace_step(training: ProxyTraining, run: Run, after_backward: Callable[[], None] = lambda: None) -> StepTrace:
     """Takes one step by `train.loop.train_step` itself, and copies gradients and weights on the way.
 
+    after_backward: is called when all gradients are there, before anything is done with them.
     Raises TrainingError for a loss that is not finite.
     """
     placed, parallel = training.placed, run.learner.parallel
@@ -110,6 +123,7 @@ def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
 
     def before_clipping(scale: float) -> None:
         nonlocal gradients
+        after_backward()
         gradients = local_shards(placed, weights=False, scale=scale)
 
     def after_clipping() -> None:
@@ -125,12 +139,14 @@ def trace_step(training: ProxyTraining, run: Run) -> StepTrace:
     assert step is not None, "the items of a verification have targets"
     weights = local_shards(placed, weights=True)
     counts = expert_counts(training)
-    return StepTrace(step.loss, step.norm, clipped_norm, _targets_taken(run), gradients, weights, counts)
+    taken = targets_of(run, run.feed.last_taken)
+    return StepTrace(step.loss, step.norm, clipped_norm, taken, gradients, weights, counts)
 
 
-def _targets_taken(run: Run) -> int:
-    """Targets of the items that processes took in the last step, summed: `Totals` has what they should add up to."""
-    items, parallel = [run.feed.source.at(number) for number in run.feed.last_taken], run.learner.parallel
+def targets_of(run: Run, numbers: Sequence[int]) -> int:
+    """Targets of a step's items of these numbers as processes take them, summed: `Totals` has what they should add up
+    to."""
+    items, parallel = [run.feed.source.at(number) for number in numbers], run.learner.parallel
     own = sum(items[number].targets for numbers in run.learner.micro_batches(items) for number in numbers)
     return int(parallel.ranks.data.sum(torch.tensor([own])).item())  # context ranks take the same items
 
@@ -144,13 +160,15 @@ def save_checkpoint(run: Run) -> Path:
     return latest.path
 
 
-def trace_resumed_step(training: ProxyTraining, run: Run, checkpoint: Path, trace: Trace) -> None:
+def trace_resumed_step(
+    training: ProxyTraining, run: Run, checkpoint: Path, trace: Trace, take: TakeSteps = trace_steps
+) -> None:
     """Loads a checkpoint that another layout may have saved, and records the next step from there."""
     restore(run, checkpoint)
     run.learner.parallel.reshard()
     trace.loaded_weights = local_shards(training.placed, weights=True)
     try:
-        trace.resumed_step = trace_step(training, run)
+        (trace.resumed_step,) = take(training, run, 1)
     except TrainingError:  # not finite, though the same step from the state in memory was
         trace.hit_non_finite = True
 

@@ -125,17 +125,14 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
             "log-probabilities over a cut vocabulary or a score head need. There are some for "
             f"{', '.join(_STAGES_WITH_FORMULAS)}. Leave --traffic out: what the layout computes is verified without it"
         )
-    if options.traffic and recipe.parallel.pipeline.stages > 1:
-        raise RecipeError(
-            "--traffic: there are no formulas yet for what stages of a pipeline send. Leave --traffic out: what the "
-            "layout computes is verified without it"
-        )
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
     if has_blockwise_state(recipe.optimizer):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be resharded")
-    per_step = 2 * layout.data * layout.pipeline + 1  # not a multiple: data ranks have unequal numbers of items
+    is_pipedream = recipe.parallel.pipeline.updates_each_micro_batch  # whose step is one micro-batch
+    each = 2 * layout.data * (1 if is_pipedream else layout.pipeline)
+    per_step = each + 1  # not a multiple: data ranks have unequal numbers of items
     held_out = layout.data + 2
     count = per_step * (options.steps + 1) + held_out
     module = classifier_proxy if recipe.stage == "classify" else decoder_proxy
@@ -145,6 +142,8 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     # Two micro-batches for each stage and more go through a pipeline.
     largest = 2 if layout.pipeline == 1 else 1
     micro = largest if prepared.recipe.batch.micro == "auto" else min(largest, prepared.recipe.batch.micro)
+    if is_pipedream:
+        micro = -(-per_step // layout.data)
     task = Task(
         recipe=prepared.recipe,
         proxy=prepared.proxy,
@@ -160,9 +159,10 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
         item_name=prepared.item_name,
         timeout_s=options.timeout_s,
     )
+    of_turn = ", updated while others are in flight, which one process replays" if is_pipedream else ""
     shares = (
         f"{options.steps} steps of {per_step} {prepared.item_name} for {layout.data} data ranks, micro-batches of "
-        f"{micro}, and one step more after a checkpoint of either side was loaded by the other"
+        f"{micro}{of_turn}, and one step more after a checkpoint of either side was loaded by the other"
     )
     return task, (
         f"model: {prepared.model_summary}; {prepared.parameters:,} parameters",
@@ -263,6 +263,8 @@ def _named(recipe: Recipe, layout: Layout) -> str:
     section, memory = recipe.parallel, recipe.memory
     parts = [str(layout) if section.shard == "none" or layout.data == 1 else f"{section.shard}, {layout}"]
     parts += ["sequence"] if section.sequence else []
+    if section.pipeline.updates_each_micro_batch:
+        parts += ["pipedream"] + (["vertical sync"] if section.pipeline.vertical_sync else [])
     parts += [f"recompute {memory.recompute.kind}"] if memory.recompute.kind != "none" else []
     parts += [f"offload {' and '.join(memory.offload)}"] if memory.offload else []
     parts += [recipe.adapter.kind] if recipe.adapter is not None else []

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from danlu.train.state import Run
 from danlu.types import Item
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.fault_injection import FAULTS
+from danlu.verify.pipedream import replay_turn, trace_turn
 from danlu.verify.proxy import Proxy, ProxyTraining
 from danlu.verify.routes import RoutingMargin
 from danlu.verify.trace import (
+    TakeSteps,
     Trace,
     balance_gradients,
     gradients_by_item,
@@ -44,6 +47,7 @@ from danlu.verify.trace import (
     save_checkpoint,
     trace_resumed_step,
     trace_step,
+    trace_steps,
     trace_training,
 )
 
@@ -213,7 +217,7 @@ def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     ranks = ranks_of(task.layout, device.type)
     with nullcontext() if task.fault is None else FAULTS[task.fault].inject(task.recipe, ranks):
         training, run = _start(task, task.recipe, ranks, device, folder / "layout")
-        trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
+        trace = trace_training(training, run, len(task.steps) - 1, task.held_out, _take_steps(task, ranks))
         path = None if trace.hit_non_finite else save_checkpoint(run)
         if ranks.leads:
             _publish(folder / f"layout-{_CHECKPOINT}", path)
@@ -240,10 +244,11 @@ def _reference(task: Task, folder: Path, rank: int) -> Result:
     training, run = _start(task, recipe, Ranks(), device, folder / "reference")
     item_gradients = gradients_by_item(training, task.steps[0]) if task.trace_items else []
     by_balance = {} if recipe.router is None else balance_gradients(training, task.steps[0])
-    trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
+    take = _take_steps(task, training.ranks)
+    trace = trace_training(training, run, len(task.steps) - 1, task.held_out, take)
     trace.item_gradients, trace.balance_gradients = item_gradients, by_balance
     _publish(folder / f"reference-{_CHECKPOINT}", save_checkpoint(run))
-    trace.next_step = trace_step(training, run)
+    (trace.next_step,) = take(training, run, 1)
     checkpoint = _await(folder / f"{'layout' if task.reshards else 'reference'}-{_CHECKPOINT}", task.timeout_s)
     if checkpoint is not None:
         _resume(task, recipe, Ranks(), device, checkpoint, trace)
@@ -265,9 +270,18 @@ def _perturbed(task: Task, folder: Path, rank: int) -> Result:
     recipe = reference_recipe(task.recipe)
     training, run = _start(task, recipe, Ranks(), torch.device(task.device), folder / "perturbed")
     perturb_weights(training, PERTURBATION, recipe.seed)
-    trace = trace_training(training, run, len(task.steps) - 1, task.held_out)
-    trace.next_step = trace_step(training, run)
+    take = _take_steps(task, training.ranks)
+    trace = trace_training(training, run, len(task.steps) - 1, task.held_out, take)
+    (trace.next_step,) = take(training, run, 1)
     return trace, None
+
+
+def _take_steps(task: Task, ranks: Ranks) -> TakeSteps:
+    """How steps are taken: one after the other; of PipeDream a turn, which one process replays."""
+    section = task.recipe.parallel.pipeline
+    if not section.updates_each_micro_batch:
+        return trace_steps
+    return partial(replay_turn, section=section) if ranks.alone else trace_turn
 
 
 def _setting(task: Task) -> AbstractContextManager[None]:
@@ -297,7 +311,7 @@ def _start(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folde
 def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, trace: Trace) -> None:
     """Builds everything anew, as another start of the program would, and takes a step from a checkpoint."""
     training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
-    trace_resumed_step(training, training.run(task.steps), checkpoint, trace)
+    trace_resumed_step(training, training.run(task.steps), checkpoint, trace, _take_steps(task, ranks))
 
 
 def _init_process_group(task: Task, folder: Path, rank: int) -> torch.device:

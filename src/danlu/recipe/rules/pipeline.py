@@ -23,9 +23,13 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
             "Use auto or local"
         )
         yield Problem("parallel.accumulate", message, reads=("parallel.pipeline.schedule",))
-    if section.schedule == "pipedream":
-        message = "pipedream updates within the list, which runs cannot do yet. Use 1f1b"
-        yield Problem("parallel.pipeline.schedule", message, reads=("parallel.pipeline.stages",))
+    if section.vertical_sync and not section.updates_each_micro_batch:
+        message = f"with {section.schedule} all stages have one version of the weights. Leave it out, or use pipedream"
+        yield Problem("parallel.pipeline.vertical_sync", message, reads=("parallel.pipeline.schedule",))
+    if section.updates_each_micro_batch:
+        for key, reason, instead in _not_of_pipedream(recipe):
+            message = f"{reason}. {instead}, or schedule: 1f1b"
+            yield Problem(key, message, reads=("parallel.pipeline.schedule",))
     for key, reason, instead in _not_of_stages(recipe):
         message = f"{reason}. {instead}, or parallel: {{pipeline: 1}}"
         yield Problem(key, message, reads=("parallel.pipeline.stages",))
@@ -33,9 +37,13 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
 
 def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """(key, reason, what to do instead) of what needs a whole model in one process."""
-    if recipe.stage not in ("pretrain", "sft"):
-        reason = "its objective asks for outputs of whole models, and a process of a pipeline has some layers"
-        yield "stage", reason, "Use pretrain or sft"
+    if recipe.stage == "classify":
+        yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
+    elif recipe.stage == "rl":
+        reason = "generation does not go from stage to stage, and rl trains on what its policy writes"
+        yield "stage", reason, "Use tensor and shard"
+    if recipe.on_policy:
+        yield "on_policy", "generation does not go from stage to stage", "Leave it out"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:
@@ -52,3 +60,47 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "adapter.kind", reason, "Use lora"
     elif recipe.adapter is not None and recipe.model.adapters:
         yield "model.adapters", "adapters are put on a whole model", "Merge them into the base (danlu merge)"
+
+
+def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    """(key, reason, what to do instead) of what needs all of a step before its update, or one version of the weights.
+
+    What only the model can tell is in `plan.pipeline_split.pipedream_problems`.
+    """
+    parallel, batch = recipe.parallel, recipe.batch
+    if recipe.stage not in ("pretrain", "sft"):
+        reason = (
+            "pipedream begins steps before the weights are there that answers or log-probabilities before them need"
+        )
+        yield "stage", reason, "Use pretrain or sft"
+    if parallel.shard != "none":
+        reason = "FSDP2 gathers the newest parameters in a backward pass, and pipedream's is of an older version"
+        yield "parallel.shard", reason, "Use none"
+    if recipe.precision == "fp16":
+        reason = "whether fp16 overflows is known once all stages have a step's gradient, and pipedream updates before"
+        yield "precision", reason, "Use bf16 or fp32"
+    if recipe.ema is not None:
+        reason = "an average is of whole models after each step, and pipedream's stages are steps apart"
+        yield "ema", reason, "Leave it out"
+    if recipe.watch.policy != "warn":
+        reason = f"{recipe.watch.policy} decides by a step's loss, and other stages update before they know it"
+        yield "watch.policy", reason, "Use warn"
+    if "parameters" in recipe.memory.offload:
+        reason = "pipedream keeps several versions of parameters, and offloaded ones have one place"
+        yield "memory.offload", reason, "Leave parameters out"
+    if recipe.router is not None:
+        reason = "the load of experts is counted and balanced by steps, of which pipedream has several in flight"
+        yield "router", reason, "Train a model without experts"
+    if recipe.long_context is not None and recipe.long_context.stages:
+        reason = "pipedream's step is one micro-batch of one size, and steps of shorter samples have more of them"
+        yield "long_context.stages", reason, "Train each length in a run of its own"
+    packs = batch.packs(recipe.data.max_length) if batch.sequences or batch.tokens else None
+    if (
+        isinstance(batch.micro, int)
+        and isinstance(parallel.data, int)
+        and packs
+        and packs > batch.micro * parallel.data
+    ):
+        each = "" if parallel.data == 1 else f" on each of {parallel.data} data ranks"
+        reason = f"pipedream's step is one micro-batch{each}, and {packs} sequences are more than {batch.micro} in each"
+        yield "batch.micro", reason, f"Use {-(-packs // parallel.data)} or auto, or fewer sequences in a step"

@@ -34,13 +34,23 @@ class Pipeline(Section):
     stages: PositiveInt = 1
     """Pipeline-parallel degree: ranks among which the layers are distributed."""
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream"] = "1f1b"
-    """In which order each stage does its forward and backward passes: see `danlu schedule`."""
+    """In which order each stage does its forward and backward passes: see `danlu schedule`. All compute the same step
+    but pipedream, whose step is one micro-batch, updated while others are in flight."""
     chunks: PositiveInt | None = None
     """Parts of the model on each stage, which lie one pass through the pipeline apart. By default 1; with interleaved,
     zbv and dualpipev 2."""
     split: Literal["even", "cost"] | list[PositiveInt] = "even"
     """Layers of each chunk of the whole model: even, by cost (floating-point operations, with the head's), or a list of
     their numbers from the first chunk to the last."""
+
+    vertical_sync: bool = False
+    """pipedream: all stages use the version of the weights that the first one has for a micro-batch, and so one model;
+    each then keeps as many versions as there are stages."""
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether a step is one micro-batch, with an update of its own while others are in flight."""
+        return self.stages > 1 and self.schedule == "pipedream"
 
     @property
     def defers_weight_gradients(self) -> bool:
@@ -68,7 +78,7 @@ class Parallel(Section):
     (arXiv:2205.05198)."""
     pipeline: Pipeline = Pipeline()
     """Pipeline parallelism, for models whose layers do not fit on one device, over slow networks too. For stages
-    pretrain and sft."""
+    pretrain, sft, reward, preference and distill."""
     context: Context = Context()
     """Context parallelism, for documents whose activations are too many for one device. Parameters and gradients are
     sharded among context ranks as among data ranks."""
