@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.parallel.step_parallel import StepParallel
-from danlu.train.learner import MicroStep
+from danlu.train.learner import Activation, MicroStep
 from danlu.types import Loss
 from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
@@ -69,15 +69,16 @@ class SleepingLearner:
     def at(self, micro_step: MicroStep[Any]) -> Iterator[None]:
         yield
 
-    def empty_activation(self, micro_step: MicroStep[Any]) -> Tensor:
-        return torch.empty(1, WIDTH)
+    def empty_activation(self, micro_step: MicroStep[Any]) -> Activation:
+        return (torch.empty(1, WIDTH),)
 
-    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Tensor | None) -> Tensor | Loss:
-        x, weight = micro_step.batch if x is None else x, self.weights[chunk]
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
+        weight = self.weights[chunk]
         deferral = deferral_of(weight)
         trained = weight if deferral is None else deferral.anchor
-        y: Tensor = _SleepingSum.apply(x, trained, deferral, self.unit_s, self.in_flight.activation())
-        return Loss(y.sum(), {}) if chunk == self.parallel.pipeline.num_chunks - 1 else y
+        (given,) = (micro_step.batch,) if x is None else x
+        y: Tensor = _SleepingSum.apply(given, trained, deferral, self.unit_s, self.in_flight.activation())
+        return Loss(y.sum(), {}) if chunk == self.parallel.pipeline.num_chunks - 1 else (y,)
 
 
 class _SleepingSum(torch.autograd.Function):

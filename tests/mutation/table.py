@@ -51,12 +51,6 @@ class Mutation:
 MUTATIONS: tuple[Mutation, ...] = (
     # -- stages of training in a pipeline
     Mutation(
-        "language/builder.py",
-        "chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, last)},",
-        "chunk_of=parallel.chunk_of,",
-        "parallel/test_pipeline_stages.py",
-    ),
-    Mutation(
         "language/learner.py",
         "no_grad_pass(replace(self, assessed_dropout=step), viewed",
         "no_grad_pass(replace(self, assessed_dropout=None), viewed",
