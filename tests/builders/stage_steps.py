@@ -18,7 +18,6 @@ from builders.reward_stage import RewardRows
 from builders.tiny_run import SyntheticPacks
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.language import builder
-from danlu.language import learner as learner_module
 from danlu.language.learner import DecoderLearner
 from danlu.language.roles import FrozenDecoder
 from danlu.parallel.layout import Layout, layout_of
@@ -99,12 +98,12 @@ def _head_as_if_on_every_stage() -> AbstractContextManager[Any]:
 
 def _statistics_without_dropout() -> AbstractContextManager[Any]:
     """What has to be known of the whole step is looked at without the dropout that the step has."""
-    no_grad_pass = learner_module.no_grad_pass
+    judged_by = DecoderLearner.judged_by
 
-    def without_dropout(learner: DecoderLearner, *args: Any) -> Any:
-        return no_grad_pass(replace(learner, assessed_dropout=None), *args)
+    def without_dropout(learner: DecoderLearner, evaluation: Any, dropout_step: int | None = None) -> DecoderLearner:
+        return judged_by(learner, evaluation)
 
-    return mock.patch.object(learner_module, "no_grad_pass", without_dropout)
+    return mock.patch.object(DecoderLearner, "judged_by", without_dropout)
 
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

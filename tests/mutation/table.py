@@ -52,8 +52,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- stages of training in a pipeline
     Mutation(
         "language/learner.py",
-        "no_grad_pass(replace(self, assessed_dropout=step), viewed",
-        "no_grad_pass(replace(self, assessed_dropout=None), viewed",
+        "partial(self.judged_by, dropout_step=step)",
+        "partial(self.judged_by, dropout_step=None)",
         "parallel/test_pipeline_stages.py",
     ),
     Mutation(

@@ -106,7 +106,7 @@ class _Asking:
         least = parallel.least_micro_batches(len(packs))
         dealt = deal_by_tokens([pack.tokens for pack in packs], data.index, data.size, capacity, least=least)
         # Every rank asks, for ranks that share a model wait for each other.
-        for numbers, computed in no_grad_pass(self.learner, packs, dealt, self._columns):
+        for numbers, computed in no_grad_pass(self.learner.judged_by, packs, dealt, self._columns):
             places = [starts[place] + asked[place].columns[_PLACE][asked[place].weights != 0] for place in numbers]
             at = torch.from_numpy(np.concatenate(places) if places else np.empty(0, np.int64))
             for name, of_targets in computed.items():

@@ -144,7 +144,8 @@ class DecoderLearner:
             return torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch)))
 
         # They stay on the device until all are made.
-        own = [*no_grad_pass(replace(self, assessed_dropout=step), viewed, micro_batches, sums_of)]
+        asked = partial(self.judged_by, dropout_step=step)
+        own = [*no_grad_pass(asked, viewed, micro_batches, sums_of)]
         sums = torch.zeros(3, starts[-1], dtype=torch.float64)
         for numbers, values in own:
             places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
@@ -182,6 +183,10 @@ class DecoderLearner:
         token_cost = 6 * self.model.config.hidden_size
         dealt = shares(batch.boundaries, self.context.size, trees=batch.trees, token_cost=token_cost)
         return on_device(share_of_batch(batch, dealt, self.context.index, self.context.all_reduce), self.device)
+
+    def judged_by(self, evaluation: Objective, dropout_step: int | None = None) -> DecoderLearner:
+        """This learner with another objective for its passes without gradients, and the dropout of a step in them."""
+        return replace(self, evaluation=evaluation, assessed_dropout=dropout_step)
 
     def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
         """Dropout of adapters, by the micro-batch's place in the step."""

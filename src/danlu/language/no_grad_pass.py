@@ -6,17 +6,14 @@ It is the pass of an evaluation: the same lists of forward passes, whose last ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
-from danlu.train.executor import Executor
+from danlu.train.executor import AnyLearner, Executor
 from danlu.train.learner import StepItems
-from danlu.types import Batch, Loss, Outputs, Pack, Role, Totals
-
-if TYPE_CHECKING:
-    from danlu.language.learner import DecoderLearner
+from danlu.types import Batch, Loss, Objective, Outputs, Pack, Role, Totals
 
 T = TypeVar("T")
 
@@ -35,7 +32,7 @@ class _Kept(Generic[T]):
 
 
 def no_grad_pass(
-    learner: DecoderLearner,
+    learner_of: Callable[[Objective], AnyLearner],
     items: Sequence[Pack],
     micro_batches: Sequence[Sequence[int]],
     compute: Callable[[Mapping[Role, Outputs], Batch], T],
@@ -45,10 +42,12 @@ def no_grad_pass(
 
     Of a pipeline the stages without the last chunk, which have no outputs, yield nothing.
 
-    micro_batches: as many on every process, some may be empty: these go through the models with a filler.
+    learner_of: the learner whose evaluations have an objective. micro_batches: as many on every process, some may be
+    empty: these go through the models with a filler.
     """
     kept = _Kept(compute)
-    executor = Executor(replace(learner, evaluation=kept), StepItems(items, micro_batches, Totals.of(items)))
+    learner = learner_of(kept)
+    executor = Executor(learner, StepItems(items, micro_batches, Totals.of(items)))
     for actions, numbers in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
         executor.run(actions)
         # The last chunk sees micro-batches in their order: see `parallel.schedules.evaluation_actions`.
