@@ -105,3 +105,10 @@ def test_what_stages_send_is_set_beside_the_formulas(tmp_path: Path, monkeypatch
     assert report.finding is None and all(row.agrees for row in rows)
     (row,) = (row for row in rows if (row.axis, row.kind) == ("pipeline", "point-to-point"))
     assert row.measured_bytes == row.formula_bytes > 0
+
+
+def test_gradients_that_are_too_large_are_caught_with_stages_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = verify("r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(steps=1, fault="doubled"))
+    assert report.finding is not None and "too large by a constant" in report.finding.cause

@@ -127,7 +127,7 @@ def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> AbstractContextManag
 def _doubled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Gradients are as many times too large as an axis has ranks, as after a second all-reduce."""
     original, every = StepParallel.reduce_gradients, ranks.dense_data.all
-    size = ranks.tensor.size if every.alone else every.size
+    size = next(size for size in (every.size, ranks.tensor.size, ranks.pipeline.size) if size > 1)
 
     def reduce_gradients(self: StepParallel) -> None:
         original(self)
