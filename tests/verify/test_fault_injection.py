@@ -27,6 +27,7 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import load
 from danlu.train import loop, step
 from danlu.verify import trace
@@ -65,6 +66,7 @@ TOUCHED = [
     (learner, "BatchTokens"),
     (learner, "replaying"),
     (Optimizers, "step"),
+    (WeightStash, "_copy_parameters"),
 ]
 
 

@@ -21,12 +21,12 @@ def messages_by_stage(chunks_of: Sequence[Sequence[int]]) -> list[int]:
     Of p stages in a loop with v chunks each, those in between send 2v, the first and the last 2v - 1.
     """
     stage_of = {chunk: stage for stage, chunks in enumerate(chunks_of) for chunk in chunks}
-    sent = [0] * len(chunks_of)
+    messages = [0] * len(chunks_of)
     for before, behind in itertools.pairwise(sorted(stage_of)):
         if stage_of[before] != stage_of[behind]:
-            sent[stage_of[before]] += 1  # the activation
-            sent[stage_of[behind]] += 1  # its gradient
-    return sent
+            messages[stage_of[before]] += 1  # the activation
+            messages[stage_of[behind]] += 1  # its gradient
+    return messages
 
 
 def pipeline_traffic(
