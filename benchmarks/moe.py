@@ -2,7 +2,8 @@
 
     python benchmarks/moe.py [--steps 12] [--rounds 1] [--experts eager grouped_mm] [--balance-steps 300]
                              [--precision bf16|fp32] [--documents packed|whole]
-                             [--kinds bias sequence step none] [--only speed|balance] [--threads 2]
+                             [--kinds bias sequence step none] [--bias-rate 0.001] [--memory none|selective]
+                             [--only speed|balance] [--threads 2]
 
 60M parameters: 8 layers of width 256 with 32 experts of width 256, four of which a token goes to, AdamW over float32
 weights, activations in bfloat16 or, for processors without products of it, in float32.
@@ -96,13 +97,13 @@ def recipe(
     }
 
 
-def danlu_speed(folder: Path, steps: int, threads: int, precision: str) -> dict[str, float]:
+def danlu_speed(folder: Path, steps: int, threads: int, precision: str, memory: str) -> dict[str, float]:
     from throughput import first_steps
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         written = Path(scratch) / "recipe.yaml"
         values = recipe(folder, QWEN3, steps + 1000, LENGTH, threads, precision)  # ended before it exports
-        written.write_text(json.dumps(values | {"output": f"{scratch}/run"}))
+        written.write_text(json.dumps(values | {"output": f"{scratch}/run", "memory": memory}))
         lines = first_steps(
             [sys.executable, "-m", "danlu", "train", str(written)], Path(scratch) / "run" / "metrics.jsonl", steps
         )
@@ -164,7 +165,7 @@ def speed(folder: Path, options: argparse.Namespace) -> None:
     turns: dict[tuple[str, str], list[tuple[dict[str, float], dict[str, float]]]] = {}
     for _ in range(options.rounds):
         for precision, implementation in itertools.product(PEER_PRECISIONS[options.precision], options.experts):
-            ours = danlu_speed(folder, steps, threads, options.precision)
+            ours = danlu_speed(folder, steps, threads, options.precision, options.memory)
             _print("danlu", ours)
             command = [sys.executable, __file__, "--peer", implementation, precision, options.documents]
             command += ["--steps", str(steps), "--threads", str(threads)]
@@ -222,7 +223,7 @@ def balance(folder: Path, options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             written = Path(scratch) / "recipe.yaml"
             values = recipe(folder, GLM4, steps, length, options.threads, options.precision)
-            values["router"] = BALANCES[kind]
+            values["router"] = BALANCES[kind] | ({"rate": options.bias_rate} if kind == "bias" else {})
             written.write_text(json.dumps(values | {"output": f"{scratch}/run"}))
             command = [sys.executable, __file__, "--balance-of", str(written)]
             answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -248,6 +249,8 @@ def main() -> None:
     parser.add_argument("--balance-steps", type=int, default=300)
     parser.add_argument("--only", choices=["speed", "balance"])
     parser.add_argument("--kinds", nargs="+", choices=list(BALANCES), default=list(BALANCES))
+    parser.add_argument("--bias-rate", type=float, default=BALANCES["bias"]["rate"])
+    parser.add_argument("--memory", choices=["none", "selective"], default="none", help="what danlu recomputes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=list(PEER_PRECISIONS), default="bf16")
     parser.add_argument("--documents", choices=["packed", "whole"], default="packed")

@@ -108,9 +108,15 @@ class _Lines:
         return None
 
 
-def replayed(file: str, packs: int) -> Turns:
-    """The same in this process, which has the whole model: w(t+1) = w(t) - update(grad f(w1(t-n+1), .., wn(t)))."""
+def replays(files: Sequence[str], packs: int) -> dict[str, Turns]:
+    """The same in this process, which has the whole model. In one like those of the group: tests that ran before leave
+    things in theirs that bits depend on."""
     torch.set_num_threads(1)
+    return {file: _replayed(file, packs) for file in files}
+
+
+def _replayed(file: str, packs: int) -> Turns:
+    """w(t+1) = w(t) - update(grad f(w1(t-n+1), .., wn(t)))."""
     recipe = load(Path(file)).recipe
     section = recipe.parallel.pipeline
     alone = recipe.model_copy(update={"parallel": Parallel(), "memory": type(recipe.memory)()})

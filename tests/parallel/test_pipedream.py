@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders.equal_traces import approx, distance
 from builders.parallel_steps import recipe_file
-from builders.pipedream_steps import STEPS, TURN, Turns, replayed, see_turns, weights_of
+from builders.pipedream_steps import STEPS, TURN, Turns, replays, see_turns, weights_of
 from builders.process_group import run_group
 from builders.tiny_world import CONFIG, World
 
@@ -84,12 +84,10 @@ def seen(files: dict[str, str]) -> dict[str, list[Turns]]:
 
 @pytest.fixture(scope="module")
 def oracle(files: dict[str, str]) -> dict[str, Turns]:
-    found: dict[str, Turns] = {}  # of recipes that differ in what no number hangs on
     kinds = {name: json.dumps([case[1]["pipeline"], case[2]]) for name, case in CASES.items()}
-    for name, kind in kinds.items():
-        if kind not in found:
-            found[kind] = replayed(files[name], PACKS)
-    return {name: found[kind] for name, kind in kinds.items()}
+    of_kind = {kind: files[name] for name, kind in kinds.items()}  # recipes that differ in what no number hangs on
+    (found,) = run_group(replays, 1, [*of_kind.values()], PACKS)
+    return {name: found[of_kind[kind]] for name, kind in kinds.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
