@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,41 @@ KINDS = {
     "biased": BIASED,
     "odd": ODD,
 }
+
+_SIZES = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}
+EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
+    family: {"model_type": family, **_SIZES, **own} for family, own in _OWN.items()
+}
+"""By family, the keys of a small config.json: of key heads that several query heads share, and of latent attention."""
 
 
 def experts_config(feed: Experts, **sizes: int) -> ModelConfig:

@@ -22,11 +22,13 @@ from builders.recompute import (
     step,
 )
 from builders.recompute_worker import sharded_steps
+from builders.small_config import small_config
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from danlu.memory.recompute import KINDS, Kind, LayerPlan, describe, plan_of, unwrap_layer, wrap
 from danlu.models.attend import PackedAttention
+from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder
 from danlu.models.mlp import MLP
 from danlu.numerics.four_bit_weight import FourBitWeight
@@ -201,3 +203,11 @@ def test_parameters_that_are_gathered_for_each_layer() -> None:
             assert one.keys() == plain.keys() and plain
             assert all(torch.equal(one[key], plain[key]) for key in plain), name
         assert not all(torch.equal(doubled[key], plain[key]) for key in plain)  # negative control
+
+
+def test_segments_end_with_their_chunk_of_a_pipeline() -> None:
+    model = Decoder(small_config(layers=6))
+    section = Recompute(kind="every", layers=2)
+    assert [entry.segment for entry in plan_of(section, model)] == [0, 0, 1, 1, 2, 2]  # control: one chunk
+    model.keep_chunks(Chunks.of_sizes([1, 2, 1, 2], [0, 2]))  # layers 0 and 3, behind which others come elsewhere
+    assert [(entry.layer, entry.segment) for entry in plan_of(section, model)] == [(0, 0), (3, 1)]

@@ -251,6 +251,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         'if schedule.kind == "wsd" and schedule.decay != 0.2:',
         "recipe/test_rules.py",
     ),
+    Mutation(
+        "train/timeline.py",
+        "sum(step <= after_step for step in steps)",
+        "sum(step < after_step for step in steps)",
+        "train/test_timeline.py",
+    ),
+    Mutation(
+        "memory/recompute.py",
+        "chunks = [model.chunks.layers[chunk] for chunk in model.chunks.local]",
+        "chunks = [layers]",
+        "memory/test_recompute.py",
+        "segments_end_with_their_chunk",
+    ),
+    Mutation(
+        "plan/pipeline_traffic.py",
+        "if stage_of[before] != stage_of[behind]:",
+        "if True:",
+        "verify/test_pipeline_traffic.py",
+        "messages_by_stage",
+    ),
     # -- models
     Mutation(
         "models/delta_rule.py",

@@ -10,6 +10,7 @@ from builders.process_group import run_group
 from builders.tiny_world import CONFIG, World
 from builders.train_worker import train
 
+from danlu.errors import DataError
 from danlu.parallel.comm import ALONE
 from danlu.parallel.timeline import read_timeline, timeline_name
 from danlu.plan.measured_schedule import measured_orders, measured_shape
@@ -57,6 +58,14 @@ def test_what_comes_after_the_checkpoint_is_dropped(tmp_path: Path) -> None:
         take(step, timeline)
     take(6, writer(tmp_path, after_step=4))
     assert len(read_timeline(tmp_path, 6)[1]) == len(read_timeline(tmp_path, 4)[1]) == 2
+
+
+def test_what_else_is_in_the_file_is_told_with_its_line(tmp_path: Path) -> None:
+    take(2, writer(tmp_path))
+    with (tmp_path / timeline_name(0)).open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(DataError, match=r"timeline-0.jsonl:3: this is no JSON"):
+        writer(tmp_path, after_step=2)
 
 
 def test_by_default_nothing_is_written_or_waited_for(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.models.hf_config import read_config_values
@@ -20,29 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 MODELS: dict[str, dict[str, Any]] = {
     "GQA": {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": True},
-    "MLA with experts": {
-        "model_type": "deepseek_v3",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    },
+    "MLA with experts": {**EXPERT_CONFIGS["deepseek_v3"], "num_hidden_layers": 4},
 }
 FULL = "router={balance: sequence, sequence: 0.01, z: 0.001}"
 LORA = {
@@ -78,7 +57,7 @@ CASES = [
 def test_a_layout_of_several_axes_is_one_process(
     model: str, layout: str, parallel: str, training: str, tmp_path: Path
 ) -> None:
-    write_model(read_config_values({"vocab_size": 400, **MODELS[model]}), tmp_path / "base", 0)
+    write_model(read_config_values({**MODELS[model], "vocab_size": 400}), tmp_path / "base", 0)
     shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
     changes = {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}}
     overrides = [f"parallel={parallel}"]

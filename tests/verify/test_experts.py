@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.small_experts import KINDS, experts_config
+from builders.small_experts import EXPERT_CONFIGS, KINDS, experts_config
 from builders.tiny_world import tiny_world
 
 from danlu.errors import RecipeError
@@ -117,41 +117,11 @@ FOLDERS = {
         "data 2 x expert 2 x tensor 2",
     ),
 }
-SIZES = {
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    },
-}
 
 
 def recipe_of_folder(folder: Path, family: str, overrides: list[str], **changes: Any) -> Recipe:
     """A recipe that trains a model of a Hugging Face folder."""
-    write_model(read_config_values({"model_type": family, **SIZES, **CONFIGS[family]}), folder / "base", 0)
+    write_model(read_config_values(EXPERT_CONFIGS[family]), folder / "base", 0)
     shutil.copytree(tiny_world().tokenizer, folder / "base", dirs_exist_ok=True)
     model = {"path": str(folder / "base"), "config": None, "tokenizer": None}
     return load(tiny_world().recipe(folder / "run", folder / "recipe.yaml", model=model, **changes), overrides).recipe

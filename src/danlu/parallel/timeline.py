@@ -85,7 +85,7 @@ def read_timeline(folder: Path, step: int | None = None) -> tuple[int, list[Time
 def _steps(path: Path, rank: int, wanted: int | None) -> dict[int, list[TimelineEvent]]:
     """The events of the last steps of a file that came to their end, or of one step."""
     steps: dict[int, list[TimelineEvent]] = {}
-    for step, event in _lines(path, rank):
+    for step, event in timeline_events(path, rank):
         if wanted is not None and step != wanted:
             continue
         steps.setdefault(step, []).append(event)
@@ -94,7 +94,8 @@ def _steps(path: Path, rank: int, wanted: int | None) -> dict[int, list[Timeline
     return {step: events for step, events in steps.items() if events[-1].kind == "update"}
 
 
-def _lines(path: Path, rank: int) -> Iterator[tuple[int, TimelineEvent]]:
+def timeline_events(path: Path, rank: int) -> Iterator[tuple[int, TimelineEvent]]:
+    """(step, event) of each line of a rank's file; raises DataError with file and line where one cannot be read."""
     try:
         check_regular(path)
         with path.open(encoding="utf-8") as file:

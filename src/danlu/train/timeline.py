@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from danlu.line_log import LineLog
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.schedules.action import Kind
-from danlu.parallel.timeline import TimelineEvent, timeline_line, timeline_name
+from danlu.parallel.timeline import TimelineEvent, timeline_events, timeline_line, timeline_name
 
 
 class TimelineWriter:
@@ -41,14 +40,16 @@ class TimelineWriter:
     def in_folder(
         cls, folder: Path, every: int | None, world: Group, device: torch.device, *, after_step: int
     ) -> TimelineWriter:
-        """The writer of a run that goes on after a step: what it had written of later ones is dropped."""
+        """The writer of a run that goes on after a step: what it had written of later ones is dropped.
+
+        Raises DataError, with file and line, where there is something else in the file.
+        """
         if every is None:
             return cls()
         writer = cls(folder / timeline_name(world.index), every, world, device)
         assert writer._log is not None
-        with writer._log.path.open(encoding="utf-8") as file:
-            kept = sum(json.loads(line)["step"] <= after_step for line in file)
-        writer._log.truncate(kept)
+        steps = [step for step, _ in timeline_events(writer._log.path, world.index)]
+        writer._log.truncate(sum(step <= after_step for step in steps))
         return writer
 
     def begin(self, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from danlu.recipe.rules.refusals import refusals
 from danlu.recipe.sections import Continue, Prefix, Prompt, Recipe
 from danlu.recipe.yaml_tree import Problem
 
@@ -31,12 +32,8 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
         message = f"with {section.schedule} all stages have one version of the weights. Leave it out, or use pipedream"
         yield Problem("parallel.pipeline.vertical_sync", message, reads=("parallel.pipeline.schedule",))
     if section.updates_each_micro_batch:
-        for key, reason, instead in _not_of_pipedream(recipe):
-            message = f"{reason}. {instead}, or schedule: 1f1b"
-            yield Problem(key, message, reads=("parallel.pipeline.schedule",))
-    for key, reason, instead in _not_of_stages(recipe):
-        message = f"{reason}. {instead}, or parallel: {{pipeline: 1}}"
-        yield Problem(key, message, reads=("parallel.pipeline.stages",))
+        yield from refusals(_not_of_pipedream(recipe), "schedule: 1f1b", "parallel.pipeline.schedule")
+    yield from refusals(_not_of_stages(recipe), "parallel: {pipeline: 1}", "parallel.pipeline.stages")
 
 
 def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from danlu.recipe.rules.refusals import refusals
 from danlu.recipe.sections import Adafactor, AdamW, AdamW8bit, GaLore, Muon, PagedAdamW, Prefix, Prompt, Recipe
 from danlu.recipe.yaml_tree import Problem
 
@@ -68,9 +69,7 @@ def context_is_supported(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("parallel.context.ulysses", message, reads=("parallel.context.size",))
     if context.size == 1:
         return
-    for key, reason, instead in _not_of_context_ranks(recipe):
-        message = f"{reason}. {instead}, or parallel: {{context: 1}}"
-        yield Problem(key, message, reads=("parallel.context.size",))
+    yield from refusals(_not_of_context_ranks(recipe), "parallel: {context: 1}", "parallel.context.size")
 
 
 def _not_of_context_ranks(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
