@@ -23,6 +23,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,26 @@ NEEDED = {
     "packaging": "packaging",
     "pygments": "pygments",
 }
-OPTIONAL = {"bitsandbytes": "bitsandbytes", "triton": "triton (with torch: for compiled code and flex attention)"}
+OPTIONAL = {
+    "bitsandbytes": "bitsandbytes",
+    "triton": "triton (with torch: for compiled code and flex attention)",
+    "transformers": "transformers (what `peers` is measured beside)",
+    "peft": "peft (likewise)",
+    "tokenizers": "tokenizers (of `training`, which runs `danlu train`)",
+}
 
 LIMITS_S = {
-    "preflight": 60,
-    "tests": 150,
-    "adapters": 150,
-    "full": 90,
-    "attention": 50,
-    "loss": 30,
-    "optimizers": 30,
-    "decoding": 40,
+    "preflight": 40,
+    "tests": 130,
+    "adapters": 70,
+    "full": 60,
+    "peers": 80,
+    "experts": 40,
+    "attention": 40,
+    "loss": 20,
+    "optimizers": 20,
+    "decoding": 30,
+    "training": 90,
 }
 """Seconds a block may take, in the order in which they run; ten minutes together."""
 
@@ -129,10 +139,8 @@ def peak(device: Any) -> Iterator[dict[str, int]]:
         peak["bytes"] = torch.cuda.max_memory_allocated(device)
 
 
-def config_of(size: str, layers: int, length: int) -> Any:
-    """Llama 3's shapes of 8 billion parameters with so many layers; tiny for trying."""
-    from danlu.models.hf_config import read_config_values
-
+def config_values_of(size: str, layers: int, length: int) -> dict[str, Any]:
+    """The config.json of Llama 3's 8 billion parameters with so many layers; tiny for trying."""
     shapes = {
         "8B": {
             "hidden_size": 4096,
@@ -149,16 +157,20 @@ def config_of(size: str, layers: int, length: int) -> Any:
             "vocab_size": 300,
         },
     }[size]
-    return read_config_values(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": layers,
-            "max_position_embeddings": max(length, 64),
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-            **shapes,
-        }
-    )
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "max_position_embeddings": max(length, 64),
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        **shapes,
+    }
+
+
+def config_of(size: str, layers: int, length: int) -> Any:
+    from danlu.models.hf_config import read_config_values
+
+    return read_config_values(config_values_of(size, layers, length))
 
 
 def packs_of(count: int, length: int, vocabulary: int) -> list[Any]:
@@ -285,31 +297,47 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
 
 
 def tests(write: Write, device: Any, tiny: bool) -> None:
-    """tests/gpu, file by file, so that each has told before the next begins."""
+    """tests/gpu, each file in a process of its own and all at once: most of their time goes into compiling."""
     environ = dict(os.environ)
     if device.type == "cpu":
         environ["DANLU_GPU_TESTS"] = "cpu"
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    for file in files[:1] if tiny else files:
-        start = time.perf_counter()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short"]
-        done = subprocess.run(
-            [*command, "--confcutdir", "tests/gpu", str(file)],
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short"]
+    processes = {
+        file: subprocess.Popen(
+            [*command, "--durations=5", "--confcutdir", "tests/gpu", str(file)],
             cwd=ROOT,
             env=environ,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
-        lines = done.stdout.strip().splitlines()
-        write(
-            file.name,
-            passed=done.returncode == 0,
-            summary=lines[-1] if lines else done.stderr[-500:],
-            failed=[line for line in lines if line.startswith(("FAILED", "ERROR"))],
-            s=round(time.perf_counter() - start, 1),
-            output=None if done.returncode == 0 else done.stdout[-6000:],
-        )
+        for file in (files[:1] if tiny else files)
+    }
+    until = start + LIMITS_S["tests"] - 10
+
+    def output_of(process: subprocess.Popen[str]) -> list[str]:
+        try:
+            return process.communicate(timeout=max(1.0, until - time.perf_counter()))[0].splitlines()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return [*process.communicate()[0].splitlines(), "ended at the limit of the tests"]
+
+    with ThreadPoolExecutor(len(processes)) as threads:
+        running = {threads.submit(output_of, process): file for file, process in processes.items()}
+        for ended in as_completed(running):
+            file, lines = running[ended], ended.result()
+            passed = processes[file].returncode == 0
+            write(
+                file.name,
+                passed=passed,
+                summary=lines[-1] if lines else "",
+                failed=[line for line in lines if line.startswith(("FAILED", "ERROR"))],
+                slowest=[line for line in lines if " call " in line or " setup " in line][:5],
+                s=round(time.perf_counter() - start, 1),
+                output=None if passed else "\n".join(lines)[-12000:],
+            )
 
 
 def adapters(write: Write, device: Any, tiny: bool) -> None:
@@ -428,6 +456,144 @@ def full(write: Write, device: Any, tiny: bool) -> None:
         del compute, optimizer
 
 
+def peers(write: Write, device: Any, tiny: bool) -> None:
+    """transformers with PEFT on what `adapters` and `full` train: the same shapes, tokens and kinds of step.
+
+    Weights of a LoRA base are bfloat16; in full they are float32 under autocast, as danlu has them, or bfloat16.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    length = 64 if tiny else 4096
+
+    def model_of(layers: int, dtype: Any) -> Any:
+        values = config_values_of("tiny" if tiny else "8B", layers, length)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                return LlamaForCausalLM._from_config(LlamaConfig(**values), attn_implementation="sdpa")
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    model = model_of(2 if tiny else 32, torch.bfloat16)
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    model.enable_input_require_grads()
+    for kind in ("full", "none"):
+        if kind == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+        peer_steps(write, model, length, device, tiny, micro_batches=1, kind="lora", recompute=kind)
+    del model
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model_of(2 if tiny else 4, dtype)
+        peer_steps(write, model, length, device, tiny, micro_batches=2, kind="full")
+        del model
+
+
+def experts(write: Write, device: Any, tiny: bool) -> None:
+    """Four layers with 64 experts in the widths of Qwen3-30B-A3B, trained in full, beside transformers'."""
+    import torch
+
+    from danlu.language.learner import DecoderLearner
+    from danlu.models.hf_config import read_config_values
+    from danlu.optim.build import build
+    from danlu.recipe import sections
+    from danlu.train.step import accumulate
+
+    length = 64 if tiny else 4096
+    values = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64 if tiny else 2048,
+        "intermediate_size": 64 if tiny else 6144,
+        "moe_intermediate_size": 32 if tiny else 768,
+        "num_hidden_layers": 2 if tiny else 4,
+        "num_attention_heads": 4 if tiny else 32,
+        "num_key_value_heads": 4,
+        "head_dim": 16 if tiny else 128,
+        "num_experts": 8 if tiny else 64,
+        "num_experts_per_tok": 2 if tiny else 8,
+        "norm_topk_prob": True,
+        "vocab_size": 300 if tiny else 32000,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": False,
+    }
+    config = read_config_values(values)
+    model = random_model(config, device)
+    learner = DecoderLearner(model, model, device, torch.bfloat16, 1)
+    optimizer = build(model.named_parameters(), sections.AdamW(learning_rate=1e-4))
+    packs = packs_of(2, length, config.vocab_size)
+
+    def step(learner: Any = learner, optimizer: Any = optimizer) -> None:
+        accumulate(learner, packs, step=1, clip=1.0)
+        optimizer.step(free_gradients=True)
+        optimizer.zero_grad()
+
+    with peak(device) as most:
+        taken = seconds(step, device, rounds=1 if tiny else 4)
+    write("step", engine="danlu", tokens_per_second=2 * length / taken, peak_bytes=most["bytes"])
+    del model, learner, optimizer, step
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.device(device):
+            peer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), attn_implementation="sdpa")
+        peer.set_experts_implementation("grouped_mm")
+        peer_steps(write, peer.to(dtype), length, device, tiny, micro_batches=2, engine="transformers grouped_mm")
+        del peer
+
+
+def peer_steps(
+    write: Write, model: Any, length: int, device: Any, tiny: bool, *, micro_batches: int, **told: Any
+) -> None:
+    """Writes the speed and memory of transformers' training steps: under autocast where weights are float32."""
+    import torch
+
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    dtype = model.lm_head.weight.dtype
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    tokens = torch.randint(3, 200, (1, length), device=device)
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.float32):
+                loss = model(tokens, labels=tokens, use_cache=False).loss / micro_batches
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    told["weights"] = str(dtype).removeprefix("torch.")
+    try:
+        with peak(device) as most:
+            taken = seconds(step, device, rounds=1 if tiny else 4)
+    except Exception as error:  # out of memory, or an operator that its kernels do not have
+        write("step", **told, error=repr(error)[:500])
+    else:
+        write("step", **told, tokens_per_second=micro_batches * length / taken, peak_bytes=most["bytes"])
+
+
+def training(write: Write, device: Any, tiny: bool) -> None:
+    """`danlu train` from a recipe, as a user runs it: `benchmarks/throughput.py` on models of three sizes."""
+    import tempfile
+
+    from throughput import CPU_RUNS, CUDA_RUNS, measure, write_rows
+
+    from danlu.data.demo_data import pretraining_documents
+    from danlu.data.tokenizer_training import train_tokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        train_tokenizer(pretraining_documents(0, 500), 600, folder / "tokenizer")
+        write_rows(folder / "rows.jsonl", 200 if tiny else 3000)
+        runs = CPU_RUNS[:1] if device.type == "cpu" else CUDA_RUNS
+        for name, precision, packs, compiled in runs:
+            found = measure(folder, name, precision, packs, compiled, 5 if tiny else 12)
+            write("run", model=name, precision=precision, compiled=compiled, packs=packs, **found)
+
+
 def attention(write: Write, device: Any, tiny: bool) -> None:
     """Forward and backward over packed documents: plain, windows, softcaps, groups."""
     import torch
@@ -461,26 +627,30 @@ def attention(write: Write, device: Any, tiny: bool) -> None:
 
 
 def loss(write: Write, device: Any, tiny: bool) -> None:
-    """The head and its cross-entropy by the size of its slices, trained and frozen."""
+    """The head and its cross-entropy by the size of its slices, trained and frozen, with and without Triton kernels."""
     import torch
 
-    from danlu.objectives.linear_cross_entropy import linear_cross_entropy
+    from danlu.objectives import linear_cross_entropy as crossentropy
 
     tokens, width, vocab_size = (64, 32, 300) if tiny else (4096, 4096, 128256)
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     targets, weights = torch.randint(0, vocab_size, (tokens,), device=device), torch.ones(tokens, device=device)
-    for frozen in (False, True):
+    kernels_for = crossentropy._kernels_for
+    for frozen, kernels in ((False, True), (False, False), (True, True), (True, False)):
+        crossentropy._kernels_for = kernels_for if kernels else lambda x: None
         dtype = torch.bfloat16 if frozen else torch.float32
         head = torch.empty(vocab_size, width, device=device, dtype=dtype).normal_(std=0.02).requires_grad_(not frozen)
-        for rows in (None, *((64,) if tiny else (2048, 8192, 32768))):
+        for rows in (None,) if frozen else (None, *((64,) if tiny else (16384, 32768))):
 
             def step(rows: Any = rows, head: Any = head) -> None:
-                linear_cross_entropy(hidden, head, targets, weights, slice_rows=rows).total.backward()
+                found = crossentropy.linear_cross_entropy(hidden, head, targets, weights, slice_rows=rows)
+                found.total.backward()
                 hidden.grad = head.grad = None
 
             with peak(device) as most:
-                taken = seconds(step, device, rounds=3)
-            write("loss", frozen=frozen, slice_rows=rows, ms=1e3 * taken, peak_bytes=most["bytes"])
+                taken = seconds(step, device, rounds=5)
+            told = {"frozen": frozen, "kernels": kernels, "slice_rows": rows}
+            write("loss", **told, ms=1e3 * taken, peak_bytes=most["bytes"])
 
 
 def optimizers(write: Write, device: Any, tiny: bool) -> None:
@@ -560,10 +730,13 @@ BLOCKS: dict[str, Callable[[Write, Any, bool], None]] = {
     "tests": tests,
     "adapters": adapters,
     "full": full,
+    "peers": peers,
+    "experts": experts,
     "attention": attention,
     "loss": loss,
     "optimizers": optimizers,
     "decoding": decoding,
+    "training": training,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,38 @@ def test_torchs_own_flex_attention_gives_the_same_values(window: int | None, tre
     options = {"scale": 0.3, "window": window, "softcap": None if trees else 2.0}
     want = ReferenceAttention(BOUNDARIES, trees)(0, tensors[0], Keys(tuple(tensors[1:])), **options)  # type: ignore[arg-type]
     torch.testing.assert_close(packed(0, tensors[0], Keys(tuple(tensors[1:])), **options), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 5.0)])
+def test_flex_attention_is_traced_as_a_whole_forward_and_backward(
+    window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's front end, as on a GPU, in front of torch's own operators."""
+    import torch.nn.attention.flex_attention as torch_flex
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # inductor has no backward pass on a CPU
+    torch._dynamo.reset()
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    kernels = Kernels(flex=Flex(compiled, EVERY))
+    grown = tuple(3 * place for place in BOUNDARIES)
+    for boundaries, sinks in itertools.product((BOUNDARIES, grown), (False, True)):
+        settings: dict[str, Any] = {"scale": 0.25, "window": window, "softcap": softcap}
+        leaves = random_leaves(boundaries[-1], sinks)
+        keys = Keys(tuple(leaves[1:3]))
+        settings["sinks"] = leaves[3] if sinks else None
+        got, wanted = (
+            torch.autograd.grad(attend(0, leaves[0], keys, **settings).sin().sum(), leaves)
+            for attend in (PackedAttention(boundaries, kernels=kernels), PackedAttention(boundaries))
+        )
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(2 * got[0], wanted[0], rtol=1e-4, atol=1e-4)  # control
+
+
+def random_leaves(total: int, sinks: bool) -> list[Tensor]:
+    """q [T, 4, 16], k and v [T, 2, 16], and sinks [4] where they are wanted; all want gradients."""
+    generator = torch.Generator().manual_seed(total)
+    shapes = [(total, 4, 16), (total, 2, 16), (total, 2, 16), *([(4,)] if sinks else [])]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("window", [None, 1, 130, 300, 2000])

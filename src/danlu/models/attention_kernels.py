@@ -109,7 +109,7 @@ class Flex:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, T, C]
         out = self.attention(
             q, k, v,
-            score_mod=None if softcap is None else _softcap(softcap),
+            score_mod=None if softcap is None else _softcap(softcap, q.device),
             block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
             **({} if sinks is None else {"return_lse": True}),
         )  # fmt: skip
@@ -199,7 +199,8 @@ def _compiled_flex() -> Flex | None:
         return None
     from torch.nn.attention.flex_attention import flex_attention
 
-    return Flex(torch.compile(flex_attention, dynamic=True))
+    # fullgraph: what cannot be compiled must fail, not go on uncompiled with all scores of a pack.
+    return Flex(torch.compile(flex_attention, dynamic=True, fullgraph=True))
 
 
 @cache
@@ -207,10 +208,14 @@ def _parameters(kernel: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(kernel).parameters)
 
 
-@cache  # one function for each cap: compiled code is kept by function
-def _softcap(cap: float) -> Callable[..., Tensor]:
+@cache  # compiled code is kept by function, and the tensor is copied to the device once
+def _softcap(cap: float, device: torch.device) -> Callable[..., Tensor]:
+    """Scores become cap x tanh(score / cap). The cap is a tensor: with dynamic shapes dynamo takes a number for one
+    that may change, and cannot ask for its value within flex attention."""
+    limit = copy_to(torch.tensor(cap), device)
+
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        return limit * torch.tanh(score / limit)
 
     return capped
 

@@ -6,6 +6,8 @@ would make them once, but add a [V, D] gradient to the last one for every few hu
 the head: at V = 128256 that is no faster, and takes 0.3 GB more. A frozen head has no gradient, and mostly is stored in
 the type of activations: then going by rows saves the third product and half of the exponentials for nothing.
 
+On a GPU with Triton the passes over a slice of logits are kernels of `softmax_kernels`.
+
 Where the vocabulary is cut over processes (arXiv:1909.08053, section 3), each has the logits of its own rows, and a few
 numbers a target are sent: the largest logit, then the denominator and the target's own logit.
 
@@ -14,7 +16,10 @@ N trained targets · D model width · V vocabulary · S rows of the vocabulary i
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +33,7 @@ FLOAT32 = 4
 # Logits of a frozen head that are kept for the gradient, in the type of activations; a product over very few rows would
 # be spent on reading the head.
 KEPT_BYTES = 16 * 2**20
+KEPT_BYTES_CUDA = 256 * 2**20
 FEWEST_ROWS = 64
 
 
@@ -59,15 +65,30 @@ def workspace_bytes(
     room = slice_bytes(device_type) // 2
     gradient = targets * width * element_bytes
     if frozen:
-        rows = min(targets, _rows_kept(vocab_size, element_bytes))
+        rows = min(targets, _rows_kept(vocab_size, element_bytes, device_type))
         chunk = min(rows, max(1, room // (4 * vocab_size)))
         return rows * vocab_size * element_bytes + 2 * chunk * vocab_size * FLOAT32 + gradient
     part = min(vocab_size, rows_per_slice(targets, device_type))
     return part * (targets * (FLOAT32 + element_bytes) + width * element_bytes) + targets * width * FLOAT32 + gradient
 
 
-def _rows_kept(vocab_size: int, element_bytes: int) -> int:
-    return max(FEWEST_ROWS, KEPT_BYTES // (element_bytes * vocab_size))
+def _rows_kept(vocab_size: int, element_bytes: int, device_type: str) -> int:
+    kept_bytes = KEPT_BYTES if device_type == "cpu" else KEPT_BYTES_CUDA
+    return max(FEWEST_ROWS, kept_bytes // (element_bytes * vocab_size))
+
+
+def _kernels_for(x: Tensor) -> ModuleType | None:
+    """`softmax_kernels`, where they take logits of this type on this device; None where torch's operators do."""
+    if x.device.type != "cuda" or x.dtype == torch.float64 or not _has_triton():
+        return None
+    from danlu.objectives import softmax_kernels
+
+    return softmax_kernels
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def linear_cross_entropy(
@@ -175,6 +196,12 @@ class _RowStatistics(NamedTuple):
 
 def _softmax_statistics(slices: VocabSlices, options: _Options, wide: torch.dtype) -> _RowStatistics:
     """One pass over the logits with a running maximum (arXiv:1805.02867)."""
+    if (kernels := _kernels_for(slices.hidden)) is not None:
+        running = kernels.RunningStatistics.of_nothing(slices.hidden.shape[0], slices.hidden.device)
+        for part in slices:
+            logits = slices.hidden @ part.head.t()
+            _take_in(kernels, running, logits, slices.columns_from(part.start), part.start, options)
+        return _whole_statistics(running, slices.targets, options)
     count = slices.hidden.shape[0]
     highest = slices.hidden.new_full((count,), float("-inf"), dtype=wide)
     mass, at_target, total = (torch.zeros_like(highest) for _ in range(3))
@@ -191,6 +218,34 @@ def _softmax_statistics(slices: VocabSlices, options: _Options, wide: torch.dtyp
         highest = raised
     ahead = _ahead(likeliest, slices.targets, options, wide)
     return _over_group(highest, mass, at_target, total, ahead, options)
+
+
+def _take_in(kernels: ModuleType, running: Any, logits: Tensor, columns: Tensor, start: int, options: _Options) -> None:
+    """Adds a slice of logits [N, S] to the running statistics of their rows."""
+    wants_total = options.label_smoothing != 0
+    kernels.update_statistics(running, logits, columns, start, softcap=options.softcap, wants_total=wants_total)
+
+
+def _whole_statistics(running: Any, targets: Tensor, options: _Options) -> _RowStatistics:
+    """What rows come to over the whole vocabulary, from the running statistics of all slices that are here."""
+    ahead = _ahead(running.likeliest, targets, options, torch.float32)
+    return _over_group(running.highest, running.mass, running.at_target, running.total, ahead, options)
+
+
+def _put_gradient(
+    kernels: ModuleType, logits: Tensor, columns: Tensor, log_z: Tensor, weights: Tensor, options: _Options
+) -> None:
+    """Puts the gradient of the loss in the place of logits [N, S]; the other arguments are of its rows, [N]."""
+    kernels.gradient_in_place(
+        logits,
+        columns,
+        log_z,
+        weights * options.gradient_scale,
+        softcap=options.softcap,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        vocab_size=options.vocab_size,
+    )
 
 
 def _ahead(likeliest: Tensor, targets: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
@@ -217,9 +272,14 @@ def _gradients(
     hidden, head = slices.hidden, slices.head
     grad_hidden = torch.zeros_like(hidden, dtype=weights.dtype)
     grad_head = torch.empty_like(head) if for_head else None
+    kernels = _kernels_for(hidden)
     for part in slices:
-        y = slices.logits(part, weights.dtype)
-        grad = _by_logits(y, rows.log_z, weights, part, options).to(hidden.dtype)  # [N, S]
+        if kernels is not None:
+            grad = hidden @ part.head.t()  # [N, S] logits, and the gradient in their place
+            _put_gradient(kernels, grad, slices.columns_from(part.start), rows.log_z, weights, options)
+        else:
+            y = slices.logits(part, weights.dtype)
+            grad = _by_logits(y, rows.log_z, weights, part, options).to(hidden.dtype)
         grad_hidden += grad @ part.head
         if grad_head is not None:
             grad_head[part.start : part.start + part.head.shape[0]] = grad.t() @ hidden
@@ -235,8 +295,19 @@ def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_
     hidden, head = slices.hidden, slices.head
     statistics: list[_RowStatistics] = []
     grad_hidden = torch.empty_like(hidden)
-    for block in _ranges(hidden.shape[0], _rows_kept(options.rows_of_largest_shard, hidden.element_size())):
+    kernels = _kernels_for(hidden)
+    rows_kept = _rows_kept(options.rows_of_largest_shard, hidden.element_size(), hidden.device.type)
+    for block in _ranges(hidden.shape[0], rows_kept):
         logits = hidden[block] @ head.t()
+        if kernels is not None:
+            columns = slices.columns_from(0)[block]
+            running = kernels.RunningStatistics.of_nothing(len(logits), logits.device)
+            _take_in(kernels, running, logits, columns, 0, options)
+            rows = _whole_statistics(running, slices.targets[block], options)
+            _put_gradient(kernels, logits, columns, rows.log_z, weights[block], options)
+            statistics.append(rows)
+            torch.mm(logits, head, out=grad_hidden[block])
+            continue
         chunks = _ranges(logits.shape[0], max(1, slice_bytes(hidden.device.type) // (8 * head.shape[0])))
         parts = [_whole_head(slices, slices.targets[block][chunk], options) for chunk in chunks]
         if options.tensor_group is None:

@@ -49,6 +49,10 @@ class VocabSlices:
             columns, inside = columns_in_slice(self.targets, self.vocab_start + start, head.shape[0])
             yield VocabSlice(start, head, columns, inside)
 
+    def columns_from(self, start: int) -> Tensor:
+        """[N] int64: each target counted from a row of the head, also where it is before it or far behind."""
+        return self.targets - (self.vocab_start + start)
+
     def logits(self, part: VocabSlice, dtype: torch.dtype) -> Tensor:
         """Logits [N, S] of one slice in `dtype`, after the soft cap; the same bits each time."""
         return _slice_logits(self.hidden, part.head, dtype, self.softcap)
