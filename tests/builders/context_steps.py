@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from builders.flash_stub import stub_kernels
 from builders.reference_attention import ReferenceAttention
 from danlu.data.shares import shares
 from danlu.layer_types import Keys
 from danlu.models import tiled_attention
+from danlu.models.attention_kernels import Kernels
 from danlu.parallel import ring_attention
 from danlu.parallel.comm import Group, new_group
 from danlu.parallel.context_attention import ContextAttention, ContextGroups, Transport
@@ -55,6 +57,7 @@ class Case:
     sinks: bool = False
     latent: bool = False  # keys and values are made of what is stored, by a matrix that is trained, and of positions
     dtype: torch.dtype = torch.float32
+    kernels: str = "default"  # those of the device; "flash": a stand-in for a GPU's; "none": products alone
     fault: str = ""
 
     @property
@@ -179,12 +182,16 @@ def _attended(case: Case, groups: ContextGroups) -> list[Tensor]:
     local = replace(tensors, q=_rows(tensors.q, rows), stored=tuple(_rows(x, rows) for x in tensors.stored))
     keys = keys_of(local, positions_of(case)[rows])
     with mock.patch.multiple(tiled_attention, QUERY_ROWS=12, KEY_ROWS=16), _fault(case.fault):
-        attend = ContextAttention(dealt, groups)
+        attend = ContextAttention(dealt, groups, kernels=_kernels(case))
         out = attend(
             0, local.q, keys, scale=0.3, window=case.window, softcap=case.softcap, sinks=local.sinks
         )  # fmt: skip
         gradients = torch.autograd.grad(out, local.trained, grad_of(case)[rows], materialize_grads=True)
     return [rows, out.detach(), *gradients]
+
+
+def _kernels(case: Case) -> Kernels | None:
+    return {"default": lambda: None, "flash": lambda: stub_kernels()[1], "none": Kernels}[case.kernels]()
 
 
 def _rows(x: Tensor, rows: Tensor) -> Tensor:

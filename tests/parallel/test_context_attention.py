@@ -28,6 +28,11 @@ KINDS = {
     "trees, latent": Case(pack="trees", latent=True),
     "float64": Case(dtype=torch.float64, window=30, sinks=True, softcap=3.0),
     "latent, float64": Case(latent=True, dtype=torch.float64),
+    "by products": Case(window=20, sinks=True, kernels="none"),
+    "by a GPU's kernel": Case(sinks=True, kernels="flash"),
+    "window, by a GPU's kernel": Case(window=7, kernels="flash"),
+    "trees, window, by a GPU's kernel": Case(pack="trees", window=25, kernels="flash"),
+    "latent, by a GPU's kernel": Case(latent=True, kernels="flash", dtype=torch.float64),
 }
 METHODS = {
     "ring of 2": (2, "ring", 1),

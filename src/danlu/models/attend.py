@@ -18,7 +18,7 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.layer_types import Absorb, Keys
-from danlu.models.attention_kernels import FlashWithSinks, Kernels, copy_to, documents_mask, kernels_of
+from danlu.models.attention_kernels import FlashWithSinks, Kernels, copy_to, documents_mask, kernels_of, widened
 from danlu.models.block_attention import BlockAttention, BlockSettings
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
@@ -279,7 +279,7 @@ def _scaled_dot_product(
     q, k, v = (_padded(x, kernels.document_multiple) for x in (q, k, v))
     # Where widths differ torch takes a kernel that keeps all scores (CPU) or has none for some types (CUDA). Features
     # that are zeros change neither scores nor what is asked for of the values.
-    q, k, v = (_widened(x, max(q.shape[2], width)) for x in (q, k, v))
+    q, k, v = (widened(x, max(q.shape[2], width)) for x in (q, k, v))
     mask = None
     if branch_mask is not None:
         first = branch_mask.shape[1] - 2 * branch_mask.shape[0] - before
@@ -304,10 +304,6 @@ def _scaled_dot_product(
 def _padded(x: Tensor, multiple: int) -> Tensor:
     more = -len(x) % multiple
     return F.pad(x, (0, 0, 0, 0, 0, more)) if more else x
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:

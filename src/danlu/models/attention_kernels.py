@@ -4,6 +4,7 @@
 kernels run anywhere.
 
 T packed tokens · S tokens of one document · H query heads · K key/value heads · C head width · W width of a value
+B query rows and L key rows of a tile
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,10 @@ SHORT_DOCUMENT = 768
 # code and keep it, which with documents of any length takes time and memory in every step (a 7M model in bf16, packs of
 # 2048: 820 MiB after 100 steps instead of 1660, and a tenth faster).
 DOCUMENT_MULTIPLE = 64
+# Tiles of fewer scores are done by `tiled_attention`'s own products in half precision, in which the backward pass of
+# torch's flash kernel is slow for short rows (8 heads of 32, bf16, one thread, forward and backward: 64 x 64 1.3 ms
+# against 0.9, 128 x 128 3.0 against 1.9, 256 x 256 5.3 against 7.4). In float32 it was faster at all sizes from 32 on.
+SMALLEST_NARROW_TILE = 256 * 256
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Varlen:
         """q [T, H, C], k [T, K, C], v [T, K, W]; offsets [documents + 1] int32, from 0 to T; longest document ->
         [T, H, W]. The kernel knows one width: narrower values are filled up with zeros."""
         width = v.shape[-1]
-        v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+        v = widened(v, q.shape[-1])
         options: dict[str, Any] = {"scale": scale}
         if self.windows:  # tokens to the left and right that a query sees besides itself; -1: all
             options["window_size"] = (-1 if window is None else window - 1, 0)
@@ -154,6 +159,185 @@ class FlashWithSinks(torch.autograd.Function):
         return *of_inputs, grad_sinks, None
 
 
+@dataclass(frozen=True, eq=False)
+class TileCall:
+    """Tiles of a document's scores that one call of a kernel computes, whose rows are laid end to end.
+
+    Of a tile with B query rows and L key rows, query i sees the keys j with i + L - B - left <= j <= i + L - B + right,
+    where -1 is no bound: FlashAttention's `window_size`, by which the last query stands at the last key. Every query
+    sees a key: what kernels say of a row that sees none differs (a logsumexp of 0 on CPUs, of inf or -inf on GPUs).
+    """
+
+    queries: tuple[int, ...]
+    """Query rows of each tile."""
+    keys: tuple[int, ...]
+    """Key rows of each tile."""
+    left: int = -1
+    right: int = -1
+    _offsets: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees all up to the key that it stands at."""
+        return (self.left, self.right) == (-1, 0)
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the query rows and the key rows of each tile begin and end: two [tiles + 1] int32, copied once."""
+        if device not in self._offsets:
+            queries, keys = (torch.tensor((0, *rows)).cumsum(0).int() for rows in (self.queries, self.keys))
+            self._offsets[device] = copy_to(queries, device), copy_to(keys, device)
+        return self._offsets[device]
+
+
+class TileKernel(Protocol):
+    """A kernel that says the logsumexp of each row, and whose backward pass takes that of all tiles together.
+
+    Heads have one width C, which narrower queries, keys or values are filled up to with zeros (`widened`); keys and
+    values may have fewer heads than queries.
+    """
+
+    @property
+    def joins_tiles(self) -> bool:
+        """Whether a call takes several tiles."""
+
+    def takes(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
+        """Whether it computes attention of such queries [T, H, C] over such values [S, K, W]."""
+
+    def smallest(self, dtype: torch.dtype) -> int:
+        """The fewest scores of a tile for which it is faster than products."""
+
+    def needs_mask(self, call: TileCall) -> bool:
+        """Whether it is given a tensor as large as the scores, for which tiles are cut small."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: TileCall, scale: float) -> tuple[Tensor, Tensor]:
+        """q [T, H, C], k and v [S, K, C], of all tiles -> out [T, H, C] and logsumexp [T, H], float32 or wider."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: TileCall, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v. grad and out [T, H, C] and lse [T, H] are those of all keys, of which the tiles may
+        have a part: probabilities are exp(score - lse)."""
+
+
+@dataclass(frozen=True)
+class CpuTiles:
+    """A tile at a time by torch's flash kernel for CPUs, whose causal mask is of as many queries as keys."""
+
+    dtypes: tuple[torch.dtype, ...] = EVERY
+    joins_tiles: bool = False
+
+    def takes(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
+        return q.dtype in self.dtypes and softcap is None
+
+    def smallest(self, dtype: torch.dtype) -> int:
+        return SMALLEST_NARROW_TILE if dtype in NARROW else 0
+
+    def needs_mask(self, call: TileCall) -> bool:
+        return (call.left, call.right) != (-1, -1) and not _is_square(call)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: TileCall, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *map(_heads_first, (q, k, v)), 0.0, _is_square(call), attn_mask=self._mask(call, q), scale=scale
+        )
+        return _rows_first(out), _rows_first(lse)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: TileCall, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The kernel takes for granted that the logsumexp is laid out as its own: by rows, and the heads of each.
+        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(_heads_first, (grad, q, k, v, out, lse.contiguous())), 0.0, _is_square(call),
+            attn_mask=self._mask(call, q), scale=scale,
+        )  # fmt: skip
+        return _rows_first(of_q), _rows_first(of_k), _rows_first(of_v)
+
+    def _mask(self, call: TileCall, q: Tensor) -> Tensor | None:
+        """[1, 1, B, L] in q's type: 0 where a query sees a key, else -inf."""
+        if not self.needs_mask(call):
+            return None
+        (queries,), (keys,) = call.queries, call.keys
+        ahead = torch.arange(keys).unsqueeze(0) - torch.arange(keys - queries, keys).unsqueeze(1)  # [B, L]
+        hidden = torch.zeros(queries, keys, dtype=torch.bool)
+        if call.left >= 0:
+            hidden |= ahead < -call.left
+        if call.right >= 0:
+            hidden |= ahead > call.right
+        return q.new_zeros(queries, keys).masked_fill_(hidden, float("-inf"))[None, None]
+
+
+@dataclass(frozen=True)
+class VarlenTiles:
+    """All tiles of one mask by FlashAttention on a GPU.
+
+    attend, gradients: `aten._flash_attention_forward` and `aten._flash_attention_backward`, which
+    `torch.nn.attention.varlen.varlen_attn` calls too. They have the same arguments in torch 2.11 and 2.13 and know
+    grouped heads in both; `varlen_attn` knows these since 2.13 alone, and its backward pass takes no logsumexp but that
+    of its own keys.
+    """
+
+    attend: Callable[..., Any]
+    gradients: Callable[..., Any]
+    dtypes: tuple[torch.dtype, ...] = NARROW
+    joins_tiles: bool = True
+
+    def takes(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
+        width = max(q.shape[-1], v.shape[-1])
+        return q.dtype in self.dtypes and width in FLASH_WIDTHS and softcap is None
+
+    def smallest(self, dtype: torch.dtype) -> int:
+        return 0
+
+    def needs_mask(self, call: TileCall) -> bool:
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: TileCall, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = map(_with_whole_rows, (q, k, v))
+        out, lse, *_ = self.attend(q, k, v, *self._lengths(call, q), False, **self._options(call, scale))
+        return out, lse.transpose(0, 1)  # which is [H, T] there
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: TileCall, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = map(_with_whole_rows, (q, k, v))
+        no_dropout = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # the state of a generator, which is not read
+        of_q, of_k, of_v = self.gradients(
+            grad, q, k, v, out, lse.transpose(0, 1).contiguous(), *self._lengths(call, q), *no_dropout,
+            **self._options(call, scale),
+        )  # fmt: skip
+        return of_q, of_k, of_v
+
+    def _lengths(self, call: TileCall, q: Tensor) -> tuple[Any, ...]:
+        """Offsets and longest of query and key rows, dropout, and whether the mask is causal."""
+        return *call.offsets(q.device), max(call.queries), max(call.keys), 0.0, call.is_causal
+
+    def _options(self, call: TileCall, scale: float) -> dict[str, Any]:
+        return {"scale": scale, "window_size_left": call.left, "window_size_right": call.right}
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """x [T, heads, C] with zeros behind each head's numbers up to `width`: they change neither scores nor values."""
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _is_square(call: TileCall) -> bool:
+    return call.is_causal and call.queries == call.keys
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[T, heads, ..] -> [1, heads, T, ..]"""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """[1, heads, T, ..] -> [T, heads, ..]"""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """The same numbers, those of a head one behind the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The attention kernels of a device besides `scaled_dot_product_attention`; by default none."""
@@ -168,14 +352,17 @@ class Kernels:
     """Longer ones are filled up to a multiple of this."""
     has_sinks: bool = False
     """Whether `FlashWithSinks` works there."""
+    tiles: TileKernel | None = None
+    """For attention over some of the keys, which `tiled_attention` merges."""
 
 
 def kernels_of(device: torch.device) -> Kernels:
     """The attention kernels that the installed torch has for a device."""
     if device.type == "cuda":
         return _cuda_kernels(device)
-    short, multiple = (SHORT_DOCUMENT, DOCUMENT_MULTIPLE) if device.type == "cpu" else (-1, 1)
-    return Kernels(short_document=short, document_multiple=multiple, has_sinks=device.type == "cpu")
+    if device.type != "cpu":
+        return Kernels()
+    return Kernels(short_document=SHORT_DOCUMENT, document_multiple=DOCUMENT_MULTIPLE, has_sinks=True, tiles=CpuTiles())
 
 
 @cache
@@ -190,7 +377,8 @@ def _cuda_kernels(device: torch.device) -> Kernels:
         varlen = None
     else:
         varlen = Varlen(varlen_attn)
-    return Kernels(varlen=varlen, flex=_compiled_flex(), grouped_heads=NARROW)
+    tiles = VarlenTiles(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+    return Kernels(varlen=varlen, flex=_compiled_flex(), grouped_heads=NARROW, tiles=tiles)
 
 
 def _compiled_flex() -> Flex | None:

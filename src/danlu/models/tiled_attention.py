@@ -4,6 +4,9 @@ What a tile says is weighted by the log of the sum of exp(score) of its rows, so
 time (`models.blockwise.merge`). Nothing of a tile is kept: the backward pass makes its probabilities again from the
 scores and from the sum over all tiles, as in flash attention (arXiv:2205.14135, arXiv:2310.01889).
 
+Where the device has a kernel that says the logsumexp of its rows (`attention_kernels.TileKernel`), it computes the
+tiles, whole if it can. What it does not take (a softcap, say) is done by products of small tiles.
+
 T query rows · S key rows · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
 W width of a value · B queries and L keys of a tile
 """
@@ -13,34 +16,79 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from danlu.models.attention_kernels import Kernels, TileCall, TileKernel, kernels_of, widened
 from danlu.models.block_attention import attention_scores, by_head
-from danlu.models.blockwise import Attended, merge, with_sinks
+from danlu.models.blockwise import Attended, with_sinks
 from danlu.types import Run
 
 QUERY_ROWS = 256
 KEY_ROWS = 1024
-"""The most of a tile: its scores are float32, 32 MiB of 32 heads."""
+"""The most of a tile whose scores, or mask, are a tensor: scores are float32, 32 MiB of 32 heads."""
 
 
 class Tile(NamedTuple):
-    """Rows of queries and of keys that are of the same document, some of which see some."""
+    """Rows of queries and of keys that are of the same document."""
 
     queries: slice
     keys: slice
     distance: int  # position of the first query less that of the first key
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Query rows and key rows."""
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
     def with_keys_from(self, row: int) -> Tile:
         """The same tile where there are so many rows before the keys."""
         return self._replace(keys=slice(self.keys.start + row, self.keys.stop + row))
 
+    def part(self, queries: range, keys: range) -> Tile:
+        """Some of its rows, which are counted from its first ones."""
+        return Tile(
+            slice(self.queries.start + queries.start, self.queries.start + queries.stop),
+            slice(self.keys.start + keys.start, self.keys.start + keys.stop),
+            self.distance + queries.start - keys.start,
+        )
+
+    def trimmed(self, window: int | None) -> Tile | None:
+        """Without the queries that see no key and the keys that no query sees; None where nothing is left."""
+        rows, columns = self.shape
+        # Query i sees the keys from i + distance - window + 1 to i + distance.
+        first = max(0, -self.distance)
+        last = rows if window is None else min(rows, columns - 1 + window - self.distance)
+        begin = 0 if window is None else max(0, self.distance + first - window + 1)
+        end = min(columns, self.distance + last)
+        return self.part(range(first, last), range(begin, end)) if first < last and begin < end else None
+
+    def cut(self, window: int | None) -> Iterator[Tile]:
+        """The same in tiles of at most `QUERY_ROWS` and `KEY_ROWS`, without what is hidden from all."""
+        rows, columns = self.shape
+        for first in range(0, rows, QUERY_ROWS):
+            own = self.part(range(first, min(first + QUERY_ROWS, rows)), range(columns)).trimmed(window)
+            if own is None:
+                continue
+            own_rows, own_columns = own.shape
+            for begin in range(0, own_columns, KEY_ROWS):
+                smaller = own.part(range(own_rows), range(begin, min(begin + KEY_ROWS, own_columns))).trimmed(window)
+                if smaller is not None:
+                    yield smaller
+
+    def call(self, window: int | None) -> TileCall:
+        """What a kernel is asked to compute of it."""
+        rows, columns = self.shape
+        ahead = self.distance - (columns - rows)  # of its key, where the last query stands at the last key
+        left = -1 if window is None or self.distance + rows <= window else window - 1 - ahead
+        return TileCall((rows,), (columns,), left, -1 if self.distance >= columns - 1 else ahead)
+
     def hidden(self, window: int | None, device: torch.device) -> Tensor | None:
         """[B, L] bool, True where a query does not see a key; None where all see all."""
-        queries, keys = (part.stop - part.start for part in (self.queries, self.keys))
+        queries, keys = self.shape
         if self.distance >= keys - 1 and (window is None or self.distance + queries <= window):
             return None
         after = torch.arange(self.distance, self.distance + queries, device=device).unsqueeze(1)
@@ -50,39 +98,69 @@ class Tile(NamedTuple):
 
 def tiles_between(queries: Sequence[Run], keys: Sequence[Run], window: int | None) -> tuple[Tile, ...]:
     """The tiles in which queries see keys: those of their document (of a tree, of their branch and its ancestors) up to
-    themselves, at most `window` of them.
+    themselves, at most `window` of them. A tile for each two runs.
 
     queries, keys: rows `start` to `stop` of each, of the tokens from `position` on of a document or branch.
     """
     of_document: dict[int, list[Run]] = defaultdict(list)
     for run in keys:
         of_document[run.document].append(run)
-    return tuple(
-        tile
-        for rows in _cut(queries, QUERY_ROWS)
+    pairs = (
+        Tile(slice(rows.start, rows.stop), slice(run.start, run.stop), rows.position - run.position)
+        for rows in queries
         for document in (*rows.ancestors, rows.document)
         for run in of_document[document]
-        for tile in _tiles_of(rows, run, window)
     )
+    return tuple(tile for pair in pairs if (tile := pair.trimmed(window)) is not None)
 
 
-def _cut(runs: Sequence[Run], most: int) -> Iterator[Run]:
-    """The same runs, in parts of at most so many rows."""
-    for run in runs:
-        for first in range(run.start, run.stop, most):
-            position = run.position + first - run.start
-            yield run._replace(position=position, start=first, stop=min(first + most, run.stop))
+@dataclass(frozen=True)
+class TilePlan:
+    """What computes each tile."""
+
+    kernel: TileKernel | None
+    calls: tuple[tuple[TileCall, tuple[Tile, ...]], ...]
+    """Of the kernel, with the tiles of each."""
+    products: tuple[Tile, ...]
+    """Tiles that are done by products, none larger than `QUERY_ROWS` and `KEY_ROWS`."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees a key."""
+        return not self.calls and not self.products
 
 
-def _tiles_of(queries: Run, keys: Run, window: int | None) -> Iterator[Tile]:
-    last = queries.position + queries.tokens - 1
-    first_seen = 0 if window is None else queries.position - window + 1
-    begin = max(keys.position, first_seen)
-    end = min(keys.position + keys.tokens, last + 1)
-    to_row = keys.start - keys.position
-    for position in range(begin, end, KEY_ROWS):
-        rows = slice(position + to_row, min(position + KEY_ROWS, end) + to_row)
-        yield Tile(slice(queries.start, queries.stop), rows, queries.position - position)
+def tile_kernel_for(q: Tensor, v: Tensor, softcap: float | None, kernels: Kernels | None = None) -> TileKernel | None:
+    """The kernel for attention of q [T, H, C] over values v [S, K, W]; None: products. kernels: by default those of the
+    device."""
+    kernel = (kernels or kernels_of(q.device)).tiles
+    return kernel if kernel is not None and kernel.takes(q, v, softcap) else None
+
+
+def plan_tiles(
+    tiles: Sequence[Tile], window: int | None, kernel: TileKernel | None, dtype: torch.dtype = torch.float32
+) -> TilePlan:
+    """dtype: of queries, keys and values."""
+    products: list[Tile] = []
+    calls: list[tuple[TileCall, Tile]] = []  # one for each tile
+    for whole in tiles:
+        is_whole = kernel is not None and not kernel.needs_mask(whole.call(window))
+        for tile in (whole,) if is_whole else whole.cut(window):
+            rows, columns = tile.shape
+            if kernel is None or rows * columns < kernel.smallest(dtype):
+                products += tile.cut(window)
+            else:
+                calls.append((tile.call(window), tile))
+    if kernel is None or not kernel.joins_tiles:
+        return TilePlan(kernel, tuple((call, (tile,)) for call, tile in calls), tuple(products))
+    by_mask: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+    for call, tile in calls:
+        by_mask[call.left, call.right].append(tile)
+    joined = []
+    for (left, right), alike in by_mask.items():
+        rows_of_each, columns_of_each = zip(*(tile.shape for tile in alike), strict=True)
+        joined.append((TileCall(rows_of_each, columns_of_each, left, right), tuple(alike)))
+    return TilePlan(kernel, tuple(joined), tuple(products))
 
 
 @dataclass(frozen=True)
@@ -101,19 +179,34 @@ def nothing_attended(q: Tensor, width: int) -> Attended:
     return Attended(q.new_zeros(*q.shape[:2], width, dtype=wide), lse)
 
 
-def add_tiles(total: Attended, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], settings: TileSettings) -> None:
+def add_tiles(total: Attended, q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, settings: TileSettings) -> None:
     """Merges attention of q [T, H, C] over k [S, K, C] and v [S, K, W] in tiles into `total`, in place."""
-    for tile in tiles:
+    if plan.kernel is not None and plan.calls:
+        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
+        for call, tiles in plan.calls:
+            queries, keys = [tile.queries for tile in tiles], [tile.keys for tile in tiles]
+            out, lse = plan.kernel.forward(
+                _laid(wide_q, queries), _laid(wide_k, keys), _laid(wide_v, keys), call, settings.scale
+            )
+            parts = out[..., : v.shape[2]].split(call.queries), lse.split(call.queries)
+            for rows, own_out, own_lse in zip(queries, *parts, strict=True):
+                _merge_in_place(Attended(total.out[rows], total.lse[rows]), Attended(own_out, own_lse))
+    for tile in plan.products:
         rows = tile.queries
         scores, _ = _scores(q[rows], k[tile.keys], tile, settings)  # [K, G*B, L]
         lse = scores.logsumexp(-1, keepdim=True)
-        # A row that sees none of these keys has -inf throughout, and exp(-inf - 0) is what it ought to be.
-        weights = scores.sub_(lse.masked_fill(lse.isneginf(), 0)).exp_().to(v.dtype)
+        weights = scores.sub_(lse).exp_().to(v.dtype)
         attended = torch.bmm(weights, v[tile.keys].transpose(0, 1))
-        queries = rows.stop - rows.start
-        part = Attended(_by_token(attended, queries).to(total.out.dtype), _by_token(lse, queries).squeeze(-1))
-        merged = merge(Attended(total.out[rows], total.lse[rows]), part)
-        total.out[rows], total.lse[rows] = merged
+        part = Attended(_by_token(attended, tile.shape[0]), _by_token(lse, tile.shape[0]).squeeze(-1))
+        _merge_in_place(Attended(total.out[rows], total.lse[rows]), part)
+
+
+def _merge_in_place(total: Attended, part: Attended) -> None:
+    """`models.blockwise.merge` of rows [B, H, W] that all see some key in `part`, without a second output in memory."""
+    # Rows of `total` that have seen nothing yet have a logsumexp of -inf, and this is their whole share: exactly 1.
+    share = torch.sigmoid(part.lse - total.lse).unsqueeze(-1)
+    total.out.lerp_(part.out.to(total.out.dtype), share)
+    total.lse.copy_(torch.logaddexp(total.lse, part.lse))
 
 
 class OutputGradient:
@@ -123,8 +216,12 @@ class OutputGradient:
     """
 
     def __init__(self, out: Tensor, lse: Tensor, grad: Tensor) -> None:
-        self.grad, self.lse = grad, lse
-        self.mean = (grad.to(lse.dtype) * out).sum(-1)  # [T, H]: sum of p dp
+        self.out, self.lse, self.grad = out, lse, grad.contiguous()
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """[T, H]: the sum of p dp."""
+        return (self.grad.to(self.lse.dtype) * self.out).sum(-1)
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """[H]: the gradient of sinks [H]."""
@@ -152,27 +249,50 @@ def add_gradients(
     k: Tensor,
     v: Tensor,
     output: OutputGradient,
-    tiles: Sequence[Tile],
+    plan: TilePlan,
     settings: TileSettings,
 ) -> None:
     """Adds the gradients of attention in tiles to `total`, in place; arguments as of `add_tiles`."""
+    if plan.kernel is not None and plan.calls:
+        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
+        grad, out = (widened(x, wide_q.shape[2]) for x in (output.grad, output.out))
+        for call, tiles in plan.calls:
+            queries, keys = [tile.queries for tile in tiles], [tile.keys for tile in tiles]
+            gradients = plan.kernel.backward(
+                _laid(grad, queries), _laid(wide_q, queries), _laid(wide_k, keys), _laid(wide_v, keys),
+                _laid(out, queries), _laid(output.lse, queries), call, settings.scale,
+            )  # fmt: skip
+            for of_all, of_calls, rows in zip(total, gradients, (queries, keys, keys), strict=True):
+                for own, part in zip(rows, of_calls.split([each.stop - each.start for each in rows]), strict=True):
+                    of_all[own] += part[..., : of_all.shape[2]]
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    for tile in tiles:
-        rows = tile.queries
-        scores, slope = _scores(q[rows], k[tile.keys], tile, settings)
-        lse, mean = (by_head(x[rows].unflatten(1, (kv_heads, groups)).unsqueeze(-1)) for x in (output.lse, output.mean))
+    for tile in plan.products:
+        own = tile.queries
+        scores, slope = _scores(q[own], k[tile.keys], tile, settings)
+        lse, mean = (by_head(x[own].unflatten(1, (kv_heads, groups)).unsqueeze(-1)) for x in (output.lse, output.mean))
         probabilities = scores.sub_(lse).exp_()  # [K, G*B, L]
-        grad = by_head(output.grad[rows].unflatten(1, (kv_heads, groups)))  # [K, G*B, W]
-        values, keys = (x[tile.keys].transpose(0, 1) for x in (v, k))  # [K, L, W], [K, L, C]
+        grad = by_head(output.grad[own].unflatten(1, (kv_heads, groups)))  # [K, G*B, W]
+        values, key_rows = (x[tile.keys].transpose(0, 1) for x in (v, k))  # [K, L, W], [K, L, C]
         of_values = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
         grad_scores = attention_scores(grad, values, 1.0).sub_(mean).mul_(probabilities)
         if slope is not None:
             grad_scores.mul_(slope)
         narrow = grad_scores.mul_(settings.scale).to(q.dtype)
-        queries = by_head(q[rows].unflatten(1, (kv_heads, groups)))
-        total.q[rows] += _by_token(torch.bmm(narrow, keys), rows.stop - rows.start)
-        total.k[tile.keys] += torch.bmm(narrow.transpose(1, 2), queries).transpose(0, 1)
+        query_rows = by_head(q[own].unflatten(1, (kv_heads, groups)))
+        total.q[own] += _by_token(torch.bmm(narrow, key_rows), tile.shape[0])
+        total.k[tile.keys] += torch.bmm(narrow.transpose(1, 2), query_rows).transpose(0, 1)
         total.v[tile.keys] += of_values.transpose(0, 1)
+
+
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `TileKernel` takes them."""
+    width = max(q.shape[2], v.shape[2])
+    return widened(q, width), widened(k, width), widened(v, width)
+
+
+def _laid(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Rows of x, laid end to end; of one tile without a copy."""
+    return x[rows[0]] if len(rows) == 1 else torch.cat([x[each] for each in rows])
 
 
 def finished(total: Attended, sinks: Tensor | None) -> Attended:
@@ -185,13 +305,13 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: Sequence[Tile], settings: TileSettings
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: TilePlan, settings: TileSettings
     ) -> Tensor:
         total = nothing_attended(q, v.shape[2])
-        add_tiles(total, q, k, v, tiles, settings)
+        add_tiles(total, q, k, v, plan, settings)
         out, lse = finished(total, sinks)
         out = out.to(q.dtype)
-        ctx.tiles, ctx.settings = tiles, settings
+        ctx.plan, ctx.settings = plan, settings
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 
@@ -200,7 +320,7 @@ class TiledAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         output = OutputGradient(out, lse, grad)
         total = InputGradients.zeros(q, k, v)
-        add_gradients(total, q, k, v, output, ctx.tiles, ctx.settings)
+        add_gradients(total, q, k, v, output, ctx.plan, ctx.settings)
         of_inputs = (gradient.to(x.dtype) for gradient, x in zip(total, (q, k, v), strict=True))
         return *of_inputs, None if sinks is None else output.of_sinks(sinks), None, None
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from danlu.errors import ModelError
 from danlu.layer_types import Attend, Keys
 from danlu.models.attend import PackedAttention, attend_for
-from danlu.models.attention_kernels import copy_to
+from danlu.models.attention_kernels import Kernels, copy_to
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentPart, RecurrentRuns
-from danlu.models.tiled_attention import Tile, TiledAttention, TileSettings
+from danlu.models.tiled_attention import TiledAttention, TilePlan, TileSettings, plan_tiles, tile_kernel_for
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.context_exchange import dealt_heads, heads_of_all, rows_of_others, tokens_of_all
 from danlu.parallel.context_recurrence import UlyssesHeads
@@ -97,10 +97,17 @@ class ContextAttention:
         filler: rows behind the share, which fill a batch up: a document of their own.
         sends_expanded: whether keys and values travel in the place of what they are made of: where making them takes
             more than that, their positions and parameters, as dropout does.
+        kernels: what may be used for documents that are cut; by default whatever the device has.
     """
 
     def __init__(
-        self, shares: Sequence[Share], groups: ContextGroups, *, filler: int = 0, sends_expanded: bool = False
+        self,
+        shares: Sequence[Share],
+        groups: ContextGroups,
+        *,
+        filler: int = 0,
+        sends_expanded: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         assert len(shares) == groups.size, f"{len(shares)} shares for {groups.size} context ranks"
         self._filler = PackedAttention((0, filler)) if filler else None
@@ -110,7 +117,7 @@ class ContextAttention:
         self._whole = _attention_of(own.whole) if own.whole else None
         self._whole_tokens = sum(run.tokens for run in own.whole)
         chunks = [share.chunks for share in shares]
-        self._chunks = _ChunkAttention(chunks, groups) if any(chunks) else None
+        self._chunks = _ChunkAttention(chunks, groups, kernels) if any(chunks) else None
 
     @cached_property
     def runs(self) -> RecurrentRuns:
@@ -156,16 +163,16 @@ class ContextAttention:
 class _ChunkAttention:
     """Attention over documents of which each rank has chunks, or none. Every rank takes part in each exchange."""
 
-    def __init__(self, chunks: Sequence[Sequence[Run]], groups: ContextGroups) -> None:
-        """chunks: of each context rank."""
-        self.groups = groups
+    def __init__(self, chunks: Sequence[Sequence[Run]], groups: ContextGroups, kernels: Kernels | None) -> None:
+        """chunks: of each context rank. kernels: as of `ContextAttention`."""
+        self.groups, self.kernels = groups, kernels
         ulysses = groups.ulysses.size
         by_group = [chunks[first : first + ulysses] for first in range(0, len(chunks), ulysses)]
         self.rows = RankRows(groups.ring, [list(itertools.chain.from_iterable(members)) for members in by_group])
         self.counts = [sum(run.tokens for run in own) for own in by_group[groups.ring.index]]
         """Rows of each rank of the Ulysses group."""
         self._in_order = _RowsInOrder(self.rows.runs[0]) if groups.ring.alone else None
-        self._gathered_tiles: dict[int | None, tuple[Tile, ...]] = {}
+        self._gathered_plans: dict[tuple[Any, ...], TilePlan] = {}  # see `_plan`
 
     def exchanged_heads(self) -> UlyssesHeads:
         """For layers with a state. Raises ModelError where a ring has parts of the documents."""
@@ -195,10 +202,8 @@ class _ChunkAttention:
         if self._in_order is not None:
             return self._in_order(layer, q, k, v, settings, sinks)
         if self.groups.transport == "ring":
-            return ring_attention(q, k, v, keys, sinks, self.rows, settings)
-        out: Tensor = TiledAttention.apply(
-            q, *self._gathered(k, v, keys), sinks, self._tiles(settings.window), settings
-        )
+            return ring_attention(q, k, v, keys, sinks, self.rows, settings, self.kernels)
+        out: Tensor = TiledAttention.apply(q, *self._gathered(k, v, keys), sinks, self._plan(q, v, settings), settings)
         return out
 
     def _gathered(self, k: Tensor, v: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
@@ -210,16 +215,18 @@ class _ChunkAttention:
             others = list(keys.expand(others, torch.cat([rows.positions(source, k.device) for source in sources])))
         return torch.cat((k, others[0])), torch.cat((v, others[1]))
 
-    def _tiles(self, window: int | None) -> tuple[Tile, ...]:
-        """Of this rank's queries and the keys of `_gathered`."""
-        if window not in self._gathered_tiles:
+    def _plan(self, q: Tensor, v: Tensor, settings: TileSettings) -> TilePlan:
+        """What computes the tiles of this rank's queries and the keys of `_gathered`."""
+        window, kernel = settings.window, tile_kernel_for(q, v, settings.softcap, self.kernels)
+        key = window, kernel, q.dtype
+        if key not in self._gathered_plans:
             own = self.rows.group.index
             tiles, first = list(self.rows.tiles(own, window)), self.rows.counts[own]
             for source in (source for source in range(self.rows.group.size) if source != own):
                 tiles += [tile.with_keys_from(first) for tile in self.rows.tiles(source, window)]
                 first += self.rows.counts[source]
-            self._gathered_tiles[window] = tuple(tiles)
-        return self._gathered_tiles[window]
+            self._gathered_plans[key] = plan_tiles(tiles, window, kernel, q.dtype)
+        return self._gathered_plans[key]
 
 
 class _RowsInOrder:

@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 
 from danlu.layer_types import Expand, Keys
-from danlu.models.attention_kernels import copy_to
+from danlu.models.attention_kernels import Kernels, TileKernel, copy_to
 from danlu.models.tiled_attention import (
     InputGradients,
     OutputGradient,
     Tile,
+    TilePlan,
     TileSettings,
     add_gradients,
     add_tiles,
     finished,
     nothing_attended,
+    plan_tiles,
+    tile_kernel_for,
     tiles_between,
 )
 from danlu.parallel.comm import Group
@@ -45,15 +48,19 @@ class RankRows:
         self.group = group
         self.runs = tuple(map(as_rows, runs))
         self.counts = tuple(sum(run.tokens for run in own) for own in self.runs)
-        self._tiles: dict[tuple[int, int | None], tuple[Tile, ...]] = {}
+        self._plans: dict[tuple[Any, ...], TilePlan] = {}  # see `plan`
         self._positions: dict[int, Tensor] = {}
 
     def tiles(self, source: int, window: int | None) -> tuple[Tile, ...]:
-        """In which this rank's queries see the keys of rank `source`; found once for all layers that are alike."""
-        key = source, window
-        if key not in self._tiles:
-            self._tiles[key] = tiles_between(self.runs[self.group.index], self.runs[source], window)
-        return self._tiles[key]
+        """In which this rank's queries see the keys of rank `source`."""
+        return tiles_between(self.runs[self.group.index], self.runs[source], window)
+
+    def plan(self, source: int, window: int | None, kernel: TileKernel | None, dtype: torch.dtype) -> TilePlan:
+        """What computes these tiles, of numbers of such a type; made once for all layers that are alike."""
+        key = source, window, kernel, dtype
+        if key not in self._plans:
+            self._plans[key] = plan_tiles(self.tiles(source, window), window, kernel, dtype)
+        return self._plans[key]
 
     def positions(self, source: int, device: torch.device) -> Tensor:
         """[S] int64: where the tokens of rank `source` stand in their documents."""
@@ -73,14 +80,23 @@ def as_rows(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Keys, sinks: Tensor | None, ranks: RankRows, settings: TileSettings
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Keys,
+    sinks: Tensor | None,
+    ranks: RankRows,
+    settings: TileSettings,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Attention of this rank's queries [T, H, C] over the keys of all ranks -> [T, H, W].
 
     k [T, K, C], v [T, K, W]: of this rank's own tokens. keys: what is stored of them, and what makes keys and values of
-    it; its `expand` is a function of what is stored, of positions and of parameters alone.
+    it; its `expand` is a function of what is stored, of positions and of parameters alone. kernels: what may be used;
+    by default whatever the device has.
     """
-    passes = _Passes(ranks, settings, keys.expand, len(keys.stored))
+    kernel = tile_kernel_for(q, v, settings.softcap, kernels)
+    passes = _Passes(ranks, settings, keys.expand, len(keys.stored), kernel)
     attended: Tensor = _RingAttention.apply(passes, q, k, v, sinks, *keys.stored, *passes.parameters(keys.stored))
     return attended
 
@@ -93,6 +109,7 @@ class _Passes:
     settings: TileSettings
     expand: Expand | None
     tensors: int  # of what is stored
+    kernel: TileKernel | None
 
     @property
     def size(self) -> int:
@@ -101,6 +118,10 @@ class _Passes:
     def source(self, hop: int) -> int:
         """Whose keys are here after so many hops."""
         return (self.ranks.group.index - hop) % self.size
+
+    def plan(self, hop: int, q: Tensor) -> TilePlan:
+        """What computes the tiles of the keys that are here after so many hops."""
+        return self.ranks.plan(self.source(hop), self.settings.window, self.kernel, q.dtype)
 
     def pass_on(self, tensors: Sequence[Tensor], hop: int) -> Callable[[], Sequence[Tensor]]:
         """Starts to send tensors to the next rank, and to receive those that are here after `hop` hops; a function that
@@ -133,19 +154,19 @@ class _Passes:
         return _leaves_of(self.expand(leaves, torch.zeros(1, dtype=torch.int64, device=stored[0].device)), leaves)
 
     def add_gradients(
-        self, total: InputGradients, q: Tensor, output: OutputGradient, stored: Sequence[Tensor], source: int
+        self, total: InputGradients, q: Tensor, output: OutputGradient, stored: Sequence[Tensor], hop: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Adds to `total.q` what the keys of a rank give; the gradients of what is stored of them, and of
-        `parameters`."""
-        tiles = self.ranks.tiles(source, self.settings.window)
-        if not tiles:
+        """Adds to `total.q` what the keys give that are here after so many hops; the gradients of what is stored of
+        them, and of `parameters`."""
+        plan = self.plan(hop, q)
+        if plan.is_empty:
             return [x.new_zeros(x.shape, dtype=total.q.dtype) for x in stored], ()
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in stored]
-            outputs = self.expanded(leaves, source)
+            outputs = self.expanded(leaves, self.source(hop))
         k, v = (x.detach() for x in outputs)
         of_keys = InputGradients(total.q, *(x.new_zeros(x.shape, dtype=total.q.dtype) for x in (k, v)))
-        add_gradients(of_keys, q, k, v, output, tiles, self.settings)
+        add_gradients(of_keys, q, k, v, output, plan, self.settings)
         if self.expand is None:
             return of_keys[1:], ()
         parameters = _leaves_of(outputs, leaves)
@@ -167,18 +188,18 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         stored: Sequence[Tensor] = stored_and_parameters[: passes.tensors]
         ctx.passes, ctx.parameters = passes, stored_and_parameters[passes.tensors :]
-        ranks, settings = passes.ranks, passes.settings
+        settings = passes.settings
         total = nothing_attended(q, v.shape[2])
         arriving = passes.pass_on(stored, 1)
-        add_tiles(total, q, k, v, ranks.tiles(passes.source(0), settings.window), settings)
+        add_tiles(total, q, k, v, passes.plan(0, q), settings)
         received = stored
         for hop in range(1, passes.size):
             received = arriving()
             if hop + 1 < passes.size:
                 arriving = passes.pass_on(received, hop + 1)
-            tiles = ranks.tiles(passes.source(hop), settings.window)
-            if tiles:
-                add_tiles(total, q, *passes.expanded(received, passes.source(hop)), tiles, settings)
+            plan = passes.plan(hop, q)
+            if not plan.is_empty:
+                add_tiles(total, q, *passes.expanded(received, passes.source(hop)), plan, settings)
         out, lse = finished(total, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *stored)
@@ -191,16 +212,14 @@ class _RingAttention(torch.autograd.Function):
         output = OutputGradient(out, lse, grad)
         arriving = passes.pass_on(stored, 1)
         total = InputGradients.zeros(q, k, v)
-        add_gradients(
-            total, q, k, v, output, passes.ranks.tiles(passes.source(0), passes.settings.window), passes.settings
-        )
+        add_gradients(total, q, k, v, output, passes.plan(0, q), passes.settings)
         of_parameters = [torch.zeros_like(x, dtype=total.q.dtype) for x in ctx.parameters]
         travelling = None
         for hop in range(1, passes.size):
             received = arriving()
             if hop + 1 < passes.size:
                 arriving = passes.pass_on(received, hop + 1)
-            of_stored, more = passes.add_gradients(total, q, output, received, passes.source(hop))
+            of_stored, more = passes.add_gradients(total, q, output, received, hop)
             for x, y in zip(of_parameters, more, strict=bool(more)):
                 x += y
             if travelling is not None:  # what ranks before this one have added to the gradients of the same keys
