@@ -298,7 +298,7 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
 
 def tests(write: Write, device: Any, tiny: bool) -> None:
     """tests/gpu, each file in a process of its own and all at once: most of their time goes into compiling."""
-    environ = dict(os.environ)
+    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # each process would start one for every core
     if device.type == "cpu":
         environ["DANLU_GPU_TESTS"] = "cpu"
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))

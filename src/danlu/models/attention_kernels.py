@@ -28,6 +28,8 @@ EVERY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLASH_WIDTHS = range(8, 257, 8)
 """Of heads that flash attention takes."""
 FLEX_BLOCK = 128
+FLEX_VARIANTS = 64
+"""As many ways as flex attention may be compiled in, in one process."""
 FLEX_WIDTH = 16
 """Heads narrower than this are refused by flex attention."""
 
@@ -387,7 +389,9 @@ def _compiled_flex() -> Flex | None:
         return None
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: what cannot be compiled must fail, not go on uncompiled with all scores of a pack.
+    # What cannot be compiled must fail, not go on uncompiled with all scores of a pack. And beyond the limit nothing is
+    # compiled any more: one model may have windows, softcaps, sinks and trees, each again for a pack of a single block.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_VARIANTS)
     return Flex(torch.compile(flex_attention, dynamic=True, fullgraph=True))
 
 

@@ -13,7 +13,6 @@ N rows · S columns of a slice
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -109,28 +108,28 @@ def gradient_in_place(
 
 
 @triton.jit
-def _capped(y: Any, cap: Any) -> Any:
+def _capped(y, cap):
     """cap x tanh(y / cap), to the rounding of `cap` in float32."""
     return cap * (2.0 * tl.sigmoid(2.0 * y / cap) - 1.0)
 
 
 @triton.jit
 def _statistics_kernel(
-    logits: Any,
-    row_stride: Any,
-    columns: Any,
-    highest: Any,
-    mass: Any,
-    at_target: Any,
-    total: Any,
-    likeliest: Any,
-    width: Any,
-    start: Any,
-    cap: Any,
+    logits,
+    row_stride,
+    columns,
+    highest,
+    mass,
+    at_target,
+    total,
+    likeliest,
+    width,
+    start,
+    cap,
     has_softcap: tl.constexpr,
     wants_total: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     """One program a row, with a running maximum (arXiv:1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.load(columns + row)
@@ -159,19 +158,19 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits: Any,
-    row_stride: Any,
-    columns: Any,
-    log_z: Any,
-    scales: Any,
-    width: Any,
-    cap: Any,
-    on_target: Any,
-    everywhere: Any,
-    doubled_z_loss: Any,
+    logits,
+    row_stride,
+    columns,
+    log_z,
+    scales,
+    width,
+    cap,
+    on_target,
+    everywhere,
+    doubled_z_loss,
     has_softcap: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     """One program a row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * block + tl.arange(0, block)
