@@ -58,17 +58,17 @@ OPTIONAL = {
 }
 
 LIMITS_S = {
-    "preflight": 40,
-    "tests": 130,
-    "adapters": 70,
+    "preflight": 30,
+    "tests": 150,
+    "adapters": 50,
     "full": 60,
-    "peers": 80,
-    "experts": 40,
-    "attention": 40,
-    "loss": 20,
+    "peers": 50,
+    "experts": 35,
+    "attention": 35,
+    "loss": 15,
     "optimizers": 20,
-    "decoding": 30,
-    "training": 90,
+    "decoding": 40,
+    "training": 100,
 }
 """Seconds a block may take, in the order in which they run; ten minutes together."""
 

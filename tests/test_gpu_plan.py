@@ -69,7 +69,7 @@ def test_each_measurement_is_a_line_at_once_and_a_failure_too(
 ) -> None:
     assert gpu.run_block("loss", tmp_path, "cpu", True) == 0
     found = lines(tmp_path / "gpu-loss.jsonl")
-    assert len(found) == 5 and found[-1]["what"] == "end"
+    assert len(found) == 7 and found[-1]["what"] == "end"
     assert all(one["ms"] > 0 for one in found[:-1])
 
     def failing(write: Any, device: Any, tiny: bool) -> None:

@@ -24,7 +24,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Mixer
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
-from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, KeepsScores, activation_bytes
+from danlu.plan.activation_memory import ActivationBytes, ActivationPlan, KeepsScores, activation_bytes, slack_of
 from danlu.plan.memory_advice import advice
 from danlu.plan.micro_batch import StepMemory
 from danlu.plan.parameter_memory import gathered_bytes, least_weight_bytes
@@ -233,6 +233,7 @@ def _activations(
     kept = ActivationPlan(
         recompute=[(layer.kind, layer.segment) for layer in plan],
         keeps_scores=keeps_scores(device_type),
+        slack=slack_of(device_type),
         offload="activations" in recipe.memory.offload and (device_type != "cpu" or recipe.memory.folder is not None),
         in_flight=device_type != "cpu",
         tensor=section.tensor,
