@@ -2,7 +2,7 @@
 
     python benchmarks/moe.py [--steps 12] [--rounds 1] [--experts eager grouped_mm] [--balance-steps 300]
                              [--precision bf16|fp32] [--documents packed|whole]
-                             [--kinds bias sequence step none] [--bias-rate 0.001] [--memory none|selective]
+                             [--kinds bias sequence step none] [--bias-rate 0.001] [--memory none|elementwise|selective]
                              [--only speed|balance] [--threads 2]
 
 60M parameters: 8 layers of width 256 with 32 experts of width 256, four of which a token goes to, AdamW over float32
@@ -250,7 +250,9 @@ def main() -> None:
     parser.add_argument("--only", choices=["speed", "balance"])
     parser.add_argument("--kinds", nargs="+", choices=list(BALANCES), default=list(BALANCES))
     parser.add_argument("--bias-rate", type=float, default=BALANCES["bias"]["rate"])
-    parser.add_argument("--memory", choices=["none", "selective"], default="none", help="what danlu recomputes")
+    parser.add_argument(
+        "--memory", choices=["none", "elementwise", "selective"], default="none", help="what danlu recomputes"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=list(PEER_PRECISIONS), default="bf16")
     parser.add_argument("--documents", choices=["packed", "whole"], default="packed")

@@ -60,6 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "bottleneck": {"adapter": {"kind": "bottleneck", "width": 8}},
     "nf4": {"adapter": "lora", "quantization": "nf4"},
     "int4": {"adapter": "lora", "quantization": {"kind": "int4", "group": 12}},
+    "elementwise": {"memory": "elementwise"},
     "selective": {"memory": "selective"},
     "every": {"memory": {"recompute": "every"}},
 }
@@ -145,6 +146,7 @@ def test_a_run_holds_what_was_counted(tiny_world: World, tmp_path: Path, name: s
 
 KEPT: dict[str, dict[str, Any]] = {
     "none": {},
+    "elementwise": {"memory": "elementwise"},
     "selective": {"memory": "selective"},
     "full": {"memory": "full"},
     "every": {"memory": {"recompute": "every"}},

@@ -118,3 +118,28 @@ def test_gradients_of_a_frequent_word_in_half_precision_are_summed_in_float32() 
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=0)  # rounded once
     control = gradient(lambda weight: F.embedding(tokens, weight))
     assert ((control.double() - exact).norm() > 0.1 * exact.norm()).item()
+
+
+def test_a_wide_product_of_narrow_rows_has_the_bits_of_a_float32_one_and_keeps_them_narrow() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(33, 24, generator=generator).bfloat16(), torch.randn(8, 24, generator=generator)
+    upstream = torch.randn(33, 8, generator=generator)
+
+    def results(product: Callable[..., torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        kept: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = product(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)], sum(each.nbytes for each in kept)
+
+    wide, kept = results(ops.wide_linear)
+    plain, kept_plain = results(lambda x, weight: F.linear(x.float(), weight))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(wide, plain, strict=True))
+    assert kept_plain - kept == 2 * x.numel()
+    narrow, _ = results(ops.linear)
+    assert not torch.equal(narrow[0].float(), plain[0])  # control

@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders.tiny_run import tiny_model
 
+from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -19,7 +20,7 @@ from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Mixer
 from danlu.models.mlp_spec import Dense
 from danlu.models.rope_config import Rope
-from danlu.plan.activation_memory import activation_bytes
+from danlu.plan.activation_memory import ActivationPlan, activation_bytes
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
 ROPE = Rope(1e4, 16, 1024)
@@ -27,7 +28,11 @@ EXPERTS = Experts(8, 2, 192, router=Router(normalise=True), shared=Dense(64), sh
 
 
 def saved_bytes(
-    lengths: list[int], dtype: torch.dtype, feed: Experts | None = None, mixer: Mixer | None = None
+    lengths: list[int],
+    dtype: torch.dtype,
+    feed: Experts | None = None,
+    mixer: Mixer | None = None,
+    recompute: Kind = "none",
 ) -> tuple[int, ModelConfig]:
     """Bytes of the distinct storages kept for backward, parameters left out. feed, mixer: of all layers; None: a dense
     network, grouped queries."""
@@ -38,6 +43,7 @@ def saved_bytes(
         )
         model = Decoder(config)
         initialize(model, 0)
+    wrap(model, [LayerPlan(layer, recompute) for layer in range(len(model.layers))])
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # holding the storages keeps their addresses from being used again
 
@@ -82,11 +88,18 @@ def test_so_it_is_with_every_attention(name: str, dtype: torch.dtype) -> None:
     assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
 
 
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "selective"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_experts_keep_a_row_for_each_expert_of_a_token(dtype: torch.dtype) -> None:
+def test_experts_keep_a_row_for_each_expert_of_a_token(dtype: torch.dtype, recompute: Kind) -> None:
     lengths = [100, 156, 200, 56]
-    real, config = saved_bytes(lengths, dtype, EXPERTS)
-    predicted = activation_bytes(config, lengths, dtype.itemsize).kept
+    real, config = saved_bytes(lengths, dtype, EXPERTS, recompute=recompute)
+    plan = ActivationPlan(recompute=[(recompute, None)] * len(config.layers))
+    predicted = activation_bytes(config, lengths, dtype.itemsize, plan).kept
     assert real <= predicted <= 1.6 * real, f"{predicted / real:.2f}"
+    if recompute != "none":  # the rows of experts and their gated products are made again
+        everything = saved_bytes(lengths, dtype, EXPERTS)[0]
+        rows = sum(lengths) * 2 * (128 + 192) * dtype.itemsize * len(config.layers)
+        assert everything - real >= rows
+        return
     dense = config.with_layers(lambda layer: replace(layer, feed=Dense(2 * 192 + 64)))
     assert activation_bytes(dense, lengths, dtype.itemsize).kept < real  # without rows taken and given back

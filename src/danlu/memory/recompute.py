@@ -8,6 +8,9 @@ full fine-tuning; norms keep one more number each, attention its own statistics 
     selective     2 D +   Q + 2 K + 2 F    rotation and attention too: only inputs of products that nothing else gives
     full              D                    the layer's input
 
+A mixture of experts keeps 3 F and 2 D for each of a token's experts (`none`), else 2 F and D: rows are copied once more
+from the tokens, unless they came from another process.
+
 Under sequence parallelism what tensor ranks gather at the entrances of attention and MLP, all tokens times 2 D, is not
 kept either. A rank keeps its own tokens of it (or what its norm makes them of), and all gather again when the first
 product behind an entrance has its backward pass, once for all products there (arXiv:2205.05198, section 4.2.2).

@@ -33,8 +33,8 @@ class MoE(nn.Module):
     tensor_norms: ClassVar[Mapping[str, str]] = {}
     tensor_unit = 1
     recompute_points: ClassVar[RecomputePoints] = {
-        "elementwise": ("experts.gated_activation", "shared.gated_activation"),
-        "selective": ("experts.gated_activation", "shared.gated_activation"),
+        "elementwise": ("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
+        "selective": ("rows_by_expert", "experts.gated_activation", "shared.gated_activation"),
     }
 
     shared: MLP | None
@@ -64,7 +64,11 @@ class MoE(nn.Module):
         """The weighted sum of what a token's experts give, [T, D]."""
         routes = self.router(x)
         order = RowOrder.of(routes.experts, self.experts.num_experts, drops=self.router.drops)
-        return order.weighted_sum(self.experts(order.rows_of(x), order.counts), routes.weights)
+        return order.weighted_sum(self.experts(self.rows_by_expert(x, order), order.counts), routes.weights)
+
+    def rows_by_expert(self, x: Tensor, order: RowOrder) -> Tensor:
+        """x [T, D] -> [N, D], the row of each of a token's experts."""
+        return order.rows_of(x)
 
 
 @cache

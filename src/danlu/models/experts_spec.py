@@ -93,7 +93,8 @@ class Experts:
         """What the backward pass needs of each token, on one of so many tensor ranks, beside its input.
 
         Each of a token's experts keeps a row of what a dense network does, and what it gives, which the gradient of
-        its weight is made with.
+        its weight is made with. Copied once more from the token's, its input need not be kept, unless it has come from
+        another process.
         """
         inner = self.intermediate_size / tensor
         nothing: Kept = {"none": 0.0, "elementwise": 0.0, "selective": 0.0}
@@ -101,8 +102,8 @@ class Experts:
         gated = width if self.shared_gate else 0
         return {
             "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated,
-            "elementwise": self.top_k * (2 * inner + 2 * width) + shared["elementwise"] + gated,
-            "selective": self.top_k * (2 * inner + 2 * width) + shared["selective"] + gated,
+            "elementwise": self.top_k * (2 * inner + width) + shared["elementwise"] + gated,
+            "selective": self.top_k * (2 * inner + width) + shared["selective"] + gated,
         }
 
     @property

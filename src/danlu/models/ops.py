@@ -44,6 +44,44 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, I] times weight [O, I] -> [T, O], computed in float32 or wider, whatever their types are.
+
+    The backward pass is left x in its own type.
+    """
+    if active_packed_weights() is not None or x.dtype in (torch.float32, torch.float64):
+        return linear(x if x.dtype == torch.float64 else x.float(), weight)
+    deferral = deferral_of(weight)
+    y: Tensor = _WideLinear.apply(x, weight if deferral is None else deferral.anchor, deferral)
+    return y
+
+
+class _WideLinear(torch.autograd.Function):
+    """`F.linear(x.float(), weight.float())` that keeps x and the weight in their own types."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral | None) -> Tensor:
+        if deferral is not None:
+            (weight,) = deferral.weights
+        ctx.save_for_backward(x, weight)
+        ctx.deferral = deferral
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad_x = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            (grad_weight,) = made_or_deferred(ctx.deferral, partial(_wide_weight_gradient, weight.dtype), grad, x)
+        return grad_x, grad_weight, None
+
+
+def _wide_weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor) -> tuple[Tensor]:
+    """grad [T, O] float32 and x [T, I] -> [O, I] in `dtype`."""
+    return ((grad.t() @ x.float()).to(dtype),)
+
+
 class _Linear(torch.autograd.Function):
     """`F.linear(x, weight.to(x.dtype), bias)` that keeps the weight as it is stored, and no narrow copy of it.
 

@@ -56,7 +56,7 @@ class Router(nn.Module):
         """Whether experts may be full: set by a balancer with a capacity."""
 
     def forward(self, x: Tensor) -> Routes:
-        logits = ops.linear(x.float() if x.dtype != torch.float64 else x, self.weight)  # [T, E]
+        logits = ops.wide_linear(x, self.weight)  # [T, E]
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
         scores = logits.softmax(-1) if self.spec.score == "softmax" else logits.sigmoid()

@@ -31,7 +31,7 @@ def _less_by_tokens(recipe: Recipe, micro: int, device_type: str) -> Iterator[st
     if micro > 1:
         yield f"batch.micro: {micro // 2} (is {micro}; the result is the same)"
     match recipe.memory.recompute.kind:
-        case "none":
+        case "none" | "elementwise":
             yield "memory: {recompute: selective}, or full, which keeps least (the result is the same)"
         case "selective" | "planned":
             yield "memory: {recompute: full} (the result is the same)"
