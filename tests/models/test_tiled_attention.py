@@ -151,7 +151,7 @@ def test_gradients_are_those_of_finite_differences(name: str, softcap: float | N
     assert torch.autograd.gradcheck(lambda *x: TiledAttention.apply(*x, plan, settings), tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["products", "cpu"])
 def test_narrow_types_are_as_exact_as_the_written_out_form(name: str, dtype: torch.dtype) -> None:
     settings = TileSettings(0.3, None, None)
