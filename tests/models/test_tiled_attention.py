@@ -153,11 +153,12 @@ def test_gradients_are_those_of_finite_differences(name: str, softcap: float | N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["products", "cpu"])
-def test_narrow_types_are_as_exact_as_the_written_out_form(name: str, dtype: torch.dtype) -> None:
-    settings = TileSettings(0.3, None, None)
+@pytest.mark.parametrize("window", [None, 11])
+def test_narrow_types_are_as_exact_as_the_written_out_form(window: int | None, name: str, dtype: torch.dtype) -> None:
+    settings = TileSettings(0.3, window, None)
     exact = dense(inputs(2), settings, sinks=True)
     limit = 1e-6 if dtype == torch.float32 else 0.02
-    got = tiled(inputs(2, dtype), tiles_between(rows(), rows(), None), settings, KERNELS[name], sinks=True)
+    got = tiled(inputs(2, dtype), tiles_between(rows(), rows(), window), settings, KERNELS[name], sinks=True)
     for result, want in zip(got, exact, strict=True):
         assert result.dtype == dtype
         assert (result.double() - want).norm() / want.norm() < limit
@@ -204,6 +205,24 @@ def test_short_tiles_in_half_precision_are_done_by_products(monkeypatch: pytest.
     ) == 3
     assert narrow.products and max(tile.queries.stop for tile in narrow.products) == 20 and not wide.products
     assert not narrow.is_empty and plan_tiles((), None, CpuTiles()).is_empty
+
+
+@pytest.mark.parametrize(("dtype", "multiple"), [(torch.bfloat16, 64), (torch.float32, 1)])
+def test_tiles_in_half_precision_have_few_shapes(
+    dtype: torch.dtype, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    heads_first = attention_kernels._heads_first
+
+    def recorded(x: Tensor) -> Tensor:
+        lengths.append(len(x))
+        return heads_first(x)
+
+    monkeypatch.setattr(attention_kernels, "_heads_first", recorded)
+    settings = TileSettings(0.3, 11, None)
+    tiled(inputs(2, dtype), tiles_between(rows(), rows(), 11), settings, CpuTiles(), sinks=False)
+    assert lengths and all(length % multiple == 0 for length in lengths)
+    assert any(length % 64 for length in lengths) == (multiple == 1)  # control
 
 
 def test_the_kernel_for_tiles_gets_what_it_takes_only() -> None:
