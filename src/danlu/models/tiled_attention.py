@@ -140,7 +140,10 @@ def tile_kernel_for(q: Tensor, v: Tensor, softcap: float | None, kernels: Kernel
 def plan_tiles(
     tiles: Sequence[Tile], window: int | None, kernel: TileKernel | None, dtype: torch.dtype = torch.float32
 ) -> TilePlan:
-    """dtype: of queries, keys and values."""
+    """Deals tiles to calls of the kernel and, where it is slower or there is none, to products.
+
+    tiles: of `tiles_between` with the same window. dtype: of queries, keys and values.
+    """
     products: list[Tile] = []
     calls: list[tuple[TileCall, Tile]] = []  # one for each tile
     for whole in _joined(tiles) if window is None else tiles:
