@@ -273,7 +273,12 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
     from danlu.models.attention_kernels import kernels_of
 
     kernels = kernels_of(device)
-    write("attention kernels", varlen=kernels.varlen is not None, flex=kernels.flex is not None)
+    write(
+        "attention kernels",
+        varlen=kernels.varlen is not None,
+        flex=kernels.flex is not None,
+        tiles=kernels.tiles is not None,
+    )
     try:
         from danlu.numerics.four_bit_weight import FourBitWeight
 

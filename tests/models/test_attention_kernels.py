@@ -23,7 +23,7 @@ from torch import Tensor
 from danlu.layer_types import Keys
 from danlu.models import attend, attention_kernels
 from danlu.models.attend import PackedAttention
-from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, documents_mask, kernels_of
+from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, VarlenTiles, documents_mask, kernels_of
 from danlu.models.segments import documents_of
 from danlu.types import Branch
 
@@ -376,6 +376,7 @@ def test_what_a_gpu_can_do_follows_from_its_generation(
     found = kernels_of(torch.device("cuda", 0))
     attention_kernels._cuda_kernels.cache_clear()
     assert ((found.varlen is not None), (found.flex is not None)) == (varlen, flex)
+    assert isinstance(found.tiles, VarlenTiles) == varlen == (found.tiles is not None)
     assert found.short_document < 0 and found.document_multiple == 1
     assert (torch.bfloat16 in found.grouped_heads) == varlen and torch.float32 not in found.grouped_heads
 

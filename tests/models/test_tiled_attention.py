@@ -112,12 +112,15 @@ def test_tiles_are_a_dense_mask(
         assert not torch.allclose(tiled(tensors, later, settings, kernel, sinks=sinks)[0], want[0])
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("name", ["uncut", *KERNELS])
 @pytest.mark.parametrize("window", [None, 1, 4, 20])
-def test_every_pair_is_in_one_tile_and_every_query_of_a_tile_sees_a_key(window: int | None, small: bool) -> None:
+def test_every_pair_is_in_one_tile_and_every_query_of_a_tile_sees_a_key(window: int | None, name: str) -> None:
     places, seen = order(), torch.zeros(60, 60, dtype=torch.int64)
-    whole = tiles_between(rows(), rows(), window)
-    for tile in [part for each in whole for part in each.cut(window)] if small else whole:
+    tiles = tiles_between(rows(), rows(), window)
+    if name != "uncut":
+        plan = plan_tiles(tiles, window, KERNELS[name])
+        tiles = (*plan.products, *(tile for _, of_call in plan.calls for tile in of_call))
+    for tile in tiles:
         hidden = tile.hidden(window, torch.device("cpu"))
         part = seen[tile.queries, tile.keys]
         visible = torch.ones_like(part) if hidden is None else (~hidden).long()
@@ -148,13 +151,14 @@ def test_gradients_are_those_of_finite_differences(name: str, softcap: float | N
     assert torch.autograd.gradcheck(lambda *x: TiledAttention.apply(*x, plan, settings), tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["products", "cpu"])
-def test_narrow_types_are_as_exact_as_the_written_out_form(name: str, dtype: torch.dtype) -> None:
-    settings = TileSettings(0.3, None, None)
+@pytest.mark.parametrize("window", [None, 11])
+def test_narrow_types_are_as_exact_as_the_written_out_form(window: int | None, name: str, dtype: torch.dtype) -> None:
+    settings = TileSettings(0.3, window, None)
     exact = dense(inputs(2), settings, sinks=True)
     limit = 1e-6 if dtype == torch.float32 else 0.02
-    got = tiled(inputs(2, dtype), tiles_between(rows(), rows(), None), settings, KERNELS[name], sinks=True)
+    got = tiled(inputs(2, dtype), tiles_between(rows(), rows(), window), settings, KERNELS[name], sinks=True)
     for result, want in zip(got, exact, strict=True):
         assert result.dtype == dtype
         assert (result.double() - want).norm() / want.norm() < limit
@@ -181,7 +185,7 @@ def test_what_a_kernel_is_asked_to_compute() -> None:
     cpu, varlen = KERNELS["cpu"], KERNELS["varlen"]
     assert shapes(None, None) == []
     assert shapes(None, cpu) == [
-        ((20,), (20,), -1, 0), ((30,), (20,), -1, -1), ((30,), (30,), -1, 0),
+        ((20,), (20,), -1, 0), ((30,), (30,), -1, 0), ((30,), (20,), -1, -1),
     ]  # fmt: skip
     # Those of one mask together.
     assert shapes(None, varlen) == [((20, 30), (20, 30), -1, 0), ((30,), (20,), -1, -1)]
@@ -196,9 +200,29 @@ def test_short_tiles_in_half_precision_are_done_by_products(monkeypatch: pytest.
     tiles = tiles_between(TWO, TWO, None)
     by_dtype = {dtype: plan_tiles(tiles, None, CpuTiles(), dtype) for dtype in (torch.bfloat16, torch.float32)}
     narrow, wide = by_dtype[torch.bfloat16], by_dtype[torch.float32]
-    assert [call.queries for call, _ in narrow.calls] == [(30,), (30,)] and len(wide.calls) == 3
+    assert [(call.queries, call.keys) for call, _ in narrow.calls] == [((30,), (30,)), ((30,), (20,))] and len(
+        wide.calls
+    ) == 3
     assert narrow.products and max(tile.queries.stop for tile in narrow.products) == 20 and not wide.products
     assert not narrow.is_empty and plan_tiles((), None, CpuTiles()).is_empty
+
+
+@pytest.mark.parametrize(("dtype", "multiple"), [(torch.bfloat16, 64), (torch.float32, 1)])
+def test_tiles_in_half_precision_have_few_shapes(
+    dtype: torch.dtype, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    heads_first = attention_kernels._heads_first
+
+    def recorded(x: Tensor) -> Tensor:
+        lengths.append(len(x))
+        return heads_first(x)
+
+    monkeypatch.setattr(attention_kernels, "_heads_first", recorded)
+    settings = TileSettings(0.3, 11, None)
+    tiled(inputs(2, dtype), tiles_between(rows(), rows(), 11), settings, CpuTiles(), sinks=False)
+    assert lengths and all(length % multiple == 0 for length in lengths)
+    assert any(length % 64 for length in lengths) == (multiple == 1)  # control
 
 
 def test_the_kernel_for_tiles_gets_what_it_takes_only() -> None:
@@ -233,5 +257,17 @@ def test_calls_are_as_few_as_there_are_masks() -> None:
     stub, kernels = stub_kernels()
     tiles = tiles_between(rows(), rows(), None)
     tiled(inputs(2), tiles, TileSettings(0.3, None, None), kernels.tiles, sinks=False)
-    # The causal ones of a run and itself, and those of which all is seen.
-    assert stub.calls == {"forward": 2, "backward": 2} and stub.tiles == len(tiles) > 7
+    # The causal ones of a run and itself, and those of which all is seen: a query may have two of these.
+    assert stub.calls == {"forward": 3, "backward": 3} and 7 < stub.tiles <= len(tiles)
+
+
+def test_what_two_chunks_of_a_rank_see_of_another_rank_is_one_tile() -> None:
+    """Chunks 1 and 2 of four, those of the last rank, see chunk 0; chunk 3 sees all: adjacent rows of another rank."""
+    first, last = (Run(0, 0, 0, 10), Run(0, 30, 10, 20)), (Run(0, 10, 0, 10), Run(0, 20, 10, 20))
+    for queries, keys, tile in ((last, first, Tile(slice(0, 20), slice(0, 10), 10)),
+                                (first, last, Tile(slice(10, 20), slice(0, 20), 20))):  # fmt: skip
+        between = tiles_between(queries, keys, None)
+        plan = plan_tiles(between, None, CpuTiles())
+        assert len(between) == 2 and [tiles for _, tiles in plan.calls] == [(tile,)]
+        # With a window each has a mask of its own.
+        assert len(plan_tiles(tiles_between(queries, keys, 25), 25, KERNELS["varlen"]).calls) == 2

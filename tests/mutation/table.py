@@ -749,6 +749,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/tiled_attention.py", "distances >= window", "distances > window", "models/test_tiled_attention.py"
     ),
     Mutation("models/tiled_attention.py", ".sub_(mean).mul_(", ".mul_(", "models/test_tiled_attention.py"),
+    Mutation("models/tiled_attention.py", "window - 1 - ahead", "window - ahead", "models/test_tiled_attention.py"),
+    Mutation(
+        "models/tiled_attention.py",
+        "(part.lse - total.lse)",
+        "(total.lse - part.lse)",
+        "models/test_tiled_attention.py",
+    ),
+    Mutation(
+        "models/attention_kernels.py", "ahead < -call.left", "ahead <= -call.left", "models/test_tiled_attention.py"
+    ),
+    Mutation(
+        "models/attention_kernels.py",
+        "out, lse.transpose(0, 1).contiguous(), *self._lengths(call, q)",
+        "out, lse.contiguous().transpose(0, 1), *self._lengths(call, q)",
+        "models/test_tiled_attention.py",
+    ),
     Mutation(
         "parallel/context_exchange.py",
         "k.repeat_interleave(copies, dim=1), v",

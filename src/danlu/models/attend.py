@@ -18,7 +18,15 @@ from torch import Tensor
 
 from danlu.errors import ModelError
 from danlu.layer_types import Absorb, Keys
-from danlu.models.attention_kernels import FlashWithSinks, Kernels, copy_to, documents_mask, kernels_of, widened
+from danlu.models.attention_kernels import (
+    FlashWithSinks,
+    Kernels,
+    copy_to,
+    documents_mask,
+    kernels_of,
+    padded,
+    widened,
+)
 from danlu.models.block_attention import BlockAttention, BlockSettings
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
@@ -276,7 +284,7 @@ def _scaled_dot_product(
     """
     length, before, width = len(q), len(k) - len(q), v.shape[2]
     # What q, k and v are filled up with comes after every real query, which does not see it.
-    q, k, v = (_padded(x, kernels.document_multiple) for x in (q, k, v))
+    q, k, v = (padded(x, kernels.document_multiple) for x in (q, k, v))
     # Where widths differ torch takes a kernel that keeps all scores (CPU) or has none for some types (CUDA). Features
     # that are zeros change neither scores nor what is asked for of the values.
     q, k, v = (widened(x, max(q.shape[2], width)) for x in (q, k, v))
@@ -299,11 +307,6 @@ def _scaled_dot_product(
         )
     out = out.squeeze(0).transpose(0, 1)[:length]
     return out if out.shape[2] == width else out[..., :width]
-
-
-def _padded(x: Tensor, multiple: int) -> Tensor:
-    more = -len(x) % multiple
-    return F.pad(x, (0, 0, 0, 0, 0, more)) if more else x
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:

@@ -238,33 +238,47 @@ class CpuTiles:
         return (call.left, call.right) != (-1, -1) and not _is_square(call)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: TileCall, scale: float) -> tuple[Tensor, Tensor]:
+        rows, multiple = len(q), self._multiple(q.dtype)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_heads_first, (q, k, v)), 0.0, _is_square(call), attn_mask=self._mask(call, q), scale=scale
-        )
-        return _rows_first(out), _rows_first(lse)
+            *(_heads_first(padded(x, multiple)) for x in (q, k, v)), 0.0, _is_square(call),
+            attn_mask=self._mask(call, q), scale=scale,
+        )  # fmt: skip
+        return _rows_first(out)[:rows], _rows_first(lse)[:rows]
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: TileCall, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # The kernel takes for granted that the logsumexp is laid out as its own: by rows, and the heads of each.
+        rows, keys, multiple = len(q), len(k), self._multiple(q.dtype)
+        # Rows that queries are filled up with have no gradient. The kernel takes for granted that the logsumexp is laid
+        # out as its own: by rows, and the heads of each.
         of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_heads_first, (grad, q, k, v, out, lse.contiguous())), 0.0, _is_square(call),
+            *(_heads_first(padded(x, multiple)) for x in (grad, q, k, v, out, lse.contiguous())), 0.0, _is_square(call),
             attn_mask=self._mask(call, q), scale=scale,
         )  # fmt: skip
-        return _rows_first(of_q), _rows_first(of_k), _rows_first(of_v)
+        return _rows_first(of_q)[:rows], _rows_first(of_k)[:keys], _rows_first(of_v)[:keys]
+
+    def _multiple(self, dtype: torch.dtype) -> int:
+        """What rows are filled up to: in half precision to few shapes, as documents are (`DOCUMENT_MULTIPLE`)."""
+        return DOCUMENT_MULTIPLE if dtype in NARROW else 1
 
     def _mask(self, call: TileCall, q: Tensor) -> Tensor | None:
-        """[1, 1, B, L] in q's type: 0 where a query sees a key, else -inf."""
-        if not self.needs_mask(call):
-            return None
+        """[1, 1, B or 1, L] in q's type: 0 where a query sees a key, else -inf, with the rows that both are filled up
+        with. None where the kernel knows it: all is seen, or all up to the query's own place."""
         (queries,), (keys,) = call.queries, call.keys
+        multiple = self._multiple(q.dtype)
+        more_queries, more_keys = -queries % multiple, -keys % multiple
+        if not self.needs_mask(call):
+            if _is_square(call) or not more_keys:
+                return None
+            return F.pad(q.new_zeros(1, 1, 1, keys), (0, more_keys), value=float("-inf"))
         ahead = torch.arange(keys).unsqueeze(0) - torch.arange(keys - queries, keys).unsqueeze(1)  # [B, L]
         hidden = torch.zeros(queries, keys, dtype=torch.bool)
         if call.left >= 0:
             hidden |= ahead < -call.left
         if call.right >= 0:
             hidden |= ahead > call.right
-        return q.new_zeros(queries, keys).masked_fill_(hidden, float("-inf"))[None, None]
+        mask = F.pad(q.new_zeros(queries, keys).masked_fill_(hidden, float("-inf")), (0, 0, 0, more_queries))
+        return F.pad(mask, (0, more_keys), value=float("-inf"))[None, None]
 
 
 @dataclass(frozen=True)
@@ -319,6 +333,12 @@ class VarlenTiles:
 def widened(x: Tensor, width: int) -> Tensor:
     """x [T, heads, C] with zeros behind each head's numbers up to `width`: they change neither scores nor values."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """x [T, ..] with rows of zeros behind it up to a multiple."""
+    more = -len(x) % multiple
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, more)) if more else x
 
 
 def _is_square(call: TileCall) -> bool:

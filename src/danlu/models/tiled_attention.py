@@ -13,8 +13,8 @@ W width of a value · B queries and L keys of a tile
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -140,10 +140,13 @@ def tile_kernel_for(q: Tensor, v: Tensor, softcap: float | None, kernels: Kernel
 def plan_tiles(
     tiles: Sequence[Tile], window: int | None, kernel: TileKernel | None, dtype: torch.dtype = torch.float32
 ) -> TilePlan:
-    """dtype: of queries, keys and values."""
+    """Deals tiles to calls of the kernel and, where it is slower or there is none, to products.
+
+    tiles: of `tiles_between` with the same window. dtype: of queries, keys and values.
+    """
     products: list[Tile] = []
     calls: list[tuple[TileCall, Tile]] = []  # one for each tile
-    for whole in tiles:
+    for whole in _joined(tiles) if window is None else tiles:
         is_whole = kernel is not None and not kernel.needs_mask(whole.call(window))
         for tile in (whole,) if is_whole else whole.cut(window):
             rows, columns = tile.shape
@@ -153,14 +156,47 @@ def plan_tiles(
                 calls.append((tile.call(window), tile))
     if kernel is None or not kernel.joins_tiles:
         return TilePlan(kernel, tuple((call, (tile,)) for call, tile in calls), tuple(products))
-    by_mask: dict[tuple[int, int], list[Tile]] = defaultdict(list)
+    # A call copies queries, and what comes of them, for each of its tiles: those of the same queries go by several.
+    by_mask: dict[tuple[int, int, int], list[Tile]] = defaultdict(list)
+    times: Counter[tuple[int, int, int]] = Counter()
     for call, tile in calls:
-        by_mask[call.left, call.right].append(tile)
+        mask = call.left, call.right, tile.queries.start
+        by_mask[call.left, call.right, times[mask]].append(tile)
+        times[mask] += 1
     joined = []
-    for (left, right), alike in by_mask.items():
+    for (left, right, _), alike in by_mask.items():
         rows_of_each, columns_of_each = zip(*(tile.shape for tile in alike), strict=True)
         joined.append((TileCall(rows_of_each, columns_of_each, left, right), tuple(alike)))
     return TilePlan(kernel, tuple(joined), tuple(products))
+
+
+def _joined(tiles: Sequence[Tile]) -> Iterator[Tile]:
+    """The same without a window. Tiles of which every query sees all are one where queries are the same and keys follow
+    one another in the rows, or the other way round: of a rank's two chunks both see a chunk before them."""
+    full: list[tuple[_Rows, _Rows]] = []
+    for tile in tiles:
+        if tile.distance < tile.shape[1] - 1:
+            yield tile
+        else:
+            full.append(((tile.queries.start, tile.queries.stop), (tile.keys.start, tile.keys.stop)))
+    by_keys = _adjacent_as_one((keys, queries) for queries, keys in _adjacent_as_one(full))
+    for keys, queries in by_keys:
+        yield Tile(slice(*queries), slice(*keys), keys[1] - keys[0])  # at a distance at which all are seen
+
+
+_Rows = tuple[int, int]
+
+
+def _adjacent_as_one(pairs: Iterable[tuple[_Rows, _Rows]]) -> list[tuple[_Rows, _Rows]]:
+    """Pairs with the same first rows, and second rows of which some begin where the others end, as one."""
+    joined: list[tuple[_Rows, _Rows]] = []
+    for first, (start, stop) in sorted(pairs):
+        last_first, last_second = joined[-1] if joined else (None, (0, 0))
+        if last_first == first and last_second[1] == start:
+            joined[-1] = first, (last_second[0], stop)
+        else:
+            joined.append((first, (start, stop)))
+    return joined
 
 
 @dataclass(frozen=True)
