@@ -6,16 +6,22 @@ The devices are stubs: the CPU by other names, to and from which tensors are cop
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders import distillation_worker, reference_stage, reward_stage
+from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_world import CONFIG, World, danlu, differences, last_state
 from torch import Tensor
 
 from danlu import device_moves, placing
+from danlu.errors import RecipeError
+from danlu.parallel.layout import layout_of
 from danlu.plan.device_map import Device
+from danlu.recipe.sections import Parallel
 from danlu.train import loop
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
@@ -23,11 +29,14 @@ pytestmark = pytest.mark.usefixtures("tokenising_here")
 MAP = {"parallel": {"device_map": "balanced"}}
 DEEP = {**CONFIG, "num_hidden_layers": 4}
 EVALUATED = {"data": {"eval": 10}, "evaluation": {"every": 2}}
-BASE: dict[str, Any] = {"config": None, "tokenizer": None}
 
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {"model": {"config": DEEP}, "ema": 0.9, "memory": {"recompute": "selective"}},
     "tied": {"model": {"config": {**DEEP, "tie_word_embeddings": True}}, "precision": "bf16"},
+    "experts": {
+        "model": {"config": EXPERT_CONFIGS["mixtral"]},
+        "router": {"balance": "sequence", "sequence": 0.1, "z": 0.01, "capacity": 1.5},
+    },
     "lora": {
         "adapter": {
             "kind": "lora",
@@ -85,3 +94,107 @@ def test_a_run_on_several_devices_equals_the_one_on_one_device(
     assert danlu("train", mapped) == 0
     assert differences(tmp_path / "one", tmp_path / "several") == []
     assert {device for _, device in moves} >= {"cpu:0", "cpu:1"}
+
+
+SHORT: dict[str, Any] = {"steps": 2, "evaluation": {"every": 1}, "checkpoint": {"every": 1}}
+REFERENCES: dict[str, dict[str, Any]] = {
+    "frozen": {"reference": {"kind": "frozen"}},
+    "moving": {"reference": {"kind": "frozen", "every": 1, "mix": 0.6}},
+    "cached": {"reference": {"kind": "cached"}},
+    "adapter-off": {
+        "reference": {"kind": "adapter-off"},
+        "adapter": {"kind": "lora", "modules_to_save": ["norm"]},
+        "quantization": "nf4",
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_lies_on_the_devices_of_the_policy(
+    tiny_world: World, tmp_path: Path, moves: list[Any], name: str
+) -> None:
+    for where, layout in (("one", {}), ("several", MAP)):
+        (tmp_path / where).mkdir()
+        file = reference_stage.recipe_file(tiny_world, tmp_path / where, "run", **REFERENCES[name], **SHORT, **layout)
+        assert reference_stage.train([file]) == [0]
+        assert bool(moves) == (where == "several")
+    assert differences(tmp_path / "one" / "run", tmp_path / "several" / "run") == []
+
+
+def test_teachers_of_other_shapes_are_dealt_their_own_layers(
+    tiny_world: World, tmp_path: Path, moves: list[Any]
+) -> None:
+    wider = distillation_worker.teacher_folder(tiny_world)
+    deeper = distillation_worker.teacher_folder(tiny_world, "deep-teacher", hidden_size=32, num_hidden_layers=5)
+    objective = [{"kind": "jensen-shannon", "beta": 0.3, "cross_entropy": 0.5}, {"kind": "hidden", "weight": 0.1}]
+    files = [
+        distillation_worker.recipe(
+            tiny_world, tmp_path / where, layout, teacher=[wider, deeper], objective=objective, **SHORT
+        )
+        for where, layout in (("one", {}), ("several", MAP["parallel"]))
+    ]
+    assert distillation_worker.train(files[:1]) == [0] and not moves
+    assert distillation_worker.train(files[1:]) == [0]
+    assert {device for _, device in moves} == {"cpu:0", "cpu:1", "cpu:2"}  # of which the policy has two
+    assert differences(tmp_path / "one", tmp_path / "several") == []
+
+
+def test_a_head_that_scores_is_where_the_last_norm_is(tiny_world: World, tmp_path: Path, moves: list[Any]) -> None:
+    for where, layout in (("one", {}), ("several", MAP)):
+        changes = {"stage": "reward", "objective": "bradley-terry", "batch": {"sequences": None, "pairs": 4}}
+        file = tiny_world.recipe(
+            tmp_path / where, model={"config": DEEP}, **changes, **SHORT, data={"eval": 5}, **layout
+        )
+        assert reward_stage.train([str(file)]) == [0]
+    assert moves and differences(tmp_path / "one", tmp_path / "several") == []
+
+
+def test_the_comparison_sees_another_reference(tiny_world: World, tmp_path: Path) -> None:
+    """The negative control of those before."""
+    for name in ("frozen", "moving"):
+        (tmp_path / name).mkdir()
+        file = reference_stage.recipe_file(tiny_world, tmp_path / name, "run", **REFERENCES[name], **SHORT)
+        assert reference_stage.train([file]) == [0]
+    assert differences(tmp_path / "frozen" / "run", tmp_path / "moving" / "run")
+
+
+@pytest.fixture
+def refused(tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is said of a map, and of rows that are broken, which is told once they are read."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("this is no row")
+
+    def refused(by_hand: dict[str, str | int]) -> str:
+        capfd.readouterr()
+        data = {"train": str(rows), "eval": None}
+        layout = {"parallel": {"device_map": by_hand}}
+        assert danlu("train", recipe(tiny_world, tmp_path / "run", data=data, evaluation={}, **layout)) in (2, 3)
+        return capfd.readouterr().err
+
+    return refused
+
+
+def test_devices_that_torch_does_not_see_are_told_before_rows_are_read(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_hand = {"embed": "cuda:0", "head": 0, "layers.0": 0, "layers.1": 1}
+    monkeypatch.setattr(placing, "visible_devices", lambda device: [Device("cpu", None)])
+    where = "parallel.device_map: 'layers.1' is on cuda:1, and torch sees"
+    assert f"{where} no GPU. Use cpu, or device_map: auto" in refused(by_hand)
+    monkeypatch.setattr(placing, "visible_devices", lambda device: [Device("cuda:0", None)])
+    assert f"{where} 1 GPU. Use cuda:0" in refused(by_hand)
+
+
+def test_maps_that_do_not_fit_the_model_are_told_before_rows_are_read(refused: Callable[..., str]) -> None:
+    beyond = refused({"": "cpu", "layers.7": "cpu"})
+    assert "parallel.device_map: layers.7, and the model has 2 layers, 0 to 1" in beyond
+    assert "parallel.device_map: no device for layer 0" in refused({"embed": "cpu", "layers.1": "cpu", "head": "cpu"})
+    fits = refused({"": "cpu"})  # control
+    assert "broken JSON" in fits and "device_map" not in fits
+
+
+def test_one_process_has_the_devices() -> None:
+    section = Parallel(device_map="auto")
+    assert layout_of(section, 1).world == 1
+    with pytest.raises(RecipeError, match="several devices, and there are 2 processes. Start danlu without"):
+        layout_of(section, 2)

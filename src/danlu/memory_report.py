@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from danlu.errors import ResourceError
-from danlu.memory_estimate import MemoryEstimate
+from danlu.memory_estimate import MemoryEstimate, expected_lines
 from danlu.plan.memory_advice import advice
 from danlu.recipe import Recipe
 from danlu.stage_protocols import PlacedModel
@@ -38,9 +38,7 @@ class MemoryReport:
 
     def expected(self) -> Sequence[str]:
         """What a step will hold, for the console; with what to set where that is more than there is."""
-        if (estimate := self._estimate) is None:
-            return ()
-        return estimate.lines(estimate.available(estimate.parts.weights + estimate.parts.adapter))
+        return () if self._estimate is None else expected_lines(self._estimate, is_placed=True)
 
     def __enter__(self) -> Self:
         return self

@@ -252,7 +252,9 @@ def check_devices(recipe: Recipe) -> None:
             raise RecipeError(f"parallel.device_map: {key!r} is on {device}, and torch sees {sees}. {instead}")
 
 
-def device_map_of(recipe: Recipe, config: ModelConfig, loss_device: torch.device | None = None) -> DeviceMap | None:
+def device_map_of(
+    recipe: Recipe, config: ModelConfig, loss_device: torch.device | str | None = None
+) -> DeviceMap | None:
     """The devices of a model's parts as the recipe says it; None for a model on one device.
 
     loss_device: of its head, where another model has decided it.
@@ -311,6 +313,9 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         placer.sharder.rest(*(model.layers_of(chunk) for chunk in model.chunks.local))
     device_map = placer.device_map
     if device_map is not None:
+        notes.append(f"device_map: {device_map}")
+        if len(device_map.devices) == 1:
+            notes.append("parallel.device_map changes nothing with one device")
         if on_meta:
             allocate(model, device_map)
         else:

@@ -79,7 +79,7 @@ def test_by_hand() -> None:
     ):
         assert not [*device_map_problems(by_hand, config)]
         assert device_map_of(by_hand, config, TWO) == wanted
-    assert str(wanted) == "embed and layers 0-2 on cuda:0; layer 3 and head on cuda:1"
+    assert str(wanted) == "embed, layers 0-2 on cuda:0; layer 3, head on cuda:1"
     assert wanted.devices == ("cuda:0", "cuda:1")
     assert wanted.layers_on("cuda:0") == [0, 1, 2]
     of_parameters = {"embed_tokens.weight": 0, "layers.2.mlp.up_proj.weight": 0, "layers.3.attention_norm.weight": 1}

@@ -35,8 +35,8 @@ class DeviceMap:
         return self.embed if first == "embed_tokens" else self.head
 
     def __str__(self) -> str:
-        """`embed and layers 0-1 on cuda:0; layers 2-3 and head on cuda:1`."""
-        return "; ".join(f"{' and '.join(self._parts_on(device))} on {device}" for device in self.devices)
+        """`embed, layers 0-1 on cuda:0; layers 2-3, head on cuda:1`."""
+        return "; ".join(f"{', '.join(self._parts_on(device))} on {device}" for device in self.devices)
 
     def _parts_on(self, device: str) -> list[str]:
         parts = ["embed"] if self.embed == device else []
