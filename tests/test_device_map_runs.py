@@ -73,13 +73,8 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, str]]:
     return recorded
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_several_devices_equals_the_one_on_one_device(
-    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: list[Any], name: str
-) -> None:
-    assert danlu("train", recipe(tiny_world, tmp_path / "one", **RUNS[name])) == 0
-    assert not moves  # control: nothing is moved on one device
-    mapped = recipe(tiny_world, tmp_path / "several", **RUNS[name], **MAP)
+def cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM in the middle of the third step, once."""
     real = loop.accumulate
 
     def accumulate(*arguments: Any, **options: Any) -> Any:
@@ -89,11 +84,34 @@ def test_a_run_on_several_devices_equals_the_one_on_one_device(
         return real(*arguments, **options)
 
     monkeypatch.setattr(loop, "accumulate", accumulate)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_several_devices_equals_the_one_on_one_device(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: list[Any], name: str
+) -> None:
+    assert danlu("train", recipe(tiny_world, tmp_path / "one", **RUNS[name])) == 0
+    assert not moves  # control: nothing is moved on one device
+    mapped = recipe(tiny_world, tmp_path / "several", **RUNS[name], **MAP)
+    cut_off(monkeypatch)
     assert danlu("train", mapped) == 143
     assert last_state(tmp_path / "several")[0].name == "step-00000003"
     assert danlu("train", mapped) == 0
     assert differences(tmp_path / "one", tmp_path / "several") == []
     assert {device for _, device in moves} >= {"cpu:0", "cpu:1"}
+
+
+def test_a_run_goes_on_upon_other_devices_with_its_state_in_a_file(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: list[Any]
+) -> None:
+    paged = {"memory": {"offload": ["optimizer"], "folder": str(tmp_path / "pages")}}
+    (tmp_path / "pages").mkdir()
+    assert danlu("train", recipe(tiny_world, tmp_path / "one", model={"config": DEEP})) == 0
+    begun = recipe(tiny_world, tmp_path / "several", model={"config": DEEP})
+    cut_off(monkeypatch)
+    assert danlu("train", begun) == 143 and not moves
+    assert danlu("train", recipe(tiny_world, tmp_path / "several", model={"config": DEEP}, **paged, **MAP)) == 0
+    assert moves and differences(tmp_path / "one", tmp_path / "several") == []
 
 
 SHORT: dict[str, Any] = {"steps": 2, "evaluation": {"every": 1}, "checkpoint": {"every": 1}}
@@ -191,6 +209,17 @@ def test_maps_that_do_not_fit_the_model_are_told_before_rows_are_read(refused: C
     assert "parallel.device_map: no device for layer 0" in refused({"embed": "cpu", "layers.1": "cpu", "head": "cpu"})
     fits = refused({"": "cpu"})  # control
     assert "broken JSON" in fits and "device_map" not in fits
+
+
+def test_a_teacher_has_to_fit_a_map_by_hand(tiny_world: World, tmp_path: Path) -> None:
+    deeper = distillation_worker.teacher_folder(tiny_world, "deep-teacher", hidden_size=32, num_hidden_layers=5)
+    layout = {"device_map": {"embed": "cpu", "layers.0-1": "cpu", "head": "cpu"}}
+    file = distillation_worker.recipe(tiny_world, tmp_path / "run", layout, teacher=deeper, **SHORT)
+    with pytest.raises(RecipeError, match=r"teacher\S*: .*deep-teacher: .*no device for layers 2-4"):
+        distillation_worker.train([file])
+    wider = distillation_worker.teacher_folder(tiny_world)  # control: it has two layers
+    file = distillation_worker.recipe(tiny_world, tmp_path / "run", layout, teacher=wider, **SHORT)
+    assert distillation_worker.train([file]) == [0]
 
 
 def test_one_process_has_the_devices() -> None:
