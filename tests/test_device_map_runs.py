@@ -69,7 +69,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, str]]:
         return real(x, device)
 
     monkeypatch.setattr(device_moves, "move", move)
-    monkeypatch.setattr(placing, "visible_devices", lambda device: [Device(f"cpu:{n}", 2**30) for n in range(3)])
+    monkeypatch.setattr(placing, "visible_devices", lambda device: tuple(Device(f"cpu:{n}", 2**30) for n in range(3)))
     return recorded
 
 
@@ -196,10 +196,10 @@ def test_devices_that_torch_does_not_see_are_told_before_rows_are_read(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_hand = {"embed": "cuda:0", "head": 0, "layers.0": 0, "layers.1": 1}
-    monkeypatch.setattr(placing, "visible_devices", lambda device: [Device("cpu", None)])
+    monkeypatch.setattr(placing, "visible_devices", lambda device: (Device("cpu", None),))
     where = "parallel.device_map: 'layers.1' is on cuda:1, and torch sees"
     assert f"{where} no GPU. Use cpu, or device_map: auto" in refused(by_hand)
-    monkeypatch.setattr(placing, "visible_devices", lambda device: [Device("cuda:0", None)])
+    monkeypatch.setattr(placing, "visible_devices", lambda device: (Device("cuda:0", None),))
     assert f"{where} 1 GPU. Use cuda:0" in refused(by_hand)
 
 
@@ -209,6 +209,21 @@ def test_maps_that_do_not_fit_the_model_are_told_before_rows_are_read(refused: C
     assert "parallel.device_map: no device for layer 0" in refused({"embed": "cpu", "layers.1": "cpu", "head": "cpu"})
     fits = refused({"": "cpu"})  # control
     assert "broken JSON" in fits and "device_map" not in fits
+
+
+def test_devices_are_seen_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that moves with the policy has its split, though the policy has taken memory by then."""
+    placing.visible_devices.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    free = iter([100, 50, 10, 40, 7])
+    monkeypatch.setattr(placing, "available_bytes", lambda device: next(free))
+    seen = (Device("cuda:0", 100), Device("cuda:1", 50))
+    assert placing.visible_devices("auto") == placing.visible_devices("auto") == seen
+    assert placing.visible_devices("cpu") == (Device("cpu", 10),)
+    placing.visible_devices.cache_clear()
+    assert placing.visible_devices("auto") != seen  # control
+    placing.visible_devices.cache_clear()
 
 
 def test_a_teacher_has_to_fit_a_map_by_hand(tiny_world: World, tmp_path: Path) -> None:

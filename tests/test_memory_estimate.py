@@ -105,7 +105,7 @@ def test_each_device_of_a_map_is_told_by_itself(
 ) -> None:
     """Of a model on two devices (the CPU by two names) each has what its parameters take, and its layers' activations;
     the parts of all together are those of one device."""
-    monkeypatch.setattr(placing, "visible_devices", lambda device: [Device("cpu:0", 1), Device("cpu:1", 1)])
+    monkeypatch.setattr(placing, "visible_devices", lambda device: (Device("cpu:0", 1), Device("cpu:1", 1)))
     changes = {"precision": "bf16", "parallel": {"device_map": "balanced"}, **RUNS[name]}
     recipe = recipe_of(tiny_world, tmp_path, changes)
     config = read_config(tiny_world.base)

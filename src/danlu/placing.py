@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -228,15 +229,19 @@ def loading_device(recipe: Recipe, ranks: Ranks, device: torch.device) -> torch.
     return torch.device("cpu") if is_divided else device
 
 
-def visible_devices(device: str) -> list[Device]:
-    """The devices that a device map may deal layers to, with their free memory: the GPUs that torch sees, or the CPU.
+@cache
+def visible_devices(device: str) -> tuple[Device, ...]:
+    """The devices that a device map may deal layers to, with the memory that was free when this was first asked: the
+    GPUs that torch sees, or the CPU.
+
+    By the same numbers a model that follows the policy's weights lies where the policy does.
 
     device: `recipe.device`.
     """
     if device == "cpu" or not torch.cuda.is_available():
-        return [Device("cpu", available_bytes(torch.device("cpu")))]
+        return (Device("cpu", available_bytes(torch.device("cpu"))),)
     names = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    return [Device(name, available_bytes(torch.device(name))) for name in names]
+    return tuple(Device(name, available_bytes(torch.device(name))) for name in names)
 
 
 def check_devices(recipe: Recipe) -> None:
