@@ -139,6 +139,31 @@ def test_a_reference_lies_on_the_devices_of_the_policy(
     assert differences(tmp_path / "one" / "run", tmp_path / "several" / "run") == []
 
 
+@pytest.mark.parametrize("adapter", [None, {"kind": "lora", "modules_to_save": ["norm"]}], ids=["whole", "lora"])
+def test_samples_and_own_answers_are_drawn_on_the_devices(
+    tiny_world: World, tmp_path: Path, moves: list[Any], adapter: Any
+) -> None:
+    """What is drawn, its gap to training and what is learnt of it; weights are multiplied as they are on both sides."""
+    changes: dict[str, Any] = {
+        "on_policy": 0.5,
+        "objective": {"kind": "reverse"},
+        "data": {"eval": 5},
+        "rollout": {"max_new_tokens": 6, "packed_gib": 0.0},
+        "evaluation": {"every": 1, "samples": {"prompts": ["Who?", "What is it?"], "max_new_tokens": 5}},
+        "steps": 2,
+        "checkpoint": {"every": 1},
+    }
+    if adapter is not None:
+        changes |= {"adapter": adapter, "model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
+    for where, layout in (("one", {}), ("several", MAP["parallel"])):
+        file = distillation_worker.recipe(tiny_world, tmp_path / where, layout, **changes)
+        assert distillation_worker.train([file]) == [0]
+        assert bool(moves) == (where == "several")
+    assert differences(tmp_path / "one", tmp_path / "several") == []
+    drawn = [(tmp_path / where / "rollouts.jsonl").read_text() for where in ("one", "several")]
+    assert drawn[0] == drawn[1] and drawn[0].count("\n") > 2
+
+
 def test_teachers_of_other_shapes_are_dealt_their_own_layers(
     tiny_world: World, tmp_path: Path, moves: list[Any]
 ) -> None:

@@ -95,7 +95,15 @@ def test_a_word_that_is_none_is_told(write: Write) -> None:
         ),
         ({"memory": "{offload: [activations]}"}, "memory.offload: activations are offloaded from one device"),
         ({"memory": "{offload: [parameters]}"}, "memory.offload: parameters are offloaded from one device"),
-        ({"evaluation": "{every: 9, samples: hi}"}, "evaluation.samples: the engine that answers has its cache on one"),
+        (
+            {"stage": "distill", "teacher": "base", "on_policy": "0.5", "rollout": "{engine: vllm, url: 'http://x'}"},
+            "rollout.engine: a server is given the weights of a model on one device",
+        ),
+        (
+            {"stage": "grpo", "rewards": "{kind: exact, column: a}"},
+            "stage: rewards, values and routes of answers are those of a model on",
+        ),
+        ({"stage": "classify", "model": "{preset: lenet5}"}, "stage: lenet5 is one small model, which nothing divides"),
         ({"device": "cpu", "parallel": BY_HAND}, "device: cpu, and parallel.device_map has 'embed' on a GPU"),
     ],
 )
@@ -108,5 +116,6 @@ def test_what_one_process_cannot_do_is_refused(write: Write, changes: dict[str, 
 
 def test_what_several_devices_do_is_allowed(write: Write) -> None:
     load(write(text(adapter="lora", quantization="nf4", memory="{recompute: full, offload: [optimizer]}", ema="0.9")))
+    load(write(text(stage="distill", teacher="base", on_policy="0.5", evaluation="{every: 9, samples: hi}")))
     load(write(text(parallel="{device_map: auto, data: 1, restarts: 2}", device="cpu")))
     load(write(text(parallel='{device_map: {"": cpu}}', device="cpu")))

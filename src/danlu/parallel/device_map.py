@@ -67,6 +67,9 @@ def move_part(part: nn.Module, device: str) -> None:
 def move_activations(model: Decoder, device_map: DeviceMap) -> None:
     """From here on hidden states go from device to device in the model's forward pass, whose tokens and positions lie
     where its head does."""
+    if len(device_map.devices) == 1:
+        return
+    model.device_map = device_map
     rotations = _RotationCopies()
     _before(model.embed_tokens, device_map.embed, moves_input=device_map.embed != device_map.head)
     device = device_map.embed

@@ -42,12 +42,10 @@ def _not_of_one_process(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if recipe.stage == "classify":
         yield "stage", "lenet5 is one small model, which nothing divides", "Train it on one device"
     elif recipe.stage == "rl":
-        reason = "the engine that answers has its cache on one device, and rl trains on what its policy writes"
+        reason = "rewards, values and routes of answers are those of a model on one device"
         yield "stage", reason, "Use tensor and shard"
-    if recipe.on_policy:
-        yield "on_policy", "the engine that answers has its cache on one device", "Leave it out"
-    if recipe.evaluation.samples is not None:
-        yield "evaluation.samples", "the engine that answers has its cache on one device", "Leave it out"
+    if recipe.on_policy and recipe.rollout.engine != "embedded":
+        yield "rollout.engine", "a server is given the weights of a model on one device", "Use embedded"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on one device", "Use numerics: fast"
     if recipe.compile:
