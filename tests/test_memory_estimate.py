@@ -26,6 +26,7 @@ from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, estimate_of, expected_lines, find_micro_batch, keeps_scores
 from danlu.memory_preview import estimate_from_config
+from danlu.memory_report import MemoryReport
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.heads_spec import Heads
@@ -151,6 +152,26 @@ def test_a_micro_batch_fits_into_each_device(tiny_world: World, tmp_path: Path) 
     assert find_micro_batch(both, 64) == find_micro_batch(heavy, 64) < find_micro_batch(light, 64)
     with pytest.raises(RecipeError, match=r"batch.memory: 0.02 GiB of cpu:1 do not hold one packed sequence"):
         find_micro_batch(replace(light, by_device=(light, replace(heavy, parts=replace(parts, weights=30 << 20)))), 64)
+
+
+def test_what_ran_out_is_told_of_each_device(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {})
+    parts = MemoryParts(0, 0, 0, 0, 0, 0, 0)
+    names = ("cpu", "cuda:0", "cuda:1")
+    own = [estimate_of(recipe, config_of(recipe), parts, plan=[], micro=1, device_type="cpu", device=x) for x in names]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, (5 + device.index) * 2**30))
+    for name in ("memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    report = MemoryReport(recipe, torch.device("cuda"))
+    report._estimate = replace(own[0], by_device=tuple(own))
+    told = report._room()
+    assert "This process holds" in told and "Of 5.00 GiB on GPU (cuda:0)" in told and "6.00 GiB on GPU (cuda:1)" in told
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 7 * 2**30))
+    report._estimate = own[0]  # control: on one device
+    assert report._room().startswith("Of 7.00 GiB on GPU this process has")
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["quantized while read", "stored"])

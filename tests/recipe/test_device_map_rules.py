@@ -59,6 +59,10 @@ def test_parts_have_the_names_of_transformers_too() -> None:
         ("{embd: cpu}", "'embd' names no part that has a device. Did you mean 'embed'?"),
         ("{layers.4.mlp: cpu}", "'layers.4.mlp' names no part that has a device. A layer is on one device as a whole"),
         ("{blocks.1: cpu}", "'blocks.1' names no part that has a device. There are embed, layers.0 (or layers.0-15)"),
+        (
+            "{model.rotary_emb: 0}",
+            "'model.rotary_emb' names no part that has a device. Rotary tables are made for each",
+        ),
         ("{head: gpu:1}", "head: 'gpu:1' is no device; there are cpu and cuda:0, cuda:1, ... Did you mean 'cuda:1'?"),
         ("{head: disk}", "head: 'disk' is no device; there are cpu and cuda:0, cuda:1, ..."),
         ("{layers.5-3: cpu}", "layers.5-3: the last layer comes before the first"),
@@ -75,6 +79,13 @@ def test_what_a_map_cannot_name_is_told(write: Write, by_hand: str, message: str
 
 def test_a_word_that_is_none_is_told(write: Write) -> None:
     assert "Did you mean 'balanced'?" in problems(write, parallel="{device_map: balance}")[0]
+    for value in ("[cuda:0]", "1", "{embed: true}", "{embed: [0]}", "{embed: 0.5}", "{embed: null}"):
+        assert "parallel.device_map" in problems(write, parallel=f"{{device_map: {value}}}")[0], value
+
+
+def test_where_transformers_has_it_the_key_is_pointed_to(write: Write) -> None:
+    found = problems(write, model="{path: base, device_map: auto}")
+    assert "parallel.device_map" in found[0], found
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,8 @@ class Device(NamedTuple):
     """None where nothing tells."""
 
 
-def device_map_problems(
-    section: Literal["auto", "balanced"] | ByHand | None, config: ModelConfig, *, loss_device: str | None = None
-) -> Iterator[str]:
-    """Why a map that is given by hand does not fit a model. loss_device: as in `device_map_of`."""
+def device_map_problems(section: Literal["auto", "balanced"] | ByHand | None, config: ModelConfig) -> Iterator[str]:
+    """Why a map that is given by hand does not fit a model."""
     if section is None or isinstance(section, str):
         return
     key, count, entries = "parallel.device_map", len(config.layers), entries_of(section)
@@ -47,8 +45,6 @@ def device_map_problems(
             f"{key}: this model's head is its embedding, one matrix, and cannot be on {embed} and {head}. Put embed "
             "and head on one device; hidden states are moved back to it"
         )
-    if loss_device is not None and head not in (None, loss_device):
-        yield f"{key}: head is on {head}, and the loss is computed on {loss_device}"
 
 
 def device_map_of(

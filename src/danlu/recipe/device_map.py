@@ -104,5 +104,7 @@ def entry_problems(by_hand: ByHand) -> Iterator[str]:
 def _part_meant(key: str) -> str:
     if (layer := re.match(r"(?:model\.)?layers\.(\d+)\.", key)) is not None:
         return f" A layer is on one device as a whole: use layers.{layer[1]}"
+    if key.removeprefix("model.") == "rotary_emb":
+        return " Rotary tables are made for each micro-batch: leave it out"
     guess = did_you_mean(key.removeprefix("model."), ["embed", "head", "layers.0", "lm_head", "embed_tokens"])
     return guess or " There are embed, layers.0 (or layers.0-15) and head"
