@@ -19,8 +19,11 @@ from torch import Tensor
 
 from danlu import device_moves, placing
 from danlu.errors import RecipeError
+from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import layout_of
+from danlu.parallel.ranks import Ranks
 from danlu.plan.device_map import Device
+from danlu.recipe import load
 from danlu.recipe.sections import Parallel
 from danlu.train import loop
 
@@ -99,6 +102,22 @@ def test_a_run_on_several_devices_equals_the_one_on_one_device(
     assert danlu("train", mapped) == 0
     assert differences(tmp_path / "one", tmp_path / "several") == []
     assert {device for _, device in moves} >= {"cpu:0", "cpu:1"}
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+def test_a_frozen_base_is_read_layer_by_layer_onto_its_devices(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    """The second device has its layer before the model is placed; it is the meta device, which shows what is there."""
+    monkeypatch.setattr(placing, "visible_devices", lambda device: (Device("cpu", None), Device("meta", None)))
+    changes: dict[str, Any] = {"adapter": "lora", "quantization": quantization}
+    recipes = [load(recipe(tiny_world, tmp_path / "run", **changes, **layout)).recipe for layout in (MAP, {})]
+    config, host = read_config(tiny_world.base), torch.device("cpu")
+    mapped, alone = (placing.subject_of(each, config, host, ranks=Ranks()).model for each in recipes)
+    tensors = dict((*mapped.named_parameters(), *mapped.named_buffers()))
+    assert {name for name, each in tensors.items() if each.is_meta} == {x for x in tensors if x.startswith("layers.1.")}
+    assert any(".adapter." in name and each.is_meta for name, each in tensors.items())
+    assert not any(each.is_meta for each in (*alone.parameters(), *alone.buffers()))  # control
 
 
 def test_a_run_goes_on_upon_other_devices_with_its_state_in_a_file(
