@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from builders.peak_memory import peak_in
 from builders.preference_samples import tree
 from builders.tiny_world import CONFIG, World, danlu
 
-from danlu import memory_preview, placing, run
+from danlu import memory_estimate, memory_preview, placing, run
 from danlu.assembly.quantizing import quantize
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.errors import RecipeError
+from danlu.errors import ModelError, RecipeError
 from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
 from danlu.memory_estimate import MemoryEstimate, estimate_of, expected_lines, find_micro_batch, keeps_scores
@@ -152,6 +153,32 @@ def test_a_micro_batch_fits_into_each_device(tiny_world: World, tmp_path: Path) 
     assert find_micro_batch(both, 64) == find_micro_batch(heavy, 64) < find_micro_batch(light, 64)
     with pytest.raises(RecipeError, match=r"batch.memory: 0.02 GiB of cpu:1 do not hold one packed sequence"):
         find_micro_batch(replace(light, by_device=(light, replace(heavy, parts=replace(parts, weights=30 << 20)))), 64)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "gib", "machine"),
+    [
+        (None, 1, "this GPU has"),
+        ("auto", 2, "cuda:0 and cuda:1 have"),
+        ({"": 1}, 1, "cuda:1 has"),
+        ({"": "cpu", "head": 0}, 5, "cpu and cuda:0 have"),
+    ],
+)
+def test_a_model_may_be_as_large_as_all_devices_together(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_map: Any, gib: int, machine: str
+) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {})
+    recipe = recipe.model_copy(update={"parallel": sections.Parallel(device_map=device_map)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(memory_estimate, "host_memory_bytes", lambda: 4 * 2**30)
+    need = gib * 2.0**30
+    monkeypatch.setattr(memory_estimate, "least_weight_bytes", lambda *_: need)
+    memory_estimate.check_size(recipe, config_of(recipe), "base", 1)
+    need += 1
+    with pytest.raises(ModelError, match=f"base: .* {gib}.0 GiB here; {machine} {gib}.0 GiB"):
+        memory_estimate.check_size(recipe, config_of(recipe), "base", 1)
 
 
 def test_what_ran_out_is_told_of_each_device(

@@ -32,6 +32,7 @@ from danlu.plan.micro_batch import StepMemory
 from danlu.plan.parameter_memory import gathered_bytes, least_weight_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.device_map import ByHand, named_devices
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.units import format_bytes
 
@@ -53,16 +54,35 @@ def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) 
         return
     need = least_weight_bytes(recipe, config, processes)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available() and "parameters" not in offload
-    room = torch.cuda.get_device_properties(0).total_memory if on_gpu else host_memory_bytes()
+    if recipe.parallel.device_map is not None:
+        room, machine = _room_of_devices(recipe.parallel.device_map, on_gpu=on_gpu)
+    elif on_gpu:
+        room, machine = torch.cuda.get_device_properties(0).total_memory, "this GPU has"
+    else:
+        room, machine = host_memory_bytes(), "this machine has"
     if room is not None and need > room:
         name, size = config.largest_size
-        machine = "GPU" if on_gpu else "machine"
         raise ModelError(
             f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take "
-            f"{need / 2**30:,.1f} GiB here; this {machine} has {room / 2**30:,.1f} GiB. Take a smaller one (the "
+            f"{need / 2**30:,.1f} GiB here; {machine} {room / 2**30:,.1f} GiB. Take a smaller one (the "
             f"largest of its sizes is {name}, {size:,}), share it among more processes (parallel.shard: zero3), or "
             "train an adapter on a quantized base"
         )
+
+
+def _room_of_devices(section: str | ByHand, *, on_gpu: bool) -> tuple[int | None, str]:
+    """(bytes of all memory of the devices of a map, what has them, for a message); None where nothing tells."""
+    if isinstance(section, str):
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if on_gpu else ["cpu"]
+    else:
+        devices = list(named_devices(section))
+    sizes = [
+        host_memory_bytes() if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
+        for device in devices
+    ]
+    known = [size for size in sizes if size is not None]
+    have = f"{' and '.join(sorted(devices))} {'has' if len(devices) == 1 else 'have'}"
+    return sum(known) if len(known) == len(sizes) else None, have
 
 
 class CriticPass(NamedTuple):
