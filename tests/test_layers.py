@@ -14,6 +14,7 @@ LAYERS: dict[str, int] = {
     "": 0,  # danlu/__init__.py: the version
     "atomic_write": 0,
     "environment": 0,
+    "device_moves": 0,
     "dtensor": 0,
     "errors": 0,
     "file_lock": 0,

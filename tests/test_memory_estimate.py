@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from builders.peak_memory import peak_in
 from builders.preference_samples import tree
 from builders.tiny_world import CONFIG, World, danlu
 
-from danlu import memory_preview, run
+from danlu import memory_estimate, memory_preview, placing, run
 from danlu.assembly.quantizing import quantize
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.errors import RecipeError
+from danlu.errors import ModelError, RecipeError
 from danlu.language.builder import placed_decoder
 from danlu.language.placed import PlacedDecoder
-from danlu.memory_estimate import MemoryEstimate, find_micro_batch, keeps_scores
+from danlu.memory_estimate import MemoryEstimate, estimate_of, expected_lines, find_micro_batch, keeps_scores
 from danlu.memory_preview import estimate_from_config
+from danlu.memory_report import MemoryReport
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.heads_spec import Heads
@@ -38,6 +40,7 @@ from danlu.models.saving import save
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks
 from danlu.placing import optimizer_of, place, subject_of
+from danlu.plan.device_map import Device
 from danlu.recipe import Recipe, load, sections
 from danlu.stages import STAGES
 from danlu.train import loop
@@ -71,12 +74,16 @@ def recipe_of(world: World, folder: Path, changes: Mapping[str, Any]) -> Recipe:
     return load(world.recipe(folder / "run", **{**adapted, **changes})).recipe
 
 
+def config_of(recipe: Recipe) -> ModelConfig:
+    assert isinstance(recipe.model.config, dict)
+    return read_config_values({"vocab_size": 400, **recipe.model.config})
+
+
 def placed_of(recipe: Recipe, config: ModelConfig | None = None) -> PlacedDecoder:
     if config is None and recipe.model.path is not None:
         config = read_config(Path(recipe.model.path))
     elif config is None:
-        assert isinstance(recipe.model.config, dict)
-        config = read_config_values({"vocab_size": 400, **recipe.model.config})
+        config = config_of(recipe)
     placed = place(subject_of(recipe, config, CPU), recipe, Ranks(), CPU)
     return placed_decoder(recipe, STAGES[recipe.stage], placed, config, CPU)
 
@@ -93,6 +100,106 @@ def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path
     assert foreseen.offloaded_bytes == held.offloaded_bytes == 0
     more = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=3)
     assert more.parts.activations > held.parts.activations  # control
+
+
+@pytest.mark.parametrize("name", ["full, 8-bit Adam, average", "lora", "nf4", "every"])
+def test_each_device_of_a_map_is_told_by_itself(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of a model on two devices (the CPU by two names) each has what its parameters take, and its layers' activations;
+    the parts of all together are those of one device."""
+    monkeypatch.setattr(placing, "visible_devices", lambda device: (Device("cpu:0", 1), Device("cpu:1", 1)))
+    changes = {"precision": "bf16", "parallel": {"device_map": "balanced"}, **RUNS[name]}
+    recipe = recipe_of(tiny_world, tmp_path, changes)
+    config = read_config(tiny_world.base)
+    loss_device = torch.device("cpu:1")
+    subject = subject_of(recipe, config, loss_device, ranks=Ranks())
+    placed = place(subject, recipe, Ranks(), loss_device)
+    decoder = placed_decoder(recipe, STAGES["sft"], placed, config, loss_device)
+    held = decoder.estimate(optimizer_of(decoder.parameters(), recipe, CPU), 2)
+    foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=2)
+    assert [vars(own.parts) for own in foreseen.by_device] == [vars(own.parts) for own in held.by_device]
+    first, second = held.by_device
+    assert (first.device, second.device) == ("cpu:0", "cpu:1")
+    for part in ("weights", "adapter", "gradients", "optimizer", "average"):
+        whole = getattr(held.parts, part)
+        assert abs(getattr(first.parts, part) + getattr(second.parts, part) - whole) <= 1, part
+    tensors = [*decoder.model.named_parameters(), *decoder.model.named_buffers()]
+    on_first = sum(each.nbytes for name, each in tensors if name.startswith(("embed_tokens", "layers.0.")))
+    assert abs(first.parts.weights + first.parts.adapter - on_first) <= 1
+    assert first.parts.logits == 0 < second.parts.logits == held.parts.logits
+    assert 0 < first.parts.activations < held.parts.activations + held.parts.logits
+    lines = expected_lines(held, is_placed=True)
+    assert [line.partition(": ")[0] for line in lines if "expected" in line] == [
+        "memory expected on cpu:0",
+        "memory expected on cpu:1",
+    ]
+    without = recipe.model_copy(update={"parallel": sections.Parallel()})  # control: on one device
+    alone = estimate_from_config(without, config, layout=Layout(), device_type="cpu", micro=2)
+    assert not alone.by_device and vars(alone.parts) == vars(held.parts)
+
+
+def test_a_micro_batch_fits_into_each_device(tiny_world: World, tmp_path: Path) -> None:
+    changes = {"batch": {"sequences": 64, "micro": "auto", "memory": 0.02}, "data": {"max_length": 32}}
+    recipe = recipe_of(tiny_world, tmp_path, changes)
+    parts = MemoryParts(0, 0, 0, 0, 0, 0, 0)
+    config = config_of(recipe)
+
+    def estimate(weights: int, **more: Any) -> MemoryEstimate:
+        fixed = replace(parts, weights=weights)
+        return estimate_of(recipe, config, fixed, plan=[], micro=1, device_type="cpu", **more)
+
+    light, heavy = (estimate(weights, device=f"cpu:{number}") for number, weights in enumerate((0, 15 << 20)))
+    both = replace(light, by_device=(light, heavy))
+    assert find_micro_batch(both, 64) == find_micro_batch(heavy, 64) < find_micro_batch(light, 64)
+    with pytest.raises(RecipeError, match=r"batch.memory: 0.02 GiB of cpu:1 do not hold one packed sequence"):
+        find_micro_batch(replace(light, by_device=(light, replace(heavy, parts=replace(parts, weights=30 << 20)))), 64)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "gib", "machine"),
+    [
+        (None, 1, "this GPU has"),
+        ("auto", 2, "cuda:0 and cuda:1 have"),
+        ({"": 1}, 1, "cuda:1 has"),
+        ({"": "cpu", "head": 0}, 5, "cpu and cuda:0 have"),
+    ],
+)
+def test_a_model_may_be_as_large_as_all_devices_together(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_map: Any, gib: int, machine: str
+) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {})
+    recipe = recipe.model_copy(update={"parallel": sections.Parallel(device_map=device_map)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(memory_estimate, "host_memory_bytes", lambda: 4 * 2**30)
+    need = gib * 2.0**30
+    monkeypatch.setattr(memory_estimate, "least_weight_bytes", lambda *_: need)
+    memory_estimate.check_size(recipe, config_of(recipe), "base", 1)
+    need += 1
+    with pytest.raises(ModelError, match=f"base: .* {gib}.0 GiB here; {machine} {gib}.0 GiB"):
+        memory_estimate.check_size(recipe, config_of(recipe), "base", 1)
+
+
+def test_what_ran_out_is_told_of_each_device(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {})
+    parts = MemoryParts(0, 0, 0, 0, 0, 0, 0)
+    names = ("cpu", "cuda:0", "cuda:1")
+    own = [estimate_of(recipe, config_of(recipe), parts, plan=[], micro=1, device_type="cpu", device=x) for x in names]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, (5 + device.index) * 2**30))
+    for name in ("memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    report = MemoryReport(recipe, torch.device("cuda"))
+    report._estimate = replace(own[0], by_device=tuple(own))
+    told = report._room()
+    assert "This process holds" in told and "Of 5.00 GiB on GPU (cuda:0)" in told and "6.00 GiB on GPU (cuda:1)" in told
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 7 * 2**30))
+    report._estimate = own[0]  # control: on one device
+    assert report._room().startswith("Of 7.00 GiB on GPU this process has")
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["quantized while read", "stored"])

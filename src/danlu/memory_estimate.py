@@ -7,8 +7,9 @@ counted byte by byte, activations and logits by the formulas of `plan.activation
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
+from danlu.models.device_map import DeviceMap
 from danlu.models.layer_spec import Mixer
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
@@ -30,6 +32,7 @@ from danlu.plan.micro_batch import StepMemory
 from danlu.plan.parameter_memory import gathered_bytes, least_weight_bytes
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.device_map import ByHand, named_devices
 from danlu.train.memory_parts import MemoryParts
 from danlu.train.units import format_bytes
 
@@ -51,16 +54,35 @@ def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) 
         return
     need = least_weight_bytes(recipe, config, processes)
     on_gpu = recipe.device != "cpu" and torch.cuda.is_available() and "parameters" not in offload
-    room = torch.cuda.get_device_properties(0).total_memory if on_gpu else host_memory_bytes()
+    if recipe.parallel.device_map is not None:
+        room, machine = _room_of_devices(recipe.parallel.device_map, on_gpu=on_gpu)
+    elif on_gpu:
+        room, machine = torch.cuda.get_device_properties(0).total_memory, "this GPU has"
+    else:
+        room, machine = host_memory_bytes(), "this machine has"
     if room is not None and need > room:
         name, size = config.largest_size
-        machine = "GPU" if on_gpu else "machine"
         raise ModelError(
             f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take "
-            f"{need / 2**30:,.1f} GiB here; this {machine} has {room / 2**30:,.1f} GiB. Take a smaller one (the "
+            f"{need / 2**30:,.1f} GiB here; {machine} {room / 2**30:,.1f} GiB. Take a smaller one (the "
             f"largest of its sizes is {name}, {size:,}), share it among more processes (parallel.shard: zero3), or "
             "train an adapter on a quantized base"
         )
+
+
+def _room_of_devices(section: str | ByHand, *, on_gpu: bool) -> tuple[int | None, str]:
+    """(bytes of all memory of the devices of a map, what has them, for a message); None where nothing tells."""
+    if isinstance(section, str):
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if on_gpu else ["cpu"]
+    else:
+        devices = list(named_devices(section))
+    sizes = [
+        host_memory_bytes() if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
+        for device in devices
+    ]
+    known = [size for size in sizes if size is not None]
+    have = f"{' and '.join(sorted(devices))} {'has' if len(devices) == 1 else 'have'}"
+    return sum(known) if len(known) == len(sizes) else None, have
 
 
 class CriticPass(NamedTuple):
@@ -89,13 +111,27 @@ class MemoryEstimate:
     critic: CriticPass | None = None
     in_flight: float = 1.0
     """Micro-batches whose activations a stage of a pipeline keeps at once."""
+    device: str = ""
+    """Where a model lies on several devices, the one that this is about, with the layers on it."""
+    has_head: bool = True
+    """Whether the loss is computed there."""
+    by_device: tuple[MemoryEstimate, ...] = ()
+    """Of such a model, what each device is expected to hold."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that a model takes as soon as it is placed."""
+        return self.parts.weights + self.parts.adapter
 
     def available(self, resident_bytes: int) -> int | None:
         """Bytes that tensors of one process may take; None where the system does not tell.
 
         resident_bytes: what its tensors take already. Processes of one machine share the host's memory, not devices.
         """
-        free = available_bytes(torch.device(self.device_type))
+        device = torch.device(self.device or self.device_type)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            return None  # of another machine
+        free = available_bytes(device)
         if free is None:
             return None
         return resident_bytes + (free if self.device_type == "cuda" else free // processes_here(self.processes))
@@ -105,7 +141,7 @@ class MemoryEstimate:
 
         available: bytes that tensors may take, what the model takes already included; None where nobody knows.
         """
-        each = " in each process" if self.processes > 1 else ""
+        each = f" on {self.device}" if self.device else " in each process" if self.processes > 1 else ""
         parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self.parts).items() if value)
         of = f"micro-batches of {self.micro} x {self.recipe.data.max_length} tokens"
         lines = [f"memory expected{each}: {parts} = {format_bytes(self.parts.total)} in tensors, for {of}"]
@@ -129,7 +165,7 @@ class MemoryEstimate:
         return StepMemory(
             fixed=self.parts.total - self.parts.activations - self.parts.logits,
             activations=activations,
-            loss_workspace=_loss_workspace(self.recipe, self.config, 1, self.device_type),
+            loss_workspace=_loss_workspace(self.recipe, self.config, 1, self.device_type) if self.has_head else 0,
             max_loss_workspace=slice_bytes(self.device_type),
             smallest=_most_paths(self.recipe),
         )
@@ -147,22 +183,82 @@ def estimate_of(
     processes: int = 1,
     critic: CriticPass | None = None,
     in_flight: float = 1.0,
+    device: str = "",
+    has_head: bool = True,
 ) -> MemoryEstimate:
     """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
 
     fixed: without activations and logits. micro: packed sequences, each one document of full length. critic: the pass
     of a model of values, whose activations are kept beside the policy's. config, in_flight: of a stage of a pipeline
-    the layers that it has, and how many micro-batches it keeps activations of.
+    the layers that it has, and how many micro-batches it keeps activations of. device, has_head: as in
+    `MemoryEstimate`.
     """
     sequences = max(micro, _most_paths(recipe))
-    logits = _loss_workspace(recipe, config, sequences, device_type)
+    logits = _loss_workspace(recipe, config, sequences, device_type) if has_head else 0
     activations = _activations(recipe, config, sequences, plan, device_type, in_flight)
     if critic is not None:
         activations = _with_critic(activations, recipe, critic, sequences, None, device_type)
     parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
     return MemoryEstimate(
-        recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic, in_flight
+        recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic, in_flight, device, has_head
     )
+
+
+@dataclass(frozen=True)
+class BytesByDevice:
+    """What of a model lies where, by device."""
+
+    weights: Counter[str] = field(default_factory=Counter)
+    """Of all models, with adapters."""
+    adapter: Counter[str] = field(default_factory=Counter)
+    """Of the adapter that is trained."""
+    trained: Counter[str] = field(default_factory=Counter)
+
+    def part_of(self, parts: MemoryParts, device: str) -> MemoryParts:
+        """What one device has of parts of all of them together, without activations and logits."""
+        weights, adapter, trained = (
+            counted[device] / max(1, counted.total())
+            for counted in (self.weights - self.adapter, self.adapter, self.trained)
+        )
+        return replace(
+            parts,
+            weights=round(weights * parts.weights),
+            adapter=round(adapter * parts.adapter),
+            gradients=round(trained * parts.gradients),
+            optimizer=round(trained * parts.optimizer),
+            average=round(trained * parts.average),
+            activations=0,
+            logits=0,
+        )
+
+
+def with_devices(estimate: MemoryEstimate, device_map: DeviceMap, counted: BytesByDevice) -> MemoryEstimate:
+    """The estimate of a model that lies on several devices, with that of each."""
+    by_device = []
+    for device in device_map.devices:
+        layers = device_map.layers_on(device)
+        plan = [entry for entry in estimate.plan if entry.layer in layers]
+        if not layers:  # embedding or head alone, which keep what a recomputed layer does: hidden states
+            layers, plan = [0], [LayerPlan(0, "full")]
+        own = estimate_of(
+            estimate.recipe,
+            replace(estimate.config, layers=tuple(estimate.config.layers[layer] for layer in layers)),
+            counted.part_of(estimate.parts, device),
+            plan=plan,
+            micro=estimate.micro,
+            device_type=torch.device(device).type,
+            offloaded_bytes=estimate.offloaded_bytes * counted.trained[device] // max(1, counted.trained.total()),
+            device=device,
+            has_head=device == device_map.head,
+        )
+        by_device.append(own)
+    return replace(estimate, by_device=tuple(by_device))
+
+
+def expected_lines(estimate: MemoryEstimate, *, is_placed: bool) -> list[str]:
+    """`MemoryEstimate.lines` of each device. is_placed: whether the model is there already."""
+    each = estimate.by_device or (estimate,)
+    return [line for own in each for line in own.lines(own.available(own.resident_bytes if is_placed else 0))]
 
 
 def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
@@ -193,13 +289,18 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
     batch, length = estimate.recipe.batch, estimate.recipe.data.max_length
     if batch.micro != "auto":
         return min(batch.micro, per_step)
+    if estimate.by_device:
+        placed = [own.resident_bytes if resident_bytes else 0 for own in estimate.by_device]
+        own_limits = zip(estimate.by_device, placed, strict=True)
+        return min(find_micro_batch(own, per_step, resident_bytes=resident) for own, resident in own_limits)
     at_most = per_step if estimate.device_type != "cpu" else min(per_step, max(1, MAX_CPU_TOKENS // length))
     step = estimate.step_memory()
     if batch.memory is not None:
         if step.of_smallest > batch.memory * 2**30:
             smallest = "one packed sequence" if step.smallest == 1 else f"one row of {step.smallest} sequences"
+            on = f" of {estimate.device}" if estimate.device else ""
             raise RecipeError(
-                f"batch.memory: {batch.memory} GiB do not hold {smallest}: weights, gradients, optimizer and "
+                f"batch.memory: {batch.memory} GiB{on} do not hold {smallest}: weights, gradients, optimizer and "
                 f"one of {step.smallest * length} tokens need about {step.of_smallest / 2**30:.2f} GiB. "
                 f"{_what_would_fit(estimate, batch.memory * 2**30)}"
             )

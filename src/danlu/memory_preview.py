@@ -27,14 +27,17 @@ from danlu.language.critic import own_config, own_name
 from danlu.language.rewards_on_base import own_reward_bytes, shared_rewards
 from danlu.memory.recompute import plan_of
 from danlu.memory_estimate import (
+    BytesByDevice,
     CriticPass,
     MemoryEstimate,
     activation_dtype,
     estimate_of,
+    expected_lines,
     find_micro_batch,
     gathered_at_a_time,
     gathered_element_bytes,
     stage_config,
+    with_devices,
 )
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.chunks import Chunks
@@ -50,7 +53,8 @@ from danlu.parallel.expert import expert_names
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.pipeline import Pipeline
 from danlu.parameter_count import parameters_of
-from danlu.placing import kept_whole
+from danlu.placing import device_map_of, kept_whole
+from danlu.plan.device_map import device_map_problems
 from danlu.plan.parameter_memory import packed_bytes
 from danlu.plan.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
@@ -114,7 +118,7 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
     per_step = -(-batch.packs(recipe.data.max_length) // layout.data)
     micro = find_micro_batch(of_one_pack, per_step)
     estimate = estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=micro)
-    lines = estimate.lines(estimate.available(0))
+    lines = expected_lines(estimate, is_placed=False)
     if section.shard != "none" and section.data == "auto":
         taken = "one is taken" if data == 1 else f"{data} are taken"
         lines.append(f"memory: parallel.data tells here how many processes share the model; {taken}")
@@ -127,9 +131,12 @@ def estimate_from_config(
     """What a step of a recipe would hold on one process of a layout, from the config of its model alone.
 
     Adapters below the one that is trained are left out, as are those of `adapter: continue`, whose files say more than
-    the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters that do not fit the model.
+    the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters and device maps that do not
+    fit the model.
     """
     config, first = _of_first_stage(recipe, config)
+    if wrong := [*device_map_problems(recipe.parallel.device_map, config)]:
+        raise RecipeError(wrong)
     meta = _meta_model(recipe, config)
     whole = kept_whole(meta.model)
     shards = 1 if recipe.parallel.shard == "none" else layout.shard * layout.context
@@ -148,10 +155,11 @@ def estimate_from_config(
         return size if name in whole else -(-cut(name, size) // shards_of(name))
 
     beside = [spec for spec in STAGES[recipe.stage].models(recipe).values() if isinstance(spec, ModelSpec)]
-    frozen = sum(_frozen_model_bytes(recipe, spec, config) for spec in beside)
+    frozen_models = [_frozen_parameter_bytes(recipe, spec, config) for spec in beside]
+    frozen = sum(sum(of_model.values()) for _, of_model in frozen_models)
     critic = _critic_pass(recipe, config, meta.model)
     judges = () if shards > 1 or tensor > 1 else shared_rewards(recipe)
-    weights = (meta.replaced_bytes + frozen) // (shards * tensor) + own_reward_bytes(recipe, judges)
+    weights = (sum(meta.replaced_bytes.values()) + frozen) // (shards * tensor) + own_reward_bytes(recipe, judges)
     gathered = {}
     if meta.own_critic is not None:
         weights += sum(parameter.nbytes for parameter in meta.own_critic.parameters()) // (shards * tensor)
@@ -191,7 +199,7 @@ def estimate_from_config(
         gathered=whole_parameters,
         stash=first.weight_delay * trained,
     )
-    return estimate_of(
+    estimate = estimate_of(
         recipe,
         config,
         fixed,
@@ -203,6 +211,24 @@ def estimate_from_config(
         critic=critic,
         in_flight=first.micro_batches_in_flight,
     )
+    device_map = device_map_of(recipe, config)
+    if device_map is None:
+        return estimate
+    counted = BytesByDevice()
+    for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
+        counted.weights[device_map.of_parameter(name)] += meta.frozen_bytes.get(name, parameter.nbytes)
+    for name, size in meta.replaced_bytes.items():
+        counted.weights[device_map.of_parameter(name)] += size
+    for frozen_config, of_model in frozen_models:
+        own = device_map_of(recipe, frozen_config, device_map.head)
+        assert own is not None, "the recipe has a device map"
+        for name, size in of_model.items():
+            counted.weights[own.of_parameter(name)] += size
+    for name, parameter in meta.trained:
+        counted.trained[device_map.of_parameter(name)] += parameter.nbytes
+    if recipe.adapter is not None:
+        counted.adapter.update(counted.trained)
+    return with_devices(estimate, device_map, counted)
 
 
 def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, Pipeline]:
@@ -239,8 +265,8 @@ class _MetaModel(NamedTuple):
     """Of frozen matrices, by name: packed, or in the type of activations."""
     adapter_bytes: int
     trained: list[tuple[str, nn.Parameter]]
-    replaced_bytes: int
-    """Of frozen parameters whose trained copies are in their place (`modules_to_save`)."""
+    replaced_bytes: dict[str, int]
+    """By name, of frozen parameters whose trained copies are in their place (`modules_to_save`)."""
     own_critic: Decoder | None = None
     """PPO's model of values, where that is a decoder of its own."""
 
@@ -251,7 +277,7 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
     critic = meta_decoder(own_config(recipe, config.vocab_size)) if value_share(recipe) == "none" else None
     of_critic = [] if critic is None else [(own_name(name), each) for name, each in critic.named_parameters()]
     if recipe.adapter is None:
-        return _MetaModel(model, {}, 0, [*model.named_parameters(), *of_critic], 0, critic)
+        return _MetaModel(model, {}, 0, [*model.named_parameters(), *of_critic], {}, critic)
     adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])
     if not isinstance(recipe.adapter, sections.Continue):
         adapters.add(TRAINED, recipe.adapter)
@@ -277,28 +303,28 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
         frozen_bytes,
         sum(tensor.nbytes for name in adapters.added for tensor in adapters.tensors(name).values()),
         [*((name, each) for name, each in model.named_parameters() if each.requires_grad), *of_critic],
-        sum(copy.original.nbytes for added in adapters.added.values() for copy in added.copies),
+        {copy.name: copy.original.nbytes for added in adapters.added.values() for copy in added.copies},
         critic,
     )
 
 
-def _frozen_model_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> int:
-    """What a frozen model beside the policy holds, over all processes (of a pipeline, of the first stage); its adapters
-    are left out.
+def _frozen_parameter_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> tuple[ModelConfig, dict[str, int]]:
+    """(config, bytes of each parameter) of a frozen model beside the policy, over all processes (of a pipeline, of the
+    first stage); its adapters are left out.
 
     policy: the config of the policy, for a model from scratch.
     """
     config = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
-    model, total = meta_decoder(config), 0
+    model, sizes = meta_decoder(config), {}
     linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
     for name, parameter in model.named_parameters():
         if name in linears and spec.quantization is not None:
-            total += packed_bytes(parameter.shape, spec.quantization)
+            sizes[name] = packed_bytes(parameter.shape, spec.quantization)
         elif is_matrix(name, parameter.ndim) and spec.mixing is None:
-            total += parameter.numel() * activation_dtype(recipe).itemsize
+            sizes[name] = parameter.numel() * activation_dtype(recipe).itemsize
         else:
-            total += parameter.nbytes
-    return total
+            sizes[name] = parameter.nbytes
+    return config, sizes
 
 
 def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:

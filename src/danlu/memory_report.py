@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from danlu.errors import ResourceError
-from danlu.memory_estimate import MemoryEstimate
+from danlu.memory_estimate import MemoryEstimate, expected_lines
 from danlu.plan.memory_advice import advice
 from danlu.recipe import Recipe
 from danlu.stage_protocols import PlacedModel
@@ -38,9 +38,7 @@ class MemoryReport:
 
     def expected(self) -> Sequence[str]:
         """What a step will hold, for the console; with what to set where that is more than there is."""
-        if (estimate := self._estimate) is None:
-            return ()
-        return estimate.lines(estimate.available(estimate.parts.weights + estimate.parts.adapter))
+        return () if self._estimate is None else expected_lines(self._estimate, is_placed=True)
 
     def __enter__(self) -> Self:
         return self
@@ -77,15 +75,22 @@ class MemoryReport:
         return None if self._estimate is None else self._estimate.parts
 
     def _room(self) -> str:
-        """What memory is taken and free now, as far as the system tells, for the message."""
-        if self.device.type != "cuda":
-            resident, peak = format_bytes(resident_bytes(self.device)), format_bytes(peak_memory_bytes(self.device))
-            return f"This process holds {resident}, and held {peak} at most"
-        free, whole = torch.cuda.mem_get_info(self.device)
-        ours = torch.cuda.memory_reserved(self.device)
-        of_others = max(0, whole - free - ours)
-        return (
-            f"Of {format_bytes(whole)} on {torch.cuda.get_device_name(self.device)} this process has "
-            f"{format_bytes(ours)} (at most {format_bytes(peak_memory_bytes(self.device))} in tensors), other programs "
-            f"and CUDA itself {format_bytes(of_others)}"
-        )
+        """What memory is taken and free now, as far as the system tells; on each of several devices."""
+        several = () if self._estimate is None else self._estimate.by_device
+        devices = [torch.device(own.device) for own in several] or [self.device]
+        return ". ".join(dict.fromkeys(map(_room_on, devices)))
+
+
+def _room_on(device: torch.device) -> str:
+    if device.type != "cuda":
+        resident, peak = format_bytes(resident_bytes(device)), format_bytes(peak_memory_bytes(device))
+        return f"This process holds {resident}, and held {peak} at most"
+    free, whole = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)
+    of_others = max(0, whole - free - ours)
+    number = "" if device.index is None else f" (cuda:{device.index})"
+    return (
+        f"Of {format_bytes(whole)} on {torch.cuda.get_device_name(device)}{number} this process has "
+        f"{format_bytes(ours)} (at most {format_bytes(torch.cuda.max_memory_allocated(device))} in tensors), other "
+        f"programs and CUDA itself {format_bytes(of_others)}"
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,13 @@ from danlu.assembly.value_adapter import value_on_base
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.errors import RecipeError
 from danlu.memory import activation_offload, recompute, recompute_planner
+from danlu.memory.available_memory import available_bytes
 from danlu.memory.paged_state import paged_state
 from danlu.memory.parameter_offload import offload_parameters
 from danlu.models.attend import attend_for
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.models.device_map import DeviceMap
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
@@ -38,6 +41,7 @@ from danlu.models.router import Router
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel import data, tensor
+from danlu.parallel.device_map import allocate, move_activations, move_parameters, move_part
 from danlu.parallel.expert import ExpertDistributor, expert_names
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
 from danlu.parallel.pipeline import Pipeline
@@ -45,9 +49,12 @@ from danlu.parallel.pipeline_split import StageParameters, split
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import NOTE
+from danlu.plan.device_map import Device
+from danlu.plan.device_map import device_map_of as make_device_map
 from danlu.plan.pipeline_split import chunk_sizes, num_chunks
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.device_map import named_devices
 from danlu.recipe.value import value_adapter, value_adapter_folder
 from danlu.types import Pack, Sample
 
@@ -73,6 +80,8 @@ class Placed:
     """For the console."""
     plan: recompute.Plan = ()
     """What each layer recomputes in the backward pass."""
+    device_map: DeviceMap | None = None
+    """Of a model that lies on several devices of one process."""
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """What optimizers and averages work on, by name: this process's part of each parameter."""
@@ -95,9 +104,12 @@ def subject_of(
 
     resumed: weights will be read from a checkpoint, so parameters are allocated without values. saved: the tensors of
     the adapter in that checkpoint. encode: text to tokens, for prompts that start from words. ranks: where it will be
-    placed; on several processes a model that is trained as a whole is on the meta device until then, and a frozen one
-    is placed while it is read. Raises ModelError for folders that cannot be read, RecipeError as `place`.
+    placed; on several processes or devices a model that is trained as a whole is on the meta device until then, and a
+    frozen one is placed while it is read. Raises ModelError for folders that cannot be read, RecipeError as `place`.
     """
+    by_layer = ranks is not None and layer_by_layer(recipe, ranks)
+    if ranks is not None:
+        device = loading_device(recipe, ranks, device)
     if recipe.adapter is not None:
         placer: LayerPlacer | None = None
 
@@ -117,13 +129,13 @@ def subject_of(
             encode=encode,
             saved_adapter=saved,
             config=config,
-            layer_hook_factory=layer_hook_factory if ranks is not None and layer_by_layer(recipe, ranks) else None,
+            layer_hook_factory=layer_hook_factory if by_layer else None,
             value=value_on_base(recipe),
         )
         return Subject(adapted.model, adapted.adapters, base, placer)
     if recipe.model.adapters and not resumed:
         return Subject(merged_model(recipe.model, device=device, config=config))
-    if ranks is not None and not ranks.alone:
+    if ranks is not None and (not ranks.alone or recipe.parallel.device_map is not None):
         return Subject(meta_decoder(config))
     if resumed:
         return Subject(build(config, device=device))
@@ -136,13 +148,14 @@ def subject_of(
 
 class LayerPlacer:
     """Leaves of a model the chunks of this process; then distributes its experts, cuts it among tensor ranks and shards
-    it among data ranks, a layer at a time where it is read so."""
+    it among data ranks, or moves it to the devices of one process, a layer at a time where it is read so."""
 
     def __init__(
         self, model: Decoder, adapters: AdapterSet | None, recipe: Recipe, ranks: Ranks, device: torch.device
     ) -> None:
         section = recipe.parallel
         self.model, self.adapters = model, adapters
+        self.device_map = device_map_of(recipe, model.config, device)
         self.whole = kept_whole(model)  # of the whole model: which parameters its layers share
         self.pipeline = pipeline_of(recipe, ranks)
         self.stage = StageParameters()
@@ -167,6 +180,8 @@ class LayerPlacer:
         """Leaves of a layer whose weights have been read the part of this process."""
         self.cut_layer(name)
         self.shard_layer(name)
+        if self.device_map is not None:
+            move_part(self.model.layers[name], self.device_map.layers[int(name)])
         if self.adapters is not None:
             self.adapters.refresh_copies()
 
@@ -194,15 +209,66 @@ def shards_on_host(recipe: Recipe, device: torch.device) -> bool:
 
 
 def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
-    """Whether a frozen base can be cut and sharded while it is read, so that no process ever has all of it.
+    """Whether a frozen base can be cut and sharded while it is read, so that no process (of several devices, none)
+    ever has all of it.
 
     Adapters that are read (`model.adapters`, `value.model`) and measured plans of recomputation need a whole base.
     """
     section = recipe.parallel
     reads_adapters = bool(recipe.model.adapters) or value_adapter_folder(recipe) is not None
     shares_layers = ranks.pipeline.size > 1 or ranks.tensor.size > 1 or ranks.expert.size > 1
+    shares_layers = shares_layers or section.device_map is not None
     is_divided = shares_layers or (section.shard != "none" and not ranks.dense_data.all.alone)
     return is_divided and not reads_adapters and recipe.memory.recompute.kind != "planned"
+
+
+def loading_device(recipe: Recipe, ranks: Ranks, device: torch.device) -> torch.device:
+    """Where a model is put while it is read: with a device map that is not known layer by layer on the host, for no
+    device may have room for all of it."""
+    is_divided = recipe.parallel.device_map is not None and not layer_by_layer(recipe, ranks)
+    return torch.device("cpu") if is_divided else device
+
+
+@cache
+def visible_devices(device: str) -> tuple[Device, ...]:
+    """The devices that a device map may deal layers to, with the memory that was free when this was first asked: the
+    GPUs that torch sees, or the CPU.
+
+    By the same numbers a model that follows the policy's weights lies where the policy does.
+
+    device: `recipe.device`.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return (Device("cpu", available_bytes(torch.device("cpu"))),)
+    names = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return tuple(Device(name, available_bytes(torch.device(name))) for name in names)
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Raises RecipeError for a device map that names a GPU which torch does not see."""
+    section = recipe.parallel.device_map
+    if section is None or isinstance(section, str):
+        return
+    seen = [device.name for device in visible_devices(recipe.device) if device.name != "cpu"]
+    for device, key in named_devices(section).items():
+        if device not in ("cpu", *seen):
+            sees = f"{len(seen)} GPU{'' if len(seen) == 1 else 's'}" if seen else "no GPU"
+            instead = f"Use {seen[-1]}" if seen else "Use cpu, or device_map: auto"
+            raise RecipeError(f"parallel.device_map: {key!r} is on {device}, and torch sees {sees}. {instead}")
+
+
+def device_map_of(
+    recipe: Recipe, config: ModelConfig, loss_device: torch.device | str | None = None
+) -> DeviceMap | None:
+    """The devices of a model's parts as the recipe says it; None for a model on one device.
+
+    loss_device: of its head, where another model has decided it.
+    """
+    section = recipe.parallel.device_map
+    if section is None:
+        return None
+    name = None if loss_device is None else str(loss_device)
+    return make_device_map(section, config, visible_devices(recipe.device), loss_device=name)
 
 
 def check_placing(recipe: Recipe, ranks: Ranks, device: torch.device) -> None:
@@ -250,20 +316,28 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
             for name in model.layers:
                 placer.shard_layer(name)
         placer.sharder.rest(*(model.layers_of(chunk) for chunk in model.chunks.local))
-    if on_meta:
+    device_map = placer.device_map
+    if device_map is not None:
+        notes.append(f"device_map: {device_map}")
+        if len(device_map.devices) == 1:
+            notes.append("parallel.device_map changes nothing with one device")
+        if on_meta:
+            allocate(model, device_map)
+        else:
+            move_parameters(model, adapters, device_map)
+        move_activations(model, device_map)
+    elif on_meta:
         data.to_empty(model, device, offload=placer.sharder is not None and shards_on_host(recipe, device))
     if adapters is not None:
         adapters.refresh_copies()
     stage = placer.stage
 
     def local_parameters() -> dict[str, LocalParameter]:
-        if ranks.alone:
-            return {}
         return stage.named_in_whole(local_parameters_of(model, ranks, boxes, experts), ranks.pipeline.index)
 
-    local = local_parameters()
+    local = {} if ranks.alone else local_parameters()
     if on_meta and not resumed:
-        fill(local, recipe, model.config)
+        fill(local or local_parameters(), recipe, model.config)
     if placer.pipeline.updates_each_micro_batch:
         check_updated_alone(stage, local)
         notes.append(pipedream_note(recipe))
@@ -272,7 +346,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
         folder.mkdir(parents=True, exist_ok=True)
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
-        local = local_parameters()  # their memory is in the file now
+        local = {} if ranks.alone else local_parameters()  # their memory is in the file now
     partial_gradients = [
         *sums_over_data(local, ranks, in_buckets=section.shard == "none"),
         *((group, stage.renamed.get(name, name)) for name, group in cuts.partial.items()),
@@ -290,7 +364,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         parallel = replace(parallel, release_pages=offloaded.release)
     if placer.sharder is not None:
         parallel = data.sharded_step(parallel, model, section)
-    return Placed(subject, parallel, tuple(notes), plan)
+    return Placed(subject, parallel, tuple(notes), plan, device_map)
 
 
 def check_updated_alone(stage: StageParameters, local: Mapping[str, LocalParameter]) -> None:

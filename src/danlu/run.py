@@ -36,9 +36,10 @@ from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.watchdog import track_modules
 from danlu.parameter_count import parameters_of, trained_parameters_of
-from danlu.placing import optimizer_of
+from danlu.placing import check_devices, optimizer_of
 from danlu.plan.precision import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
+from danlu.recipe.device_map import named_devices
 from danlu.stage_protocols import Material, PlacedModel, Reader, Stage
 from danlu.stages import STAGES
 from danlu.train.checkpoints.folders import step_of
@@ -361,7 +362,11 @@ def _build(
 
 
 def _device(recipe: Recipe) -> torch.device:
-    name = recipe.device
+    """The device of the run; of several a GPU, where there is one."""
+    check_devices(recipe)
+    name, section = recipe.device, recipe.parallel.device_map
+    if section is not None and not isinstance(section, str):
+        return torch.device(max(named_devices(section)))
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

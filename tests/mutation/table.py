@@ -49,6 +49,81 @@ class Mutation:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # -- layers on several devices of one process
+    Mutation(
+        "parallel/device_map.py",
+        "        if device not in copies:",
+        "        if True:",
+        "parallel/test_device_map.py",
+        only="tables_once",
+    ),
+    Mutation(
+        "parallel/device_map.py",
+        "moves_input=own != device, rotations",
+        "moves_input=True, rotations",
+        "parallel/test_device_map.py",
+        only="tables_once",
+    ),
+    Mutation(
+        "parallel/device_map.py",
+        "rotations=None if own == device_map.head else rotations",
+        "rotations=None",
+        "parallel/test_device_map.py",
+        only="on_one_device and dense",
+    ),
+    Mutation(
+        "models/load_balancing.py",
+        "if self.tokens is None or self.tokens.real.device == device:",
+        "if True:",
+        "parallel/test_device_map.py",
+        only="own_device",
+    ),
+    Mutation(
+        "plan/device_map.py",
+        "            extras[names.index(place)] += matrix",
+        "            pass",
+        "plan/test_device_map.py",
+    ),
+    Mutation(
+        "plan/device_map.py",
+        'shares = None if section == "balanced" or None in free',
+        "shares = None if True",
+        "plan/test_device_map.py",
+    ),
+    Mutation(
+        "placing.py",
+        "move_part(self.model.layers[name], self.device_map.layers[int(name)])",
+        "move_part(self.model.layers[name], self.device_map.head)",
+        "test_device_map_runs.py",
+        only="read_layer_by_layer",
+    ),
+    Mutation(
+        "language/builder.py",
+        "        device = self._loss_device(config, device)",
+        "        pass",
+        "test_device_map_runs.py",
+        only="teachers or lora",
+    ),
+    Mutation(
+        "memory_estimate.py",
+        "has_head=device == device_map.head,",
+        "has_head=True,",
+        "test_memory_estimate.py",
+        only="device_of_a_map",
+    ),
+    Mutation(
+        "memory_estimate.py",
+        "return min(find_micro_batch(own, per_step, resident_bytes=resident) for own, resident in own_limits)",
+        "return max(find_micro_batch(own, per_step, resident_bytes=resident) for own, resident in own_limits)",
+        "test_memory_estimate.py",
+        only="fits_into_each",
+    ),
+    Mutation(
+        "rollout/device_pools.py",
+        "        attend = self._attends[self._devices[layer]]",
+        "        attend = next(iter(self._attends.values()))",
+        "rollout/test_device_pools.py",
+    ),
     # -- stages of training in a pipeline
     Mutation(
         "language/learner.py",

@@ -149,3 +149,11 @@ def test_peak_memory_is_what_the_system_counts() -> None:
     peak = peak_memory_bytes(torch.device("cpu"))
     unit = 1 if sys.platform == "darwin" else 1024
     assert peak == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, rel=0.02)
+
+
+def test_peak_memory_of_gpus_is_that_of_all_devices_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: [5, 0, 7][device])
+    assert peak_memory_bytes(torch.device("cuda:2")) == 12
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: [0, 0, 7][device])  # of a layout's rank 2
+    assert peak_memory_bytes(torch.device("cuda:2")) == 7

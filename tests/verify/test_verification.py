@@ -346,6 +346,7 @@ def test_a_step_of_512_fake_processes_is_counted(tmp_path: Path) -> None:
         (["parallel={tensor: 2}"], {"processes": 3}, "parallel.tensor: 2 does not divide the 3 processes"),
         ([], {"processes": 1}, "there is nothing to compare it with"),
         (["parallel.workers=threads"], {}, "parallel.workers: threads are one process"),
+        (["parallel.device_map=auto"], {}, "parallel.device_map: it divides one process"),
         (["parallel.data=2"], {"fault": "stale"}, "--inject stale: not a mistake that this layout can make"),
         (["parallel.data=2"], {"fault": "nothing"}, "--inject nothing: not a mistake"),
     ],

@@ -30,7 +30,7 @@ class DropoutState:
         self._packs: tuple[tuple[int, int], ...] = ()
         self._rows: Tensor | None = None
         self._drawn_key: int | None = None  # of the step that `_packs`, `_rows` and `_token_keys` are of
-        self._token_keys: Tensor | None = None
+        self._token_keys: dict[tuple[torch.device, int], Tensor] = {}  # by T and device: a model may lie on several
 
     def begin(self, step: int, packs: Sequence[tuple[int, int]], rows: Tensor | None = None) -> None:
         """Switches dropout on for one micro-batch.
@@ -41,7 +41,7 @@ class DropoutState:
         """
         key, packs = _hash(f"{self.seed}\0{step}"), tuple(packs)
         if (key, packs) != (self._drawn_key, self._packs) or not _same_rows(rows, self._rows):
-            self._token_keys = None  # else the micro-batch goes on, in the backward pass
+            self._token_keys = {}  # else the micro-batch goes on, in the backward pass
         self._key, self._drawn_key, self._packs, self._rows = key, key, packs, rows
 
     def end(self) -> None:
@@ -68,7 +68,7 @@ class DropoutState:
         x: [T, F], any activations of the micro-batch; T may be more than its packs have, where it was padded.
         """
         assert self._key is not None, "dropout is switched off"
-        if self._token_keys is None or self._token_keys.shape[0] != x.shape[0] or self._token_keys.device != x.device:
+        if (key := (x.device, x.shape[0])) not in self._token_keys:
             tokens = [count for _, count in self._packs]
             numbers = torch.tensor([number for number, _ in self._packs], dtype=torch.int32)
             keys = _mix(numbers + self._key).repeat_interleave(torch.tensor(tokens, dtype=torch.int64))
@@ -77,8 +77,8 @@ class DropoutState:
             of_tokens = keys + offsets if self._rows is None else (keys + offsets)[self._rows]
             assert len(of_tokens) <= x.shape[0], f"{len(of_tokens)} tokens, and activations of {x.shape[0]}"
             padded = F.pad(of_tokens, (0, x.shape[0] - len(of_tokens)))
-            self._token_keys = _mix(padded).to(x.device)
-        return self._token_keys
+            self._token_keys[key] = _mix(padded).to(x.device)
+        return self._token_keys[key]
 
 
 def _same_rows(rows: Tensor | None, others: Tensor | None) -> bool:

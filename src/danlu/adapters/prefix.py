@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu import device_moves
 from danlu.adapters.adapter import ShardableModule, module_of_type
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
@@ -36,10 +37,22 @@ class PrefixTokens(VirtualTokens):
     def __init__(self, first_id: int, count: int, width: int) -> None:
         super().__init__(first_id, count)
         self.width = width
-        self.current_positions: VirtualTokenPositions | None = None  # set by the embedding, where each pass begins
+        self._positions: VirtualTokenPositions | None = None  # set by the embedding, where each pass begins
+        self._copies: dict[torch.device, VirtualTokenPositions] = {}
+
+    def positions_on(self, device: torch.device) -> VirtualTokenPositions:
+        """Where the virtual tokens are in the present pass, on the device of a layer."""
+        positions = self._positions
+        assert positions is not None, "a pass begins at the embedding"
+        if positions.rows.device == device:
+            return positions
+        if device not in self._copies:
+            rows, indices = (device_moves.move(each, device) for each in (positions.rows, positions.indices))
+            self._copies[device] = VirtualTokenPositions(rows, indices)
+        return self._copies[device]
 
     def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
-        self.current_positions = positions
+        self._positions, self._copies = positions, {}
         return torch.zeros(len(positions.rows), self.width, dtype=dtype, device=positions.rows.device)
 
 
@@ -105,12 +118,11 @@ class LayerPrefix(ShardableModule):
         """[P, 2 D] float32, of all heads; through the projection where there is one."""
         if self.projection is None:
             return self.embedding.weight
-        return F.linear(self.projection(), self.weight, self.bias)
+        return F.linear(device_moves.move_beside(self.projection(), self.weight), self.weight, self.bias)
 
     def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, K local, C] of a pass, with those of the prefix in the rows of its virtual tokens."""
-        positions = self._tokens[0].current_positions
-        assert positions is not None, "a pass begins at the embedding"
+        positions = self._tokens[0].positions_on(k.device)
         if not len(positions.rows):  # cached decoding: the prefix is in the cache
             return k, v
         rows = self.keys_and_values()[positions.indices].to(k.dtype)  # [N, 2 D]
@@ -150,7 +162,8 @@ def to_peft(section: sections.Prefix, modules: Mapping[str, nn.Module], sites: S
     The number of heads is left out: PEFT reads it from the model's config.
     """
     with torch.no_grad():
-        tables = [module_of_type(modules[slot], LayerPrefix).keys_and_values() for slot in attention_slots(sites)]
+        layers = [module_of_type(modules[slot], LayerPrefix) for slot in attention_slots(sites)]
+        tables = [layer.keys_and_values().cpu() for layer in layers]  # they may lie on several devices
     values = {
         "peft_type": "PREFIX_TUNING",
         "num_virtual_tokens": section.tokens,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu import device_moves
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import HFLayer, Rows, adapted_layers, hf_layers
@@ -37,6 +38,23 @@ class Projection(nn.Module):
         generator = torch.Generator("cpu").manual_seed(seed)
         self.vera_A = nn.Parameter(_kaiming(rank, inputs, generator).to(device), requires_grad=False)
         self.vera_B = nn.Parameter(_kaiming(outputs, rank, generator).to(device), requires_grad=False)
+        self._copies: dict[torch.device, tuple[tuple[int, int], Tensor, Tensor]] = {}
+        """By device, with the versions that they are copies of."""
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A and B where a layer is: copies on other devices than their own, where layers lie on several."""
+        a, b = self.vera_A, self.vera_B
+        if a.device == device:
+            return a, b
+        versions = a._version, b._version
+        if device not in self._copies or self._copies[device][0] != versions:
+            self._copies[device] = (
+                versions,
+                device_moves.move(a.detach(), device),
+                device_moves.move(b.detach(), device),
+            )
+        _, *copies = self._copies[device]
+        return copies[0], copies[1]
 
 
 def largest_shape(layers: Sequence[HFLayer]) -> tuple[int, int]:
@@ -86,12 +104,12 @@ class Vera(Adapter):
     @property
     def a(self) -> Tensor:
         """This layer's columns of the shared A, [r, I local]."""
-        return self.projection.vera_A[:, self.columns]
+        return self.projection.on(self.vera_lambda_b.device)[0][:, self.columns]
 
     @property
     def b(self) -> Tensor:
         """This layer's rows of the shared B, [O local, r]."""
-        return self.projection.vera_B[self.rows]
+        return self.projection.on(self.vera_lambda_b.device)[1][self.rows]
 
     @property
     def tensor_axes(self) -> TensorAxes:

@@ -43,7 +43,8 @@ from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import Placed, Subject, check_placing, place, subject_of, token_shares
+from danlu.placing import Placed, Subject, check_placing, device_map_of, place, subject_of, token_shares
+from danlu.plan.device_map import device_map_problems
 from danlu.plan.pipeline_split import pipedream_problems, split_problems
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -102,6 +103,8 @@ class DecoderBuilder:
 
     def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
         """The rows with what the stage asks of models before training, which is computed unless it is stored."""
+        if self.recipe.parallel.device_map is not None:
+            device = self._loss_device(self._config(material.tokenizer), device)
         for spec in self.stage.columns(self.recipe):
             rows = material.stored
             assert rows is not None, "the recipe's rules let no columns be asked of a stream"
@@ -140,6 +143,7 @@ class DecoderBuilder:
         """The trained decoder and the frozen ones on the processes of a layout."""
         recipe, config = self.recipe, self._config(material.tokenizer)
         self._check_layout(config)
+        device = self._loss_device(config, device)
         check_placing(recipe, ranks, device)
         saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
         subject = subject_of(
@@ -153,7 +157,8 @@ class DecoderBuilder:
         alone = ranks.alone and recipe.parallel.workers != "threads"
         placed.subject.model.staged_ropes = ropes_by_length(self._unscaled(material.tokenizer), recipe.long_context)
         if alone:
-            placed.subject.model.embed_tokens.sparse_gradient = device.type == "cpu" and not recipe.compile
+            embedding = placed.subject.model.embed_tokens
+            embedding.sparse_gradient = embedding.weight.device.type == "cpu" and not recipe.compile
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
         reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
         decoder = replace(decoder, rewards=partial(recipe_rewards, judges=judges), reward_bytes=reward_bytes)
@@ -188,8 +193,14 @@ class DecoderBuilder:
     def _check_layout(self, config: ModelConfig) -> None:
         parallel = self.recipe.parallel
         of_pipeline = [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
-        if wrong := [*problems(parallel, config), *of_pipeline]:
+        of_devices = device_map_problems(parallel.device_map, config)
+        if wrong := [*problems(parallel, config), *of_pipeline, *of_devices]:
             raise RecipeError(wrong)
+
+    def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
+        """Where micro-batches lie and losses are computed: `device`, but of several that of the policy's head."""
+        device_map = device_map_of(self.recipe, config)
+        return device if device_map is None else torch.device(device_map.head)
 
     def _check_base(self, checkpoint: Path) -> None:
         """Raises CheckpointError if an adapter would go on upon another base than the one under its checkpoint."""

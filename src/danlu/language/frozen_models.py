@@ -25,7 +25,8 @@ from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
 from danlu.parallel.ranks import Ranks
-from danlu.placing import LayerPlacer, Placed, Subject, layer_by_layer, place, subject_of
+from danlu.placing import LayerPlacer, Placed, Subject, layer_by_layer, loading_device, place, subject_of
+from danlu.plan.device_map import device_map_problems
 from danlu.plan.pipeline_split import split_problems
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -48,7 +49,8 @@ def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
         if any((folder / name).is_file() for name in VOCABULARY_FILES):
             _check_same_vocabulary(spec.key, path, load_tokenizer(path).vocabulary, policy_tokenizer.vocabulary)
         check_vocabulary(read_config(folder), policy_tokenizer.vocab_size)
-        if wrong := list(split_problems(recipe.parallel.pipeline, read_config(folder))):
+        config, section = read_config(folder), recipe.parallel
+        if wrong := [*split_problems(section.pipeline, config), *device_map_problems(section.device_map, config)]:
             raise RecipeError([f"{spec.key}.model: {path}: {problem}" for problem in wrong])
 
 
@@ -107,6 +109,7 @@ def _as_if_it_were_the_policy(recipe: Recipe, spec: ModelSpec) -> Recipe:
 
 def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:
     section, dtype = recipe.model, DTYPES[recipe.precision]
+    device = loading_device(recipe, ranks, device)
     if section.path is None:
         model = build(frozen_config(section, vocab_size), device=device)
         initialize(model, recipe.seed)

@@ -35,12 +35,14 @@ from danlu.language.rollout_processes import rollout_processes
 from danlu.language.samples import sampler
 from danlu.memory import activation_offload
 from danlu.memory_estimate import (
+    BytesByDevice,
     CriticPass,
     MemoryEstimate,
     estimate_of,
     find_micro_batch,
     gathered_parameters,
     stage_config,
+    with_devices,
 )
 from danlu.models.block_scaled import scaled_method
 from danlu.models.decoder import Decoder
@@ -217,7 +219,7 @@ class PlacedDecoder:
             packed=max(packed, default=0) * self.dtype.itemsize,
             gathered=gathered,
         )
-        return estimate_of(
+        estimate = estimate_of(
             recipe,
             stage_config(model.config, model.chunks),
             fixed,
@@ -229,6 +231,27 @@ class PlacedDecoder:
             critic=self._critic_pass,
             in_flight=self.parallel.pipeline.micro_batches_in_flight,
         )
+        device_map = self.placed.device_map
+        return estimate if device_map is None else with_devices(estimate, device_map, self._bytes_by_device(optimizer))
+
+    def _bytes_by_device(self, optimizer: Optimizers) -> BytesByDevice:
+        """What of the models lies where, by the names of their parameters."""
+        counted, policy = BytesByDevice(), self.placed.device_map
+        assert policy is not None, "all models lie on one device"
+        for placed in (self.placed, *self.frozen.values()):
+            model, own = placed.subject.model, placed.device_map or policy
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                counted.weights[own.of_parameter(name)] += tensor.nbytes
+        counted.weights[policy.head] += sum(tensor.nbytes for tensor in objective_tensors(self.objective).values())
+        if self.adapters is not None:
+            for added in self.adapters.added.values():
+                for replaced in added.copies:
+                    counted.weights[policy.of_parameter(replaced.name)] += replaced.original.nbytes
+            for name, parameter in self.adapters.tensors(self.adapters.active[-1]).items():
+                counted.adapter[policy.of_parameter(name)] += parameter.nbytes
+        for name, parameter in optimizer.parameters.items():
+            counted.trained[policy.of_parameter(name)] += parameter.nbytes
+        return counted
 
     @property
     def _critic_pass(self) -> CriticPass | None:

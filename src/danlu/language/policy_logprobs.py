@@ -38,7 +38,7 @@ def policy_logprobs(
     None, routers choose.
     """
     model, adapters = placed.subject.model, placed.subject.adapters
-    exact, device = recipe.numerics == "exact", next(model.parameters()).device
+    exact, device = recipe.numerics == "exact", model.input_device
     outputs = FrozenDecoder(model, forward_of(model, compiled=recipe.compile), DTYPES[recipe.precision], exact)
     virtual_token_ids = () if adapters is None else adapters.virtual_token_ids
     known = end_to_end(routes, [len(sequence) for sequence in sequences]) if routes else None

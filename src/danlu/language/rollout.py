@@ -55,7 +55,7 @@ def rollout_engine(
         dtype=dtype,
         decode=decode,
         adapters=policy_adapters(placed),
-        draft_model=draft_model(recipe.rollout, next(model.parameters()).device, dtype),
+        draft_model=draft_model(recipe.rollout, model.input_device, dtype),
     )
     if ranks.alone:
         return engine

@@ -34,6 +34,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
+from danlu.models.chunks import layer_spans
 from danlu.models.decoder import Decoder, Layer
 from danlu.recipe.sections import Recompute
 
@@ -156,14 +157,5 @@ def describe(plan: Plan) -> str:
         firsts = [next(entries).layer for _, entries in groupby(plan, key=lambda entry: entry.segment)]
         return f"recompute: all but the inputs of layers {', '.join(map(str, firsts))}"
     by_kind = {kind: [entry.layer for entry in plan if entry.kind == kind] for kind in KINDS}
-    kinds = [f"{kind} in layers {_spans(layers)}" for kind, layers in by_kind.items() if layers]
+    kinds = [f"{kind} in layers {layer_spans(layers)}" for kind, layers in by_kind.items() if layers]
     return f"recompute: {', '.join(kinds)}"
-
-
-def _spans(layers: Sequence[int]) -> str:
-    """0, 1, 2, 5 -> `0-2 and 5`."""
-    # Layers of one run differ from their index by the same number.
-    groups = groupby(enumerate(layers), key=lambda indexed: indexed[1] - indexed[0])
-    runs = [[layer for _, layer in group] for _, group in groups]
-    spans = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return spans[0] if len(spans) == 1 else f"{', '.join(spans[:-1])} and {spans[-1]}"

@@ -59,10 +59,11 @@ class PackedAttention:
         self.documents = documents_of(boundaries, trees)
         self._has_trees = any(len(document) > 1 for document in self.documents)
         self._kernels = kernels
-        self._offsets: Tensor | None = None  # int32 copy on the device, for the variable-length kernel
+        # Of each device, for a model may lie on several: an int32 copy, for the variable-length kernel.
+        self._offsets: dict[torch.device, Tensor] = {}
         self._dealt: dict[tuple[Any, ...], list[_Part]] = {}  # see `_parts`
-        self._masks: dict[int | None, Any] = {}  # by window, for flex attention
-        self._branch_mask: Tensor | None = None  # see `_mask_of_branches`
+        self._masks: dict[tuple[torch.device, int | None], Any] = {}  # by window, for flex attention
+        self._branch_masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # see `_mask_of_branches`
         self._trees = trees
 
     @cached_property
@@ -138,14 +139,14 @@ class PackedAttention:
         return _concatenated(outputs)
 
     def _offsets_on(self, device: torch.device) -> Tensor:
-        if self._offsets is None or self._offsets.device != device:
-            self._offsets = copy_to(torch.tensor(self.boundaries, dtype=torch.int32), device)
-        return self._offsets
+        if device not in self._offsets:
+            self._offsets[device] = copy_to(torch.tensor(self.boundaries, dtype=torch.int32), device)
+        return self._offsets[device]
 
     def _mask_on(self, device: torch.device, window: int | None) -> Any:
-        if window not in self._masks:
-            self._masks[window] = documents_mask(self.documents, window, device)
-        return self._masks[window]
+        if (device, window) not in self._masks:
+            self._masks[device, window] = documents_mask(self.documents, window, device)
+        return self._masks[device, window]
 
     def _mask_of_branches(self, like: Tensor) -> Tensor:
         """[R, W] in the type of `like`: 0 where row i sees column j, else -inf, for j <= i + W - 2 R.
@@ -153,13 +154,13 @@ class PackedAttention:
         Rows with `before` keys before them have the columns from W - 2 R - `before` on as their mask, so that all
         branches and layers share one.
         """
-        mask = self._branch_mask
-        if mask is None or mask.dtype != like.dtype or mask.device != like.device:
+        mask = self._branch_masks.get((like.device, like.dtype))
+        if mask is None:
             width = max(segment.path_length for document in self.documents for segment in document) + 2 * BRANCH_ROWS
             hidden = torch.ones(BRANCH_ROWS, width, dtype=torch.bool, device=like.device)
             hidden = hidden.triu_(width - 2 * BRANCH_ROWS + 1)
             mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-            self._branch_mask = mask
+            self._branch_masks[like.device, like.dtype] = mask
         return mask
 
 

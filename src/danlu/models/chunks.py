@@ -60,3 +60,12 @@ class Chunks:
         if first == "layers":
             return self.of_layer(int(rest[0]))
         return 0 if first == "embed_tokens" else self.last
+
+
+def layer_spans(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> `0-2 and 5`."""
+    # Numbers of one run differ from their index by the same number.
+    groups = itertools.groupby(enumerate(numbers), key=lambda indexed: indexed[1] - indexed[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    spans = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return spans[0] if len(spans) == 1 else f"{', '.join(spans[:-1])} and {spans[-1]}"

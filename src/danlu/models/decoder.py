@@ -22,6 +22,7 @@ from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.delta_spec import Delta
+from danlu.models.device_map import DeviceMap
 from danlu.models.experts import MoE, leave_experts_uncompiled
 from danlu.models.experts_spec import Experts
 from danlu.models.factorized_attention import FactorizedAttention
@@ -148,6 +149,8 @@ class Decoder(nn.Module):
         self.enter_head: BoundaryOp = identity
         self.vocab_shard: VocabShard | None = None
         """Where the vocabulary is cut over processes: what is here of it."""
+        self.device_map: DeviceMap | None = None
+        """Where its parts lie on several devices of one process, which of them are where."""
 
     def keep_chunks(self, chunks: Chunks) -> None:
         """Drops what is in no chunk of this process; what stays keeps its names.
@@ -176,6 +179,13 @@ class Decoder(nn.Module):
         leave_recurrence_uncompiled()
         leave_experts_uncompiled()
         return torch.compile(self, dynamic=True)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where tokens and positions are given to it, and hidden states come out: of several devices the head's."""
+        if self.device_map is not None:
+            return torch.device(self.device_map.head)
+        return next(self.parameters()).device
 
     @property
     def has_tied_head(self) -> bool:

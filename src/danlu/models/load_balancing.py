@@ -22,12 +22,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from danlu import device_moves
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE
 from danlu.models.forward_values import from_forward
@@ -90,6 +91,14 @@ class BatchTokens:
         documents = numbers.index_select(0, self.documents)
         return replace(self, documents=documents, document_lengths=whole, sum_over_documents=sum_over_documents)
 
+    def on(self, device: torch.device) -> BatchTokens:
+        """The same on another device."""
+        named: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                named[name] = device_moves.move(value, device)
+        return BatchTokens(**named)
+
 
 def _runs(boundaries: Sequence[int], like: Tensor) -> Tensor:
     """[T] int64: the number of the run, of those between `boundaries`, that each place is in."""
@@ -109,6 +118,9 @@ class Balancer:
         self.adds_gradient = adds_gradient
         self.tokens: BatchTokens | None = None
         """Of the micro-batch that goes through the model; None: nothing is counted, and nothing added."""
+        self._copies: dict[torch.device, BatchTokens] = {}
+        """Of `_copied`, on the devices of other layers, where a model lies on several."""
+        self._copied: BatchTokens | None = None
         self.layers: dict[str, LayerBalancer] = {}
         for name, layer in model.layers.items():
             assert isinstance(layer, Layer)
@@ -126,6 +138,16 @@ class Balancer:
         finally:
             self.tokens = before
 
+    def tokens_on(self, device: torch.device) -> BatchTokens | None:
+        """`tokens` on the device of a layer, moved there when its first layer asks."""
+        if self.tokens is None or self.tokens.real.device == device:
+            return self.tokens
+        if self._copied is not self.tokens:
+            self._copied, self._copies = self.tokens, {}
+        if device not in self._copies:
+            self._copies[device] = self.tokens.on(device)
+        return self._copies[device]
+
     def tensors(self) -> dict[str, Tensor]:
         """What the next step depends on beside the model's parameters, by name, live."""
         if self.balancing.kind != "step":
@@ -142,8 +164,9 @@ class Balancer:
         """
         if not self.layers:
             return {}
-        sums = sum_over_data(torch.cat([layer.sums for layer in self.layers.values()]))
-        sizes = [len(layer.sums) for layer in self.layers.values()]
+        of_layers = [layer.sums for layer in self.layers.values()]
+        sums = sum_over_data(torch.cat([each.to(of_layers[0].device) for each in of_layers]))
+        sizes = [len(each) for each in of_layers]
         for layer, part in zip(self.layers.values(), sums.split(sizes), strict=True):
             layer.end_step(part)
         metrics: dict[str, float] = {}
@@ -200,7 +223,7 @@ class LayerBalancer:
 
         logits [T, E] float32.
         """
-        tokens = self.owner.tokens
+        tokens = self.owner.tokens_on(logits.device)
         if tokens is None:
             return routes
         shares = routes.scores / routes.scores.sum(-1, keepdim=True)  # [T, E]

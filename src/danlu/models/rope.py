@@ -9,7 +9,7 @@ T packed tokens · R rotated features of a head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,8 +34,12 @@ class Rotation(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Rotation:
         """The same in another type."""
+        return self.map(lambda x: x.to(dtype))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Rotation:
+        """Each tensor as a function makes it anew."""
         scale = self.query_scale
-        return Rotation(self.cos.to(dtype), self.sin.to(dtype), None if scale is None else scale.to(dtype))
+        return Rotation(function(self.cos), function(self.sin), None if scale is None else function(scale))
 
 
 def rotary_tables(

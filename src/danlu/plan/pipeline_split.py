@@ -61,7 +61,8 @@ def chunk_sizes(section: Pipeline, config: ModelConfig) -> list[int]:
         return section.split
     if section.split == "even":
         return [layers // count + (chunk < layers % count) for chunk in range(count)]
-    return _even_in_cost(layer_costs(config), config.vocab_size * config.hidden_size, count)
+    head = config.vocab_size * config.hidden_size
+    return even_in_cost(layer_costs(config), [*[0] * (count - 1), head])
 
 
 def layer_costs(config: ModelConfig) -> list[int]:
@@ -69,22 +70,27 @@ def layer_costs(config: ModelConfig) -> list[int]:
     return [layer.product_weights(config.hidden_size) for layer in config.layers]
 
 
-def _even_in_cost(costs: Sequence[int], head: int, count: int) -> list[int]:
-    """The sizes of `count` runs of layers, none empty, of which the most expensive is as cheap as can be.
+def even_in_cost(costs: Sequence[int], extras: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
+    """The sizes of runs of layers, none empty, of which the most expensive is as cheap as can be.
 
-    head: what is added to the cost of the last run. Of equal splits, the one with more layers in earlier runs.
+    extras: of each run, what is added to the cost of its layers. shares: of each run, what its cost is divided by
+    before it is compared; by default 1. Of equal splits, the one with fewer layers in earlier runs.
     """
     before = list(itertools.accumulate(costs, initial=0))
+    count = len(extras)
     # By the number of layers in the first runs: (greatest cost of a run, their sizes).
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for chunk in range(count):
-        extra = head if chunk == count - 1 else 0
-        after: dict[int, tuple[int, list[int]]] = {}
-        for stop in range(chunk + 1, len(costs) - (count - 1 - chunk) + 1):
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}
+    for run, extra in enumerate(extras):
+        after: dict[int, tuple[float, list[int]]] = {}
+        for stop in range(run + 1, len(costs) - (count - 1 - run) + 1):
             after[stop] = min(
-                (max(greatest, before[stop] - before[start] + extra), [*sizes, stop - start])
+                (max(greatest, _cost(before[stop] - before[start] + extra, shares, run)), [*sizes, stop - start])
                 for start, (greatest, sizes) in best.items()
                 if start < stop
             )
         best = after
     return best[len(costs)][1]
+
+
+def _cost(cost: int, shares: Sequence[float] | None, run: int) -> float:
+    return cost if shares is None else cost / shares[run]

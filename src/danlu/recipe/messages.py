@@ -70,6 +70,7 @@ _NAMES_IN_OTHER_TOOLS = {
     "output": "output_dir overwrite_output_dir run_name",
     "parallel.context": "context_parallel_size cp",
     "parallel.data": "ddp dp world_size",
+    "parallel.device_map": "device_map",
     "parallel.pipeline": "pipeline_parallel_size pp",
     "parallel.shard": "deepspeed fsdp zero zero_stage",
     "parallel.tensor": "tensor_model_parallel_size tensor_parallel_size tp",

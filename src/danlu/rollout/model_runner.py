@@ -23,6 +23,7 @@ from danlu.models.router_replay import recording, route_shape
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
+from danlu.rollout.device_pools import DevicePools
 from danlu.rollout.engine import EngineAdapters, EngineOptions
 from danlu.rollout.exact_paged import ExactPagedAttention
 from danlu.rollout.fused_decoder import FusedDecoder
@@ -56,8 +57,8 @@ class ModelRunner:
         adapters: EngineAdapters | None,
         speculation: Speculation | None = None,
     ) -> None:
-        parameter = next(model.parameters())
-        self.model, self.device, self.dtype = model, parameter.device, dtype or parameter.dtype
+        self.model, self.device = model, model.input_device
+        self.dtype = dtype or next(model.parameters()).dtype
         self._adapters, self.exact = adapters, options.exact
         self.speculation = speculation
         self._draft_tokens = 0 if options.draft is None else options.draft.tokens
@@ -96,16 +97,18 @@ class ModelRunner:
             )
         host_bytes = int(options.swap_gib * GIB) if options.preempt == "swap" and not state_bytes else 0
         host_blocks = min(most, host_bytes // self.block_bytes) if host_bytes else 0
-        self.pool = CachePool(
-            layers,
-            blocks=blocks or most,  # which take no memory where no layer keeps anything of single tokens
-            block=options.block,
-            dtype=self.dtype,
-            device=self.device,
-            host_blocks=host_blocks,
-            slots=self.running_limit if state_bytes else 0,
-            route_shape=routes,
-        )
+        sizes = {
+            "blocks": blocks or most,  # which take no memory where no layer keeps anything of single tokens
+            "block": options.block,
+            "host_blocks": host_blocks,
+            "slots": self.running_limit if state_bytes else 0,
+        }
+        self.pool: CachePool | DevicePools
+        if model.device_map is None:
+            self.pool = CachePool(layers, dtype=self.dtype, device=self.device, route_shape=routes, **sizes)
+        else:
+            assert routes is None and not self.exact, "the recipe's rules refuse both on several devices"
+            self.pool = DevicePools(layers, model.device_map.layers, dtype=self.dtype, **sizes)
 
     def run(
         self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
@@ -178,17 +181,20 @@ class ModelRunner:
                 ]
             )
         inputs = copy_to(torch.tensor(columns), self.device)  # [2 or 3, T]
+        pool, lengths = self.pool, inputs[2] if self._lengths_matter else None
+        if isinstance(pool, DevicePools):
+            return self.model(inputs[0], inputs[1], pool.attend(plan), self.dtype, lengths)
         if (fused := self._fused_decoder(plan)) is not None:
-            rows = self.pool.decode_rows(plan)
+            rows = pool.decode_rows(plan)
             if rows is not None:
-                return fused(inputs[0], inputs[1], rows, self.pool)
-        attend = ExactPagedAttention(plan, self.pool) if self.exact else self.pool.attend(plan)
-        arguments = (inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
-        if self.pool.routes is None:
+                return fused(inputs[0], inputs[1], rows, pool)
+        attend = ExactPagedAttention(plan, pool) if self.exact else pool.attend(plan)
+        arguments = (inputs[0], inputs[1], attend, self.dtype, lengths)
+        if pool.routes is None:
             return self.model(*arguments)
         with recording(self.model) as recorded:
             hidden = self.model(*arguments)
-        self.pool.write_routes(recorded.stacked())
+        pool.write_routes(recorded.stacked())
         return hidden
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:

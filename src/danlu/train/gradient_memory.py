@@ -14,13 +14,13 @@ _ALIGNMENT = 64  # bytes, as torch aligns its own
 
 
 def move_out_of_the_heap(parameters: Iterable[Parameter]) -> None:
-    """Moves the gradients there are into pages of their own; called once, after the first backward pass of a step.
+    """Moves the gradients in the host's memory into pages of their own; called once, after the first backward pass.
 
     That pass makes gradients while it frees activations, one layer after the other, so they come to lie between all of
     these, and the next micro-batch does not fit into what is free. Sparse gradients stay where they are. The pages are
     given back with the last gradient in them.
     """
-    gradients = [(parameter, gradient) for parameter in parameters if _is_dense(gradient := parameter.grad)]
+    gradients = [(parameter, gradient) for parameter in parameters if _is_dense_on_host(gradient := parameter.grad)]
     sizes = [-(-gradient.nbytes // _ALIGNMENT) * _ALIGNMENT for _, gradient in gradients]
     if not sum(sizes):
         return
@@ -35,5 +35,5 @@ def move_out_of_the_heap(parameters: Iterable[Parameter]) -> None:
         start += size
 
 
-def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
-    return gradient is not None and gradient.layout == torch.strided
+def _is_dense_on_host(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    return gradient is not None and gradient.layout == torch.strided and gradient.device.type == "cpu"

@@ -100,9 +100,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory so far: allocated by tensors on a CUDA device, resident for the whole process on the CPU."""
+    """The most memory so far: allocated by tensors on a CUDA device, resident for the whole process on the CPU.
+
+    Of a process whose model lies on several CUDA devices, the sum over these: it has nothing on others.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return sum(torch.cuda.max_memory_allocated(number) for number in range(torch.cuda.device_count()))
     if sys.platform == "linux":
         # VmHWM, not ru_maxrss: a process started by a larger one inherits the latter's ru_maxrss.
         with open("/proc/self/status") as status:

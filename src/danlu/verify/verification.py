@@ -198,6 +198,8 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
     section = recipe.parallel
     if section.workers == "threads":
         raise RecipeError("parallel.workers: threads are one process, which verify compares with. Use processes")
+    if section.device_map is not None:
+        raise RecipeError("parallel.device_map: it divides one process, which verify compares with. Leave it out")
     if options.processes is not None:
         section = section.model_copy(update={"data": "auto"})
         world = options.processes

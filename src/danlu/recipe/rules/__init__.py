@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from danlu.recipe.rules import (
     data,
+    device_map,
     distillation,
     environment,
     long_context,
@@ -76,6 +77,7 @@ RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     placement.layout_is_supported,
     placement.context_is_supported,
     pipeline.pipeline_is_supported,
+    device_map.device_map_is_supported,
     placement.memory_is_consistent,
     rollout.engine_is_used,
     rollout.engine_reads_its_keys,

@@ -95,6 +95,10 @@ class Parallel(Section):
     """Type in which gradients are reduced over data-parallel ranks; bf16 halves the traffic, and loses digits."""
     prefetch: Annotated[int, Field(ge=0)] = 1
     """zero3: layers whose parameters are gathered ahead of use."""
+    device_map: Literal["auto", "balanced"] | dict[str, str | int] | None = None
+    """Naive model parallelism in one process: layers lie on several devices, and hidden states go from one to the next.
+    balanced: each device has as many parameters; auto: as many as go with its free memory; or a device for each part,
+    {embed: cuda:0, layers.0-15: cuda:0, layers.16-31: cuda:1, head: cuda:1}, where "" names all other parts."""
     workers: Literal["processes", "threads"] = "processes"
     """threads: data parallel in one process, a copy of the model for each device (a teaching mode: Python runs one
     thread at a time, so it is slower)."""
