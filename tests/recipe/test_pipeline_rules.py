@@ -58,7 +58,6 @@ def test_a_number_is_its_stages(write: Write) -> None:
             {"memory": "{recompute: {kind: planned, budget: 1}}", "batch": "{sequences: 8, micro: 1}"},
             "memory.recompute.kind: a plan is measured on a whole model",
         ),
-        ({"evaluation": "{every: 9, samples: hi}"}, "evaluation.samples: generation does not go from stage to stage"),
         ({"adapter": "lora", "model": "{path: base, adapters: [one]}"}, "model.adapters: adapters are put on a whole"),
         ({"adapter": "prefix"}, "adapter.kind: virtual tokens begin at the embedding"),
         ({"adapter": "prompt"}, "adapter.kind: virtual tokens begin at the embedding"),
@@ -125,6 +124,7 @@ STAGES: dict[str, dict[str, str]] = {
     "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
     "simpo": {"stage": "simpo", "batch": "{pairs: 4}"},
     "distill": DISTILL,
+    "samples": {"evaluation": "{every: 9, samples: hi}"},
 }
 
 

@@ -170,6 +170,7 @@ def experience_items(
         DTYPES[recipe.precision],
         [virtual + longest] * answers,
         engine_options(recipe),
+        placed.parallel.pipeline,
     )
     engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
     engine.sleep()

@@ -138,6 +138,7 @@ class DraftModelProposer:
             cleared = set()
             self._runner.pool.carry_out(plan)
             hidden = self._runner.hidden(plan, tokens)
+            assert hidden is not None, "a draft model is whole on each process"
             if ends:
                 index = torch.tensor(list(ends.values()), device=hidden.device)
                 growing = [drafts[place] for place in ends]

@@ -52,8 +52,6 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if recipe.memory.recompute.kind == "planned":
         reason = "a plan is measured on a whole model, and counts one micro-batch in memory"
         yield "memory.recompute.kind", reason, "Use full, every or selective"
-    if recipe.evaluation.samples is not None:
-        yield "evaluation.samples", "generation does not go from stage to stage", "Leave it out"
     if isinstance(recipe.adapter, Continue):
         yield "adapter.kind", "an adapter's folder is read onto a whole model", "Merge it into the base (danlu merge)"
     elif isinstance(recipe.adapter, Prefix | Prompt):
