@@ -124,6 +124,10 @@ STAGES: dict[str, dict[str, str]] = {
     "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
     "simpo": {"stage": "simpo", "batch": "{pairs: 4}"},
     "distill": DISTILL,
+    "distill, on_policy": {**DISTILL, "on_policy": "0.5"},
+    "grpo": {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "ppo": {"stage": "ppo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "online-dpo": {"stage": "online-dpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
     "samples": {"evaluation": "{every: 9, samples: hi}"},
 }
 
@@ -133,11 +137,21 @@ def test_stages_of_training_that_go_through_stages(write: Write, name: str) -> N
     assert load(write(text(**STAGES[name]))).recipe.parallel.pipeline.stages == 2
 
 
-def test_what_needs_generation_or_is_one_chunk_is_refused(write: Write) -> None:
-    with pytest.raises(RecipeError, match="on_policy: generation does not go from stage to stage"):
-        load(write(text(**DISTILL, on_policy="0.5")))
-    with pytest.raises(RecipeError, match="stage: generation does not go from stage to stage, and rl trains on what"):
-        load(write(text(stage="grpo", rewards="[{kind: length}]")))
+def test_what_hands_over_whole_models_or_is_one_chunk_is_refused(write: Write) -> None:
+    grpo = {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"}
+    ppo = {**grpo, "stage": "ppo"}
+    refused = [
+        (grpo | {"rollout": "{staleness: 1}"}, "rollout.staleness: processes beside the trainer are handed"),
+        (grpo | {"rollout": "{engine: http, urls: ['http://n:1']}"}, "rollout.engine: a server is handed the weights"),
+        (grpo | {"rollout": "{draft: {kind: model, model: one}}"}, "rollout.draft.kind: the cache is divided by what"),
+        (ppo | {"value": "{share: none}"}, "value.share: gradients come back through the stages for the policy's"),
+        (ppo | {"adapter": "lora", "value": "{share: base}"}, "value.share: gradients come back through the stages"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(RecipeError) as caught:
+            load(write(text(**changes)))
+        assert [problem for problem in caught.value.problems if message in problem], caught.value.problems
+        load(write(text(**changes, parallel="{pipeline: 1}")))  # control: in one stage it is allowed
     with pytest.raises(RecipeError, match="stage: lenet5 is one chunk"):
         load(write(text(stage="classify", model="lenet5")))
 

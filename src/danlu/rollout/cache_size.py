@@ -37,7 +37,7 @@ class CacheSizes:
     ) -> CacheSizes:
         """dtype: of activations. All stages of a pipeline call it."""
         layers = layer_caches(model)
-        routes = route_shape(model) if options.routes else None
+        routes = route_shape(model.config) if options.routes else None
         own = (
             CachePool.block_bytes(layers, options.block, dtype, routes),
             StatePool.slot_bytes(layers, dtype),

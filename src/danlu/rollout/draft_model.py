@@ -203,7 +203,7 @@ def speculation_of(
             [cast(Layer, layer).attention.cache for layer in decoder.layers.values()],
             options.block,
             dtype or next(decoder.parameters()).dtype,
-            route_shape(decoder) if options.routes and decoder is model else None,
+            route_shape(decoder.config) if options.routes and decoder is model else None,
         )
         for decoder in (model, draft_model)
     ]

@@ -74,7 +74,7 @@ class ModelRunner:
         self._lengths_matter = model.config.rotates_by_length
         self._lengths_grow = model.config.rotates_by_growth
         sizes = CacheSizes.of(model, options, self.dtype, None if stages is None else stages.pipeline)
-        self.route_shape = routes = route_shape(model) if options.routes else None
+        self.route_shape = routes = route_shape(model.config) if options.routes else None
         # A block that is given back would take the routes of its tokens with it.
         self.window = None if routes is not None else sizes.window
         self.block_bytes, state_bytes = sizes.block_bytes, sizes.state_bytes
@@ -183,13 +183,13 @@ class ModelRunner:
                 return fused(inputs[0], inputs[1], rows, self.pool)
         attend = ExactPagedAttention(plan, self.pool) if self.exact else self.pool.attend(plan)
         arguments = (inputs[0], inputs[1], attend, self.dtype, inputs[2] if self._lengths_matter else None)
-        if self._stages is not None:
-            return self._stages(*arguments)
+        forward = self.model if self._stages is None else self._stages
         if self.pool.routes is None:
-            return self.model(*arguments)
+            return forward(*arguments)
         with recording(self.model) as recorded:
-            hidden = self.model(*arguments)
-        self.pool.write_routes(recorded.stacked())
+            hidden = forward(*arguments)
+        routes = recorded.stacked(inputs[1])
+        self.pool.write_routes(routes if self._stages is None else self._stages.with_routes_elsewhere(routes))
         return hidden
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from danlu.layer_types import Attend
 from danlu.models.decoder import Decoder
+from danlu.models.router_replay import NO_ROUTE
 from danlu.parallel.pipeline import Messages, Pipeline
 from danlu.parallel.schedules import Action
 from danlu.rollout.rank_status import PeerFailedError
@@ -59,6 +60,11 @@ class PipelinedDecoder(nn.Module):
                     messages.send(action, (hidden.pop(chunk + 1),))
         messages.finish()
         return hidden.get(self.pipeline.num_chunks)
+
+    def with_routes_elsewhere(self, routes: Tensor) -> Tensor:
+        """Routes [T, L, k] int16 of the layers of this stage with those of all stages, each of which calls this."""
+        assert NO_ROUTE < 0, "the maximum is what the stage of a layer says"
+        return self.pipeline.stages.max(routes.int()).to(routes.dtype)  # gloo and NCCL reduce no int16
 
     def on_last(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on the stage with the last chunk, which alone calls it, on all stages.

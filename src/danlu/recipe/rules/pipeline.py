@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.recipe.rules.refusals import refusals
-from danlu.recipe.sections import Continue, Prefix, Prompt, Recipe
+from danlu.recipe.sections import Continue, DraftModel, Prefix, Prompt, Recipe
+from danlu.recipe.value import value_share
 from danlu.recipe.yaml_tree import Problem
 
 
@@ -40,11 +41,18 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """(key, reason, what to do instead) of what needs a whole model in one process."""
     if recipe.stage == "classify":
         yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
-    elif recipe.stage == "rl":
-        reason = "generation does not go from stage to stage, and rl trains on what its policy writes"
-        yield "stage", reason, "Use tensor and shard"
-    if recipe.on_policy:
-        yield "on_policy", "generation does not go from stage to stage", "Leave it out"
+    if value_share(recipe) in ("base", "none"):
+        reason = "gradients come back through the stages for the policy's hidden states alone"
+        yield "value.share", reason, "Use policy"
+    if recipe.rollout.staleness > 0:
+        reason = "processes beside the trainer are handed the weights of a whole model, and a stage has its own"
+        yield "rollout.staleness", reason, "Use 0"
+    elif recipe.rollout.engine != "embedded":
+        reason = "a server is handed the weights of a whole model, and a stage has its own"
+        yield "rollout.engine", reason, "Use embedded"
+    if isinstance(recipe.rollout.draft, DraftModel):
+        reason = "the cache is divided by what each model keeps of a token, and each stage keeps another part"
+        yield "rollout.draft.kind", reason, "Use ngram"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:
