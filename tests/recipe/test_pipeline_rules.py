@@ -127,6 +127,13 @@ STAGES: dict[str, dict[str, str]] = {
     "distill, on_policy": {**DISTILL, "on_policy": "0.5"},
     "grpo": {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
     "ppo": {"stage": "ppo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "ppo, base": {
+        "stage": "ppo",
+        "rewards": "[{kind: length, most: 9}]",
+        "batch": "{prompts: 4}",
+        "adapter": "lora",
+        "value": "base",
+    },
     "online-dpo": {"stage": "online-dpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
     "samples": {"evaluation": "{every: 9, samples: hi}"},
 }
@@ -144,8 +151,7 @@ def test_what_hands_over_whole_models_or_is_one_chunk_is_refused(write: Write) -
         (grpo | {"rollout": "{staleness: 1}"}, "rollout.staleness: processes beside the trainer are handed"),
         (grpo | {"rollout": "{engine: http, urls: ['http://n:1']}"}, "rollout.engine: a server is handed the weights"),
         (grpo | {"rollout": "{draft: {kind: model, model: one}}"}, "rollout.draft.kind: the cache is divided by what"),
-        (ppo | {"value": "{share: none}"}, "value.share: gradients come back through the stages for the policy's"),
-        (ppo | {"adapter": "lora", "value": "{share: base}"}, "value.share: gradients come back through the stages"),
+        (ppo | {"adapter": "lora", "value": "{share: base, model: one}"}, "value.model: an adapter's folder is read"),
     ]
     for changes, message in refused:
         with pytest.raises(RecipeError) as caught:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from danlu.recipe.rules.refusals import refusals
 from danlu.recipe.sections import Continue, DraftModel, Prefix, Prompt, Recipe
-from danlu.recipe.value import value_share
+from danlu.recipe.value import value_adapter_folder
 from danlu.recipe.yaml_tree import Problem
 
 
@@ -41,9 +41,8 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """(key, reason, what to do instead) of what needs a whole model in one process."""
     if recipe.stage == "classify":
         yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
-    if value_share(recipe) in ("base", "none"):
-        reason = "gradients come back through the stages for the policy's hidden states alone"
-        yield "value.share", reason, "Use policy"
+    if value_adapter_folder(recipe) is not None:
+        yield "value.model", "an adapter's folder is read onto a whole model", "Leave it out, or use share: none"
     if recipe.rollout.staleness > 0:
         reason = "processes beside the trainer are handed the weights of a whole model, and a stage has its own"
         yield "rollout.staleness", reason, "Use 0"
