@@ -127,6 +127,12 @@ STAGES: dict[str, dict[str, str]] = {
     "distill, on_policy": {**DISTILL, "on_policy": "0.5"},
     "grpo": {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
     "ppo": {"stage": "ppo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "grpo, asynchronous": {
+        "stage": "grpo",
+        "rewards": "[{kind: length, most: 9}]",
+        "batch": "{prompts: 4}",
+        "rollout": "{staleness: 1}",
+    },
     "ppo, base": {
         "stage": "ppo",
         "rewards": "[{kind: length, most: 9}]",
@@ -144,12 +150,10 @@ def test_stages_of_training_that_go_through_stages(write: Write, name: str) -> N
     assert load(write(text(**STAGES[name]))).recipe.parallel.pipeline.stages == 2
 
 
-def test_what_hands_over_whole_models_or_is_one_chunk_is_refused(write: Write) -> None:
+def test_what_reads_whole_models_or_is_one_chunk_is_refused(write: Write) -> None:
     grpo = {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"}
     ppo = {**grpo, "stage": "ppo"}
     refused = [
-        (grpo | {"rollout": "{staleness: 1}"}, "rollout.staleness: processes beside the trainer are handed"),
-        (grpo | {"rollout": "{engine: http, urls: ['http://n:1']}"}, "rollout.engine: a server is handed the weights"),
         (grpo | {"rollout": "{draft: {kind: model, model: one}}"}, "rollout.draft.kind: the cache is divided by what"),
         (ppo | {"adapter": "lora", "value": "{share: base, model: one}"}, "value.model: an adapter's folder is read"),
     ]

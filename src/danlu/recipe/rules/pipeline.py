@@ -43,12 +43,6 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
     if value_adapter_folder(recipe) is not None:
         yield "value.model", "an adapter's folder is read onto a whole model", "Leave it out, or use share: none"
-    if recipe.rollout.staleness > 0:
-        reason = "processes beside the trainer are handed the weights of a whole model, and a stage has its own"
-        yield "rollout.staleness", reason, "Use 0"
-    elif recipe.rollout.engine != "embedded":
-        reason = "a server is handed the weights of a whole model, and a stage has its own"
-        yield "rollout.engine", reason, "Use embedded"
     if isinstance(recipe.rollout.draft, DraftModel):
         reason = "the cache is divided by what each model keeps of a token, and each stage keeps another part"
         yield "rollout.draft.kind", reason, "Use ngram"
