@@ -154,7 +154,7 @@ def test_what_reads_whole_models_or_is_one_chunk_is_refused(write: Write) -> Non
     grpo = {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"}
     ppo = {**grpo, "stage": "ppo"}
     refused = [
-        (grpo | {"rollout": "{draft: {kind: model, model: one}}"}, "rollout.draft.kind: the cache is divided by what"),
+        (grpo | {"rollout": "{draft: {kind: model, model: one}}"}, "rollout.draft.kind: each stage would have to"),
         (ppo | {"adapter": "lora", "value": "{share: base, model: one}"}, "value.model: an adapter's folder is read"),
     ]
     for changes, message in refused:

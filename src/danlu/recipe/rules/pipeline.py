@@ -44,7 +44,7 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if value_adapter_folder(recipe) is not None:
         yield "value.model", "an adapter's folder is read onto a whole model", "Leave it out, or use share: none"
     if isinstance(recipe.rollout.draft, DraftModel):
-        reason = "the cache is divided by what each model keeps of a token, and each stage keeps another part"
+        reason = "each stage would have to propose the same tokens, and the one that draws asks the model for more"
         yield "rollout.draft.kind", reason, "Use ngram"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
