@@ -71,7 +71,7 @@ class PipelinedDecoder(nn.Module):
 
         What it raises is raised there, and PeerFailedError on the other stages. All stages call this.
         """
-        stages, last = self.pipeline.stages, self.pipeline.stage_of(self.pipeline.num_chunks - 1)
+        stages, last = self.pipeline.stages, self.pipeline.last_stage
         result: tuple[T] | None = None  # None where it has failed
         try:
             if stages.index == last:
