@@ -57,6 +57,7 @@ class SleepingLearner:
     in_flight: InFlight = field(default_factory=InFlight)
     weights: dict[int, nn.Parameter] = field(init=False)  # by chunk, of those of this process
     activations: None = None  # which the executor would have counted in bytes
+    trained_activations: int = 1
 
     def __post_init__(self) -> None:
         chunks = self.parallel.pipeline.chunks

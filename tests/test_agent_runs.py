@@ -111,10 +111,13 @@ def test_a_run_stopped_in_a_rollout_goes_on(tiny_world: World, tmp_path: Path) -
 
 
 @pytest.mark.distributed
-def test_processes_of_a_trainer_have_the_same_answers(tiny_world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [{"shard": "zero3"}, {"pipeline": 2}])
+def test_processes_of_a_trainer_have_the_same_answers(
+    tiny_world: World, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
     more = agent(tiny_world) | TURNS | {"steps": 2}
     one = run(tiny_world, tmp_path / "one", **more)
-    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel={"shard": "zero3"})
+    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
     assert all(ended == [(2, 0)] for ended in run_group(train, 2, [str(file)]))
     for line, other in zip(one, steps(tmp_path / "several"), strict=True):
         for name in ("loss", "grad_norm", "reward", "turns_mean"):

@@ -18,6 +18,10 @@ LAYOUTS = {
     "tensor": (2, "none", {"tensor": 2, "sequence": True}),
     "zero2": (2, "none", {"shard": "zero2"}),
     "context": (2, "base", {"context": 2}),
+    "pipeline": (2, "base", {"pipeline": 2}),
+    "zb-h1": (2, "none", {"pipeline": {"stages": 2, "schedule": "zb-h1"}}),
+    "pipeline, zero3": (4, "none", {"pipeline": 2, "shard": "zero3"}),
+    "pipeline, tensor": (4, "base", {"pipeline": 2, "tensor": 2, "sequence": True}),
     "ulysses, zero3": (2, "none", {"context": {"size": 2, "method": "ulysses"}, "shard": "zero3"}),
 }
 

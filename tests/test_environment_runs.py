@@ -118,7 +118,7 @@ def test_objectives_take_episodes(tiny_world: World, tmp_path: Path, objective: 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}, {"tensor": 2}])
+@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}, {"tensor": 2}, {"pipeline": 2}])
 def test_every_layout_plays_the_same_episodes(tiny_world: World, tmp_path: Path, parallel: dict[str, Any]) -> None:
     more = environment(tiny_world) | TURNS | {"steps": 2}
     one = run(tiny_world, tmp_path / "one", **more)

@@ -128,7 +128,7 @@ def test_a_run_stopped_in_a_rollout_goes_on_as_if_it_had_not_been(tiny_world: Wo
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}])
+@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}, {"pipeline": 2}])
 def test_every_layout_learns_the_same(tiny_world: World, tmp_path: Path, parallel: dict[str, Any]) -> None:
     one = run(tiny_world, tmp_path / "one", **PAIRS)
     file = recipe_file(tiny_world, tmp_path / "several", **PAIRS, parallel=parallel)

@@ -140,7 +140,9 @@ def test_a_rollout_is_replayed_with_the_weights_that_drew_each_token(tiny_world:
         replay(folder, 6, say=lambda line: None)
 
 
-@pytest.mark.parametrize(("size", "parallel"), [(2, {"shard": "zero3"}), (2, {"tensor": 2, "sequence": True})])
+@pytest.mark.parametrize(
+    ("size", "parallel"), [(2, {"shard": "zero3"}), (2, {"tensor": 2, "sequence": True}), (2, {"pipeline": 2})]
+)
 def test_several_trainers_share_the_answers_of_their_processes(
     tiny_world: World, tmp_path: Path, size: int, parallel: dict[str, Any]
 ) -> None:

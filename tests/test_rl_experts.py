@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +33,8 @@ def expert_model(world: World) -> dict[str, Any]:
     return {"path": str(expert_folder(world))}
 
 
-@pytest.fixture
-def other_choice_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def other_choices_in_training() -> Iterator[None]:
     """A trainer whose routers would choose other experts than the engine's, as they do where both round otherwise."""
     chosen = Router.chosen
 
@@ -40,7 +42,14 @@ def other_choice_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
         shift = 0 if torch.is_inference_mode_enabled() else 3
         return (chosen(self, scores) + shift) % self.num_experts
 
-    monkeypatch.setattr(Router, "chosen", rolled)
+    with mock.patch.object(Router, "chosen", rolled):
+        yield
+
+
+@pytest.fixture
+def other_choice_in_training() -> Iterator[None]:
+    with other_choices_in_training():
+        yield
 
 
 @pytest.mark.usefixtures("other_choice_in_training")
@@ -165,3 +174,26 @@ def test_distributed_experts_learn_the_same(tiny_world: World, tmp_path: Path) -
             for key in ("loss", "grad_norm", "reward", "entropy", "router/0/load", "router/1/load"):
                 assert other[key] == pytest.approx(line[key], rel=1e-6, abs=1e-6), (name, key)
         assert worst_relative_error(load_file(tmp_path / name / "model" / "model.safetensors"), weights) < 1e-6
+
+
+@pytest.mark.distributed
+def test_stages_of_a_pipeline_replay_the_routes_of_all_layers(tiny_world: World, tmp_path: Path) -> None:
+    """The trainer's routers would choose other experts; without the routes of both stages the run learns otherwise."""
+    more: dict[str, Any] = {"model": expert_model(tiny_world), "batch": UPDATES, "steps": 4, "router": "bias"}
+    with other_choices_in_training():
+        one = run(tiny_world, tmp_path / "one", **more)
+        control = run(tiny_world, tmp_path / "control", **more, rollout={"routing_replay": False})
+    file = recipe_file(tiny_world, tmp_path / "stages", **more, parallel={"pipeline": 2})
+    assert run_group(train_with_other_choices, 2, [str(file)]) == [[(4, 0)]] * 2
+    assert (tmp_path / "one" / "rollouts.jsonl").read_text() == (tmp_path / "stages" / "rollouts.jsonl").read_text()
+    keys = ("loss", "grad_norm", "reward", "entropy", "router/0/load", "router/1/load")
+    for line, other in zip(one, steps(tmp_path / "stages"), strict=True):
+        for key in keys:
+            assert other[key] == pytest.approx(line[key], rel=2e-4, abs=2e-6), key
+    assert abs(control[0]["grad_norm"] - one[0]["grad_norm"]) > 1e-3 * one[0]["grad_norm"]
+
+
+def train_with_other_choices(files: list[str]) -> Any:
+    """`train` on each process of a group, with the routers of `other_choices_in_training`."""
+    with other_choices_in_training():
+        return train(files)

@@ -254,6 +254,9 @@ LAYOUTS = {
     "tensor": (2, {"tensor": 2, "sequence": True}),
     "zero2+tensor": (4, {"shard": "zero2", "tensor": 2}),
     "context": (2, {"context": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "tensor+pipeline": (4, {"tensor": 2, "pipeline": {"stages": 2, "schedule": "gpipe"}}),
+    "zero3+pipeline": (4, {"shard": "zero3", "pipeline": {"stages": 2, "schedule": "zb-h1"}}),
 }
 
 
@@ -315,7 +318,7 @@ def test_a_reference_is_asked_where_its_kl_counts(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "context"])
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "context", "pipeline"])
 def test_ppo_learns_the_same_in_every_layout(tiny_world: World, tmp_path: Path, layout: str) -> None:
     one = run(tiny_world, tmp_path / "one", steps=4, **PPO)
     size, parallel = LAYOUTS[layout]

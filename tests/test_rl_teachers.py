@@ -136,7 +136,8 @@ def test_every_layout_learns_the_same_from_teachers(tiny_world: World, tmp_path:
         "advantage": {**teachers(tiny_world), "objective": objective(policy_gradient=True)},
         "ppo": {**teachers(tiny_world), "stage": "ppo", "objective": [{"kind": "ppo"}, {"kind": "forward"}]},
     }
-    layouts: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"shard": "zero3"}, "tensor": {"tensor": 2}}
+    layouts: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"shard": "zero3"}}
+    layouts |= {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
     files = []
     for way, more in ways.items():
         run(tiny_world, tmp_path / way, **more, batch=batch, **TWO_STEPS)

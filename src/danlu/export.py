@@ -48,7 +48,7 @@ def export_result(
 def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
     """Writes `placed` as `target`. run: whose processes have its shards; None where this process has all of it."""
     parallel = None if run is None else run.learner.parallel
-    local = {} if parallel is None else {**parallel.elsewhere, **parallel.local_parameters}
+    local = {} if parallel is None else parallel.all_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:
 
         def value(name: str, box: ShardBox | None = None) -> Tensor | None:

@@ -161,7 +161,7 @@ class MemoryEstimate:
         own = self.plan if plan is None else plan
         activations = _activations(self.recipe, self.config, 1, own, self.device_type, self.in_flight)
         if self.critic is not None:
-            activations = _with_critic(activations, self.recipe, self.critic, 1, plan, self.device_type)
+            activations = _with_critic(activations, self.recipe, self.critic, 1, plan, self.device_type, self.in_flight)
         return StepMemory(
             fixed=self.parts.total - self.parts.activations - self.parts.logits,
             activations=activations,
@@ -197,7 +197,7 @@ def estimate_of(
     logits = _loss_workspace(recipe, config, sequences, device_type) if has_head else 0
     activations = _activations(recipe, config, sequences, plan, device_type, in_flight)
     if critic is not None:
-        activations = _with_critic(activations, recipe, critic, sequences, None, device_type)
+        activations = _with_critic(activations, recipe, critic, sequences, None, device_type, in_flight)
     parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
     return MemoryEstimate(
         recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic, in_flight, device, has_head
@@ -358,11 +358,12 @@ def _with_critic(
     micro: int,
     plan: Sequence[LayerPlan] | None,
     device_type: str,
+    in_flight: float,
 ) -> ActivationBytes:
     """Both passes have their activations when the backward pass begins. plan: in place of the critic's own."""
     is_alike = plan is not None and len(plan) == len(critic.config.layers)
     own = _activations(
-        recipe, critic.config, micro, plan if plan is not None and is_alike else critic.plan, device_type
+        recipe, critic.config, micro, plan if plan is not None and is_alike else critic.plan, device_type, in_flight
     )
     return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
 

@@ -30,6 +30,7 @@ class FlashStub:
         assert dropout_p == 0 and not return_debug_mask
         window = window_size_left, window_size_right
         tiles = self._tiles(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window)
+        window = _as_the_kernel_reads(window, max_k)
         out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
         for rows, columns in tiles:
             self.tiles += 1
@@ -51,7 +52,9 @@ class FlashStub:
         window = window_size_left, window_size_right
         groups = query.shape[1] // key.shape[1]
         of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
-        for rows, columns in self._tiles(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window):
+        tiles = self._tiles(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, window)
+        window = _as_the_kernel_reads(window, max_k)
+        for rows, columns in tiles:
             scores = _scores(query[rows], key[columns], scale, window)
             probabilities = torch.exp(scores - logsumexp[:, rows].unsqueeze(-1))
             keys, values = (x[columns].repeat_interleave(groups, dim=1) for x in (key, value))
@@ -77,6 +80,17 @@ class FlashStub:
             assert longest == int(offsets.diff().max()) and int(offsets.diff().min()) > 0
             ends.append([slice(*pair) for pair in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)])
         return list(zip(*ends, strict=True))
+
+
+def _as_the_kernel_reads(window: tuple[int, int], max_k: int) -> tuple[int, int]:
+    """FlashAttention's own bounds: one that reaches over the longest tile is none, and beside another one no bound is
+    as many keys as the longest tile has, which hides some where a tile has more queries than that."""
+    left, right = (-1 if bound >= max_k else bound for bound in window)
+    if left < 0 <= right:
+        left = max_k
+    elif right < 0 <= left:
+        right = max_k
+    return left, right
 
 
 def stub_kernels() -> tuple[FlashStub, Kernels]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from danlu.errors import DanluError, ModelError
 from danlu.language.rollout import rollout_engine
 from danlu.models import packed_weights
 from danlu.models.attend import attend_for
+from danlu.models.decoder import Decoder
 from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.pipeline import Messages
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.placing import Placed, place, subject_of
 from danlu.recipe import Recipe, load
@@ -39,6 +43,8 @@ REQUESTS = [
     Request(1, (50,), DRAWN, max_new_tokens=9, top_logprobs=2),
     Request(2, (60, 61), SamplingOptions(temperature=1.0, seed=3), max_new_tokens=2, samples=2),
 ]
+TIGHT: dict[str, Any] = {"cache_gib": 3e-5, "block": 4, "sequences": 2, "batch_tokens": 8}
+"""An engine in which answers wait for each other and are preempted."""
 
 
 @dataclass
@@ -82,6 +88,20 @@ def answers(files: Sequence[str], world: int | None = None) -> dict[str, list[Co
 def each_check(files: dict[str, str]) -> dict[str, Any]:
     """The checks below, each on the recipe of its name; what they found."""
     return {name: CHECKS[name.partition(":")[0]](file) for name, file in files.items()}
+
+
+def difference(seen: list[Completion], wanted: list[Completion]) -> float:
+    """How far log-probabilities are apart, in nats; infinity where an answer is another one."""
+    if [(each.number, each.sample, each.tokens, each.finish) for each in seen] != [
+        (each.number, each.sample, each.tokens, each.finish) for each in wanted
+    ]:
+        return float("inf")
+    pairs = [
+        (one, other)
+        for a, b in zip(seen, wanted, strict=True)
+        for one, other in zip((*a.logprobs, *a.drawn), (*b.logprobs, *b.drawn), strict=True)
+    ]
+    return max(abs(one - other) for one, other in pairs)
 
 
 def uneven(file: str) -> Any:
@@ -188,6 +208,82 @@ def leaves_early(file: str) -> Any:
     ShardedWeights.empty_pass = lambda weights: None  # type: ignore[method-assign]
     long, short = Request(1, (5, 6), GREEDY, max_new_tokens=40), Request(2, (9,), GREEDY, max_new_tokens=1)
     return policy.engine.generate([long, short])
+
+
+def of_stages(files: Sequence[str], llama: str, uneven_split: str) -> dict[str, Any]:
+    """Answers of two stages to all recipes, what they do wrong with one of them, and the cache that each stage has with
+    another: (blocks, bytes). For processes that end with it."""
+    seen: dict[str, Any] = {"answers": answers(files), "scored": scored(llama), "mistaken": {}}
+    for name, mistake in MISTAKES.items():
+        with mistake():
+            seen["mistaken"][name] = policy_of(llama).engine.generate(REQUESTS)
+    engine = policy_of(uneven_split).engine
+    assert isinstance(engine, ParallelEngine) and isinstance(engine.engine, EmbeddedEngine)
+    pool = engine.engine._runner.pool
+    seen["cache"] = pool.blocks, sum(tensor.nbytes for layer in range(4) for tensor in pool.tensors(layer))
+    seen["failed"] = [not_finite_on_the_last_stage(llama), fails_within_a_pass(llama)]
+    return seen
+
+
+def scored(file: str, world: int | None = None) -> list[Completion]:
+    """Answers with the log-probabilities of their prompts, which are read in several passes."""
+    policy = policy_of(file, world)
+    requests = [dataclasses.replace(each, prompt_logprobs=True, top_logprobs=2) for each in REQUESTS]
+    return policy.engine.generate(requests)
+
+
+def not_finite_on_the_last_stage(file: str) -> str:
+    """What is said of a weight that is NaN on the stage with the head alone."""
+    policy = policy_of(file)
+    if policy.placed.subject.model.chunks.has_last:
+        with torch.no_grad():
+            policy.placed.subject.model.norm.weight.fill_(torch.nan)
+    return _said(lambda: policy.engine.generate(REQUESTS))
+
+
+def fails_within_a_pass(file: str) -> str:
+    """What each stage says where the first one has no memory left for a layer; its process ends then."""
+    policy = policy_of(file)
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    if policy.placed.subject.model.chunks.has_first:
+        policy.placed.subject.model.layers["0"].register_forward_pre_hook(out_of_memory)
+    try:
+        policy.engine.generate(REQUESTS)
+    except RuntimeError as error:
+        return f"RuntimeError: {error}"
+    return "nothing"
+
+
+def _of_the_pass_before() -> AbstractContextManager[Any]:
+    """A stage goes on with the hidden states of the pass before, where they are of as many tokens."""
+    receive, last = Messages.receive, dict[tuple[int, ...], Any]()
+
+    def received_before(messages: Messages, action: Any, into: Any) -> Callable[[], Any]:
+        x = receive(messages, action, into)()
+        shape = tuple(x[0].shape)
+        before, last[shape] = last.get(shape, x), x
+        return lambda: before
+
+    return mock.patch.object(Messages, "receive", received_before)
+
+
+def _without_the_last_layer() -> AbstractContextManager[Any]:
+    """The last chunk of a stage gives back what it was given."""
+    forward = Decoder.forward
+
+    def skipped(decoder: Decoder, *args: Any, chunk: int = 0, x: Any = None) -> Any:
+        return x if chunk == 2 else forward(decoder, *args, chunk=chunk, x=x)
+
+    return mock.patch.object(Decoder, "forward", skipped)
+
+
+MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "hidden states of the pass before": _of_the_pass_before,
+    "a chunk is left out": _without_the_last_layer,
+}
 
 
 CHECKS: dict[str, Callable[[str], Any]] = {

@@ -117,7 +117,8 @@ def test_it_goes_on_where_it_stopped(tiny_world: World, tmp_path: Path) -> None:
 def test_every_layout_draws_and_trains_what_one_process_does(tiny_world: World, tmp_path: Path) -> None:
     changes = {**GKD, "on_policy": 0.5}
     assert train([recipe(tiny_world, tmp_path / "one", **changes)]) == [0]
-    layouts: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"shard": "zero3"}, "tensor": {"tensor": 2}}
+    layouts: dict[str, dict[str, Any]] = {"ddp": {}, "zero3": {"shard": "zero3"}}
+    layouts |= {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
     files = [recipe(tiny_world, tmp_path / name, layout, **changes) for name, layout in layouts.items()]
     assert run_group(train, 2, files) == [[0] * len(files)] * 2
     for name in layouts:

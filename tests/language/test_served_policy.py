@@ -77,7 +77,9 @@ def test_a_server_that_is_not_there_is_told(tiny_world: World, tmp_path: Path) -
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("parallel", "changes"), [({"shard": "zero3"}, {}), ({"tensor": 2}, LORA)], ids=["zero3", "tensor, adapter"]
+    ("parallel", "changes"),
+    [({"shard": "zero3"}, {}), ({"tensor": 2}, LORA), ({"pipeline": 2}, {}), ({"pipeline": 2}, LORA)],
+    ids=["zero3", "tensor, adapter", "pipeline", "pipeline, adapter"],
 )
 def test_all_processes_hand_over_and_one_asks(
     tiny_world: World, tmp_path: Path, parallel: dict[str, Any], changes: dict[str, Any]

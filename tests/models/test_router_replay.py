@@ -22,7 +22,7 @@ def decoder() -> Decoder:
     model = small_decoder(DEEPSEEK_V3, layers=2, vocab_size=60)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for router in routers_of(model):
+        for router in routers_of(model).values():
             router.weight.normal_(generator=generator)
     return model
 
@@ -30,7 +30,7 @@ def decoder() -> Decoder:
 def perturb(model: Decoder) -> None:
     """Moves the corrections, by which experts are chosen and nothing is weighed, so that other experts are chosen."""
     generator = torch.Generator().manual_seed(9)
-    for router in routers_of(model):
+    for router in routers_of(model).values():
         assert router.correction is not None
         router.correction.data.copy_(torch.randn(router.num_experts, generator=generator))
 
@@ -46,15 +46,15 @@ def test_a_replayed_pass_is_the_recorded_one_whatever_routers_would_choose() -> 
     with torch.no_grad():
         with recording(model) as recorded:
             want = hidden(model)
-        routes = recorded.stacked()
-        assert tuple(routes.shape) == (TOKENS, *(route_shape(model) or ())) and routes.dtype == torch.int16
+        routes = recorded.stacked(torch.arange(TOKENS))
+        assert tuple(routes.shape) == (TOKENS, *(route_shape(model.config) or ())) and routes.dtype == torch.int16
         perturb(model)
         with replaying(model, routes):
             assert hidden(model).equal(want)
-        assert all(router.replay is None for router in routers_of(model))
+        assert all(router.replay is None for router in routers_of(model).values())
         with recording(model) as own:
             assert not torch.allclose(hidden(model), want, atol=1e-3)  # the control: they choose others by themselves
-        assert (own.stacked() != routes).any()
+        assert (own.stacked(torch.arange(TOKENS)) != routes).any()
 
 
 def test_tokens_without_a_route_choose_their_own() -> None:
@@ -64,13 +64,13 @@ def test_tokens_without_a_route_choose_their_own() -> None:
             hidden(model)
         perturb(model)
         known = torch.arange(TOKENS) % 3 > 0
-        routes = first.stacked().masked_fill(~known[:, None, None], NO_ROUTE)
+        routes = first.stacked(torch.arange(TOKENS)).masked_fill(~known[:, None, None], NO_ROUTE)
         with replaying(model, routes), recording(model) as second:
             hidden(model)
         with recording(model) as own:
             hidden(model)
     # `recording` lies within: what it sees first is what each router chose by itself in this pass.
-    assert second.stacked()[:, 0].equal(own.stacked()[:, 0])
+    assert second.stacked(torch.arange(TOKENS))[:, 0].equal(own.stacked(torch.arange(TOKENS))[:, 0])
     chosen: list[Tensor] = []
     with replaying(model, routes):
         router = routers_of(model)[0]
@@ -122,7 +122,7 @@ def test_what_is_recomputed_goes_to_the_same_experts() -> None:
     model = decoder()
     with recording(model) as recorded, torch.no_grad():
         hidden(model)
-    routes = recorded.stacked()
+    routes = recorded.stacked(torch.arange(TOKENS))
     perturb(model)
     mlp = model.layers["0"].mlp  # type: ignore[union-attr]
     x = torch.randn(TOKENS, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
@@ -149,15 +149,15 @@ def test_the_load_that_is_counted_is_that_of_the_replayed_experts() -> None:
     balancer = Balancer(model, Balancing("bias", rate=0.1))
     with recording(model) as recorded, torch.no_grad():
         hidden(model)
-    routes = recorded.stacked()
+    routes = recorded.stacked(torch.arange(TOKENS))
     perturb(model)
-    before = [router.correction.clone() for router in routers_of(model)]  # type: ignore[union-attr]
+    before = [router.correction.clone() for router in routers_of(model).values()]  # type: ignore[union-attr]
     tokens = BatchTokens.of(torch.ones(TOKENS, dtype=torch.bool), (0, TOKENS), (0, TOKENS), 1.0)
     with balancer.active(tokens), replaying(model, routes), torch.no_grad():
         hidden(model)
     balancer.end_step(lambda sums: sums)
     balancer.updated()
-    for number, router in enumerate(routers_of(model)):
+    for number, router in routers_of(model).items():
         counts = torch.bincount(routes[:, number].flatten().long(), minlength=router.num_experts).double()
         moved = router.correction - before[number]  # type: ignore[operator]
         torch.testing.assert_close(moved, 0.1 * torch.sign(counts.mean() - counts).float())

@@ -27,7 +27,7 @@ from danlu.types import Run
 BOUNDARIES = (0, 5, 6, 37, 60)
 CHUNKS = ((40, 60), (6, 11), (0, 5), (21, 37), (37, 40), (5, 6), (11, 21))
 """Tokens of the pack as they lie in rows: of one document in several places, a later one before an earlier one."""
-KINDS = [(None, None), (3, None), (11, None), (None, 2.0), (7, 1.0), (100, None)]
+KINDS = [(None, None), (3, None), (11, None), (20, None), (None, 2.0), (7, 1.0), (100, None)]
 """(window, softcap)"""
 KERNELS: dict[str, TileKernel | None] = {
     "products": None,

@@ -1015,7 +1015,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/executor.py",
-        "self._gradients.pop(place)()[0] if place in self._gradients else None",
+        "self._gradients.pop(place)() if place in self._gradients else None",
         "None",
         "train/test_executor.py",
     ),
@@ -1180,8 +1180,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "language/critic.py",
-        "else recomputed_within(self._switched_on):",
-        "else self._switched_on():",
+        "else recomputed_within(self._switched_on)",
+        "else self._switched_on()",
         "language/test_critic.py",
     ),
     Mutation(
@@ -1397,6 +1397,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         "not (is_long and self._config.rotates_by_growth)",
         "True",
         "rollout/test_embedded_cache.py",
+    ),
+    Mutation(
+        "train/executor.py",
+        "self._outputs[place] = output[: self._learner.trained_activations]",
+        "self._outputs[place] = output[:1]",
+        "train/test_executor.py",
+    ),
+    Mutation(
+        "rollout/cache_size.py",
+        "max(block_bytes for block_bytes, _, _ in of_stages)",
+        "min(block_bytes for block_bytes, _, _ in of_stages)",
+        "rollout/test_pipelined_decoder.py",
+    ),
+    Mutation(
+        "rollout/pipelined_decoder.py",
+        "return self.pipeline.stages.max(routes.int()).to(routes.dtype)",
+        "return routes",
+        "test_rl_experts.py",
+        only="stages_of_a_pipeline",
     ),
     Mutation(
         "rollout/ranks.py",

@@ -399,10 +399,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "language/tree_scoring.py",
-        "of_tokens[:, places] = torch.stack",
-        "of_tokens[:, places.flip(0)] = torch.stack",
+        "of_tokens[:, places] = scored.of_targets",
+        "of_tokens[:, places.flip(0)] = scored.of_targets",
         "test_rl_runs.py",
         "test_fast_numerics_ratios_are_one_in_the_first_update",
+    ),
+    Mutation(
+        "language/tree_scoring.py",
+        "parallel.pipeline.from_last(scores)",
+        "scores",
+        "test_rl_stages.py",
     ),
     Mutation(
         "language/tree_scoring.py",

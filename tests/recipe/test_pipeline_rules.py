@@ -58,7 +58,6 @@ def test_a_number_is_its_stages(write: Write) -> None:
             {"memory": "{recompute: {kind: planned, budget: 1}}", "batch": "{sequences: 8, micro: 1}"},
             "memory.recompute.kind: a plan is measured on a whole model",
         ),
-        ({"evaluation": "{every: 9, samples: hi}"}, "evaluation.samples: generation does not go from stage to stage"),
         ({"adapter": "lora", "model": "{path: base, adapters: [one]}"}, "model.adapters: adapters are put on a whole"),
         ({"adapter": "prefix"}, "adapter.kind: virtual tokens begin at the embedding"),
         ({"adapter": "prompt"}, "adapter.kind: virtual tokens begin at the embedding"),
@@ -125,6 +124,24 @@ STAGES: dict[str, dict[str, str]] = {
     "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
     "simpo": {"stage": "simpo", "batch": "{pairs: 4}"},
     "distill": DISTILL,
+    "distill, on_policy": {**DISTILL, "on_policy": "0.5"},
+    "grpo": {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "ppo": {"stage": "ppo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "grpo, asynchronous": {
+        "stage": "grpo",
+        "rewards": "[{kind: length, most: 9}]",
+        "batch": "{prompts: 4}",
+        "rollout": "{staleness: 1}",
+    },
+    "ppo, base": {
+        "stage": "ppo",
+        "rewards": "[{kind: length, most: 9}]",
+        "batch": "{prompts: 4}",
+        "adapter": "lora",
+        "value": "base",
+    },
+    "online-dpo": {"stage": "online-dpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},
+    "samples": {"evaluation": "{every: 9, samples: hi}"},
 }
 
 
@@ -133,11 +150,18 @@ def test_stages_of_training_that_go_through_stages(write: Write, name: str) -> N
     assert load(write(text(**STAGES[name]))).recipe.parallel.pipeline.stages == 2
 
 
-def test_what_needs_generation_or_is_one_chunk_is_refused(write: Write) -> None:
-    with pytest.raises(RecipeError, match="on_policy: generation does not go from stage to stage"):
-        load(write(text(**DISTILL, on_policy="0.5")))
-    with pytest.raises(RecipeError, match="stage: generation does not go from stage to stage, and rl trains on what"):
-        load(write(text(stage="grpo", rewards="[{kind: length}]")))
+def test_what_reads_whole_models_or_is_one_chunk_is_refused(write: Write) -> None:
+    grpo = {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"}
+    ppo = {**grpo, "stage": "ppo"}
+    refused = [
+        (grpo | {"rollout": "{draft: {kind: model, model: one}}"}, "rollout.draft.kind: each stage would have to"),
+        (ppo | {"adapter": "lora", "value": "{share: base, model: one}"}, "value.model: an adapter's folder is read"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(RecipeError) as caught:
+            load(write(text(**changes)))
+        assert [problem for problem in caught.value.problems if message in problem], caught.value.problems
+        load(write(text(**changes, parallel="{pipeline: 1}")))  # control: in one stage it is allowed
     with pytest.raises(RecipeError, match="stage: lenet5 is one chunk"):
         load(write(text(stage="classify", model="lenet5")))
 

@@ -52,7 +52,7 @@ def chosen(model: Decoder, prompt: Sequence[int], answer: Sequence[int], virtual
     batch = collate([Pack((Sample(tokens, np.zeros(len(tokens), np.float32), "row"),))], virtual_token_ids=virtual)
     with recording(model) as recorded, torch.no_grad():
         model(batch.tokens, batch.positions, attend_for(batch, exact=True))
-    return recorded.stacked()[len(virtual) :].numpy()
+    return recorded.stacked(batch.positions)[len(virtual) :].numpy()
 
 
 def check(model: Decoder, completions: Sequence[Completion], prompts: Sequence[Sequence[int]] = PROMPTS) -> None:

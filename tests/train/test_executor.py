@@ -38,6 +38,7 @@ class ChunkedLearner:
     model: nn.Sequential
     parallel: StepParallel = field(default_factory=StepParallel)
     activations: None = None
+    trained_activations: int = 1
     seen: list[str] = field(default_factory=list)
     present: int | None = None  # the number of the item whose state the model has
     batches: list[weakref.ref[Any]] = field(default_factory=list)
@@ -302,3 +303,47 @@ def test_one_process_can_take_the_list_of_a_schedule_that_splits() -> None:
         _, gradients = executed(actions, chunked, step_items())
     for gradient, wanted in zip(gradients, of_whole(step_items())[1], strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
+
+
+@dataclass
+class TwoModels(ChunkedLearner):
+    """With a second model that is trained, and a frozen third, whose loss depends on the hidden states of all."""
+
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
+        batch = micro_step.batch.as_subclass(Tensor)
+        first, second, frozen = (batch, batch, batch) if x is None else x
+        policy, values = self.model[chunk], self.model[CHUNKS + chunk]
+        hidden = policy(first).tanh(), values(second).tanh(), (2 * frozen).tanh()
+        if chunk < CHUNKS - 1:
+            return hidden
+        y, z, weight = hidden
+        return Loss((y.sum() * z.square().sum() * (1 + weight.sum())) * micro_step.gradient_scale, {})
+
+
+def test_gradients_of_several_models_that_are_trained_come_back() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2 * CHUNKS)]
+    items = step_items()
+
+    def gradients(trained: int) -> list[Tensor | None]:
+        models = nn.Sequential(*layers)
+        models.zero_grad()
+        executor = Executor(cast(AnyLearner, TwoModels(models, trained_activations=trained)), items)
+        executor.run(actions_of(ORDERS["interleaved"]))
+        return [parameter.grad for parameter in models.parameters()]
+
+    found, one_alone = gradients(2), gradients(1)
+    for layer in layers:
+        layer.zero_grad()
+    for item in items.items:
+        y = z = weight = cast(Tensor, item).unsqueeze(0)
+        for chunk in range(CHUNKS):
+            y, z = layers[chunk](y).tanh(), layers[CHUNKS + chunk](z).tanh()
+            weight = (2 * weight).tanh()
+        (y.sum() * z.square().sum() * (1 + weight.sum())).backward()
+    wanted = [parameter.grad for layer in layers for parameter in layer.parameters()]
+    for gradient, whole in zip(found, wanted, strict=True):
+        assert gradient is not None and whole is not None
+        torch.testing.assert_close(gradient, whole, rtol=1e-5, atol=1e-7)
+    # Control: of a second model whose gradient does not come back, only the last chunk has any.
+    assert [gradient is None for gradient in one_alone[2 * CHUNKS :]] == [True] * 4 + [False] * 2

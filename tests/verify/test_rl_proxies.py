@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from builders.tiny_world import CONFIG, tiny_world, write_rows
 
 from danlu.recipe import load
 from danlu.verify.synthetic_rollouts import synthetic_rollouts
+from danlu.verify.verification import Options, verify
 
 RECIPE = """
 stage: {stage}
@@ -48,3 +50,26 @@ def test_made_rollouts_have_what_the_stage_reads(tmp_path, stage, filters, colum
     again = synthetic_rollouts(recipe(tmp_path, stage, filters), 5, max_length=24, vocab_size=50)
     assert np.array_equal(items[3].samples[0].tokens, again[3].samples[0].tokens)
     assert not np.array_equal(items[3].samples[0].tokens[:5], items[4].samples[0].tokens[:5])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+def test_stages_of_a_pipeline_compute_the_same_policy_gradient(tmp_path, stage):
+    config = {**CONFIG, "num_hidden_layers": 4}
+    rows = write_rows(tmp_path / "rows.jsonl", [{"question": "1 + 1", "answer": "2"}])
+    values = {
+        "stage": stage,
+        "model": {"config": config},
+        "data": {"train": str(rows), "prompt": "{question}"},
+        "rewards": [{"kind": "exact", "column": "answer"}],
+        "rollout": {"samples": 3, "max_new_tokens": 8},
+        "batch": None,
+        "parallel": {"pipeline": {"stages": 2, "schedule": "zbv"}},
+    }
+    if stage == "grpo":
+        values["objective"] = {"kl": {"coefficient": 0.1}}
+    own = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml", **values)).recipe
+    found, _ = verify("recipe.yaml", own, Options(steps=1))
+    assert found.finding is None and all(check.holds for check in found.checks)
+    broken, _ = verify("recipe.yaml", own, Options(steps=1, fault="norm-of-one-stage"))
+    assert broken.finding is not None  # control

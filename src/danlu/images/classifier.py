@@ -309,6 +309,11 @@ class ClassifierLearner:
             return self.assess(micro_step.batch, micro_step.totals)
         return self.losses(micro_step.batch, micro_step.totals, micro_step.gradient_scale)
 
+    @property
+    def trained_activations(self) -> int:
+        """One, were it in several chunks."""
+        return 1
+
     def empty_activation(self, micro_step: MicroStep[ImageBatch]) -> Activation:
         """Nothing passes between chunks of a model in one chunk."""
         raise AssertionError("LeNet-5 is one chunk")

@@ -21,7 +21,7 @@ from danlu.errors import ModelError, RecipeError
 from danlu.language.frozen_models import check_frozen_model, frozen_config
 from danlu.language.initial_score_head import first_score_head
 from danlu.language.outputs import DecoderOutputs
-from danlu.language.roles import Forward, decoder_outputs
+from danlu.language.roles import Forward, decoder_outputs, hidden_states
 from danlu.layer_types import Attend
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.config import ModelConfig
@@ -52,10 +52,12 @@ class Critic:
     adapters: AdapterSet | None = None  # of the policy, with that of the critic; None: `model` is the critic's own
     exact: bool = False  # see `DecoderOutputs`
 
-    def __call__(self, batch: Batch, filled: Batch, attend: Attend, gradient_scale: float) -> DecoderOutputs:
+    def __call__(
+        self, batch: Batch, filled: Batch, attend: Attend, gradient_scale: float, x: Tensor | None = None
+    ) -> DecoderOutputs:
         """What the critic says about `batch`, which goes through it as `filled`; unlike those of frozen models its
-        outputs carry gradients."""
-        with nullcontext() if self.adapters is None else recomputed_within(self._switched_on):
+        outputs carry gradients. x: what the chunk before the last one has returned, where it is in several."""
+        with self._as_critic():
             return decoder_outputs(
                 self.model,
                 self.forward,
@@ -66,11 +68,21 @@ class Critic:
                 gradient_scale,
                 self.score_head,
                 self.exact,
+                x,
             )
+
+    def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
+        """Those behind a chunk before the last one: see `roles.hidden_states`."""
+        with self._as_critic():
+            return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is trained of it, without its head, by name and live."""
         return critic_tensors(self.adapters, self.model if self.adapters is None else None)
+
+    def _as_critic(self) -> AbstractContextManager[None]:
+        """Within it, and where activations of it are recomputed, the model has the critic's adapter."""
+        return nullcontext() if self.adapters is None else recomputed_within(self._switched_on)
 
     def _switched_on(self) -> AbstractContextManager[None]:
         assert self.adapters is not None
@@ -209,9 +221,12 @@ def with_own_critic(parallel: StepParallel, critic: Placed) -> StepParallel:
     local = {
         own_name(name): replace(parameter, name=own_name(name)) for name, parameter in own.local_parameters.items()
     }
+    elsewhere = {own_name(name): replace(each, name=own_name(name)) for name, each in own.elsewhere.items()}
     return replace(
         parallel,
         local_parameters={**parallel.local_parameters, **local},
+        elsewhere={**parallel.elsewhere, **elsewhere},
+        chunk_of={**parallel.chunk_of, **{own_name(name): chunk for name, chunk in own.chunk_of.items()}},
         partial_gradients=(
             *parallel.partial_gradients,
             *((group, own_name(name)) for group, name in own.partial_gradients),
@@ -226,4 +241,4 @@ def trained_roles(recipe: Recipe) -> TrainedRoles | None:
     """Policy and critic as models that are clipped apart; None where values are a head on the policy."""
     if value_share(recipe) not in ("base", "none"):
         return None
-    return TrainedRoles(role_of, {"policy": value_section(recipe).warmup})
+    return TrainedRoles(role_of, {"policy": value_section(recipe).warmup}, ("policy", VALUE))

@@ -220,13 +220,19 @@ class DecoderLearner:
             return self.assess(batch, totals, x)
         return self.losses(batch, totals, micro_step.gradient_scale, x)
 
+    @property
+    def trained_activations(self) -> int:
+        """The policy's, and those of the model of values where that is no head on the policy."""
+        return len(self._trained_models(self._roles_of(self.objective)))
+
     def empty_activation(self, micro_step: MicroStep[Any]) -> Activation:
         """[T', D] of each model in the type of activations; where tensor ranks cut tokens, as they do of what has
         gradients, this one's."""
         tokens = len(pad_to_bucket(micro_step.batch, self.token_multiple).tokens)
-        of_policy = tokens // (1 if micro_step.step is None else self.token_multiple)
-        shapes = [(of_policy, self.model.config.hidden_size)]
-        shapes += [(tokens, role.model.config.hidden_size) for role in self._decoders(self._asked(micro_step)).values()]
+        of_trained = tokens // (1 if micro_step.step is None else self.token_multiple)
+        asked = self._asked(micro_step)
+        shapes = [(of_trained, model.config.hidden_size) for model in self._trained_models(asked).values()]
+        shapes += [(tokens, role.model.config.hidden_size) for role in self._decoders(asked).values()]
         return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
     def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
@@ -245,16 +251,21 @@ class DecoderLearner:
         trains, batch = micro_step.step is not None, micro_step.batch
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = self._attend(filled)
-        decoders = self._decoders(self._asked(micro_step))
-        own, *beside = (None,) * (1 + len(decoders)) if x is None else x
+        asked = self._asked(micro_step)
+        decoders = self._decoders(asked)
+        before = {} if x is None else self._by_model(x, asked)
         of_roles = [
-            role.hidden_states(batch, filled, attend, chunk, hidden)
-            for role, hidden in zip(decoders.values(), beside, strict=True)
+            role.hidden_states(batch, filled, attend, chunk, before.get(name)) for name, role in decoders.items()
         ]
+        of_critic: list[Tensor] = []
+        if self.critic is not None and VALUE in asked:
+            with self._offloaded() if trains else torch.no_grad():
+                of_critic = [self.critic.hidden_states(batch, filled, attend, chunk, before.get(VALUE))]
         routed = self._routed(filled, micro_step.totals if trains else None, micro_step.gradient_scale)
+        own = before.get("policy")
         with self._offloaded() if trains else torch.no_grad(), routed:
             of_policy = hidden_states(self.model, self.model_forward, self.dtype, batch, filled, attend, chunk, own)
-        return of_policy, *of_roles
+        return of_policy, *of_critic, *of_roles
 
     def _offloaded(self) -> AbstractContextManager[None]:
         return nullcontext() if self.offload is None else self.offload.active()
@@ -264,6 +275,16 @@ class DecoderLearner:
 
     def _asked(self, micro_step: MicroStep[Any]) -> Collection[Role]:
         return self._roles_of(self.evaluation if micro_step.step is None else self.objective)
+
+    def _trained_models(self, roles: Collection[Role]) -> dict[Role, Decoder]:
+        """The policy, and the model of values where it is among `roles` and no head on the policy, in the order in
+        which their hidden states lie in an `Activation`, before those of `_decoders`."""
+        has_critic = self.critic is not None and VALUE in roles
+        return {"policy": self.model, **({VALUE: self.critic.model} if self.critic is not None and has_critic else {})}
+
+    def _by_model(self, x: Activation, roles: Collection[Role]) -> dict[Role, Tensor]:
+        """The tensors of an activation by the model whose hidden states they are."""
+        return dict(zip((*self._trained_models(roles), *self._decoders(roles)), x, strict=True))
 
     def _decoders(self, roles: Collection[Role]) -> dict[Role, DecoderRole]:
         """Those of `roles` that are decoders, in the order in which their hidden states lie in an `Activation`."""
@@ -289,14 +310,14 @@ class DecoderLearner:
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = self._attend(filled)
         asked = (*self.roles, VALUE) if roles is None else roles
-        hidden = {} if x is None else dict(zip(("policy", *self._decoders(asked)), x, strict=True))
+        hidden = {} if x is None else self._by_model(x, asked)
         beside: dict[Role, Outputs] = {
             role: outputs_of(batch, filled, attend, hidden.get(role))
             for role, outputs_of in self.roles.items()
             if role in asked
         }
         if self.critic is not None and VALUE in asked:
-            beside[VALUE] = self.critic(batch, filled, attend, gradient_scale)
+            beside[VALUE] = self.critic(batch, filled, attend, gradient_scale, hidden.get(VALUE))
         with self._routed(filled, totals, gradient_scale):
             policy = decoder_outputs(
                 self.model,
@@ -335,7 +356,8 @@ class DecoderLearner:
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
-        named = [*self.model.named_parameters(), *(() if self.critic is None else self.critic.tensors().items())]
+        of_critic = {} if self.critic is None else self.parallel.local_weights(self.critic.tensors())
+        named = [*self.model.named_parameters(), *of_critic.items()]
         everyones = self.parallel.ranks.world.all_gather_objects(non_finite(named))
         names = list(dict.fromkeys(name for names in everyones for name in names))
         return self._explained(batch, step, names)

@@ -5,7 +5,7 @@ It is the pass of an evaluation: the same lists of forward passes, whose last ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -31,21 +31,30 @@ class _Kept(Generic[T]):
         return Loss(torch.zeros(()))
 
 
+@dataclass(frozen=True)
+class _KeptOfRoles(_Kept[T]):
+    """The same of some models beside the policy; the others are not asked."""
+
+    roles: frozenset[Role] = frozenset()
+
+
 def no_grad_pass(
     learner_of: Callable[[Objective], AnyLearner],
     items: Sequence[Pack],
     micro_batches: Sequence[Sequence[int]],
     compute: Callable[[Mapping[Role, Outputs], Batch], T],
+    roles: Collection[Role] | None = None,
 ) -> Iterator[tuple[Sequence[int], T]]:
-    """Yields (numbers of its items, what `compute` makes of the outputs of all models) of each micro-batch of this
+    """Yields (numbers of its items, what `compute` makes of the outputs of the models) of each micro-batch of this
     process, in their order; every process exhausts it.
 
     Of a pipeline the stages without the last chunk, which have no outputs, yield nothing.
 
     learner_of: the learner whose evaluations have an objective. micro_batches: as many on every process, some may be
-    empty: these go through the models with a filler.
+    empty: these go through the models with a filler. roles: the models that are asked beside the policy; None: all that
+    are frozen.
     """
-    kept = _Kept(compute)
+    kept = _Kept(compute) if roles is None else _KeptOfRoles(compute, roles=frozenset(roles))
     learner = learner_of(kept)
     executor = Executor(learner, StepItems(items, micro_batches, Totals.of(items)))
     for actions, numbers in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):

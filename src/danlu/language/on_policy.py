@@ -55,7 +55,9 @@ def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, 
         settings = replace(settings, rotary_length=lambda tokens: min(virtual + tokens, config.context_length))
     length = virtual + min(longest_prompt(stored) + settings.max_new_tokens, settings.max_length)
     options = engine_options(recipe)
-    needed = cache_gib(placed.model, DTYPES[recipe.precision], [length] * settings.per_step, options)
+    needed = cache_gib(
+        placed.model, DTYPES[recipe.precision], [length] * settings.per_step, options, placed.parallel.pipeline
+    )
     engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
     engine.sleep()
     log = LineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None

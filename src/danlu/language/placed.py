@@ -219,6 +219,10 @@ class PlacedDecoder:
             packed=max(packed, default=0) * self.dtype.itemsize,
             gathered=gathered,
         )
+        critic = self._critic_pass
+        if critic is not None:
+            chunks = (model if self.own_critic is None else self.own_critic.subject.model).chunks
+            critic = critic._replace(config=stage_config(critic.config, chunks))
         estimate = estimate_of(
             recipe,
             stage_config(model.config, model.chunks),
@@ -228,7 +232,7 @@ class PlacedDecoder:
             device_type=self.device.type,
             offloaded_bytes=elsewhere,
             processes=ranks.world.size,
-            critic=self._critic_pass,
+            critic=critic,
             in_flight=self.parallel.pipeline.micro_batches_in_flight,
         )
         device_map = self.placed.device_map
@@ -376,7 +380,7 @@ class PlacedDecoder:
         write(self.placed.subject, self.recipe, target, value, writes=writes, score_head=head)
 
     def _write_critic(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
-        head = self._score_head
+        head = self._gathered_score_head(value)
         assert head is not None, "the recipe's rules ask for ppo"
         if self.own_critic is not None:
             own = None if value is None else (lambda name, box=None: value(own_name(name), box))

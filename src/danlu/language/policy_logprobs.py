@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
-from danlu.data.batch import collate, pad_to_bucket
-from danlu.language.roles import FrozenDecoder, forward_of
-from danlu.models.attend import attend_for
-from danlu.models.router_replay import replaying
+from danlu.language.learner import DecoderLearner
+from danlu.language.no_grad_pass import no_grad_pass
+from danlu.language.roles import forward_of
 from danlu.parallel.dealing import deal_by_tokens
 from danlu.placing import Placed, token_shares
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rollout.experience_trees import ROTARY_LENGTH
 from danlu.rollout.recorded_routes import end_to_end
-from danlu.types import ROUTES, Pack, Sample
+from danlu.types import ROUTES, Batch, Outputs, Pack, Role, Sample
 
 
 def policy_logprobs(
@@ -30,7 +29,8 @@ def policy_logprobs(
     temperature: float = 1.0,
     routes: Sequence[np.ndarray | None] = (),
 ) -> list[list[float]]:
-    """The log-probability of each token behind the prompts, from packed sequences; all processes compute all of them.
+    """The log-probability of each token behind the prompts, from packed sequences; all processes compute all of them,
+    stages of a pipeline together.
 
     sequences: prompt and answer, without virtual tokens; prompt_lengths: tokens of each that are the prompt;
     max_new_tokens: that the answers might have had, for LongRoPE chose its factors by these and the prompt's; routes:
@@ -38,9 +38,18 @@ def policy_logprobs(
     None, routers choose.
     """
     model, adapters = placed.subject.model, placed.subject.adapters
-    exact, device = recipe.numerics == "exact", model.input_device
-    outputs = FrozenDecoder(model, forward_of(model, compiled=recipe.compile), DTYPES[recipe.precision], exact)
-    virtual_token_ids = () if adapters is None else adapters.virtual_token_ids
+    learner = DecoderLearner(
+        model,
+        forward_of(model, compiled=recipe.compile),
+        model.input_device,
+        DTYPES[recipe.precision],
+        micro=1,
+        adapters=adapters,
+        parallel=placed.parallel,
+        token_multiple=token_shares(recipe, placed.parallel.ranks),
+        exact=recipe.numerics == "exact",
+    )
+    virtual_tokens = 0 if adapters is None else len(adapters.virtual_token_ids)
     known = end_to_end(routes, [len(sequence) for sequence in sequences]) if routes else None
     of_sequences = None if known is None else np.split(known, np.cumsum([len(each) for each in sequences])[:-1])
     rows = [np.array(sequence, dtype=np.int32) for sequence in sequences]
@@ -48,7 +57,7 @@ def policy_logprobs(
 
     def sample(number: int) -> Sample:
         answered = np.arange(len(rows[number])) >= prompt_lengths[number]
-        text = len(virtual_token_ids) + prompt_lengths[number] + max_new_tokens
+        text = virtual_tokens + prompt_lengths[number] + max_new_tokens
         return Sample(
             rows[number],
             answered.astype(np.float32),
@@ -57,13 +66,14 @@ def policy_logprobs(
             facts={ROTARY_LENGTH: np.array([min(text, model.config.context_length)], np.float32)},
         )
 
+    def logprobs_of(outputs: Mapping[Role, Outputs], batch: Batch) -> Tensor:
+        return outputs["policy"].logprobs(temperature=temperature).logprobs
+
     # One that is longer than a packed sequence has one of its own, and leaves another empty.
-    for numbers in filter(None, deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length)):
-        batch = collate([Pack(tuple(map(sample, numbers)))], device, virtual_token_ids=virtual_token_ids)
-        filled = pad_to_bucket(batch, token_shares(recipe, placed.parallel.ranks))
-        with nullcontext() if filled.routes is None else replaying(model, filled.routes):
-            values = outputs(batch, filled, attend_for(filled, exact=exact)).logprobs(temperature=temperature)
+    dealt = [*filter(None, deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length))]
+    items = [Pack((sample(number),)) for number in range(len(rows))]
+    for numbers, values in no_grad_pass(learner.judged_by, items, dealt, logprobs_of):
         counts = [len(rows[number]) - prompt_lengths[number] for number in numbers]
-        for number, own in zip(numbers, values.logprobs.split(counts), strict=True):
+        for number, own in zip(numbers, values.split(counts), strict=True):
             logprobs[number] = own.tolist()
-    return logprobs
+    return placed.parallel.pipeline.from_last(logprobs)

@@ -24,6 +24,7 @@ from danlu.language.tree_reader import laid_out
 from danlu.language.tree_scoring import TreeScorer
 from danlu.line_log import LineLog
 from danlu.models.config import ModelConfig
+from danlu.models.loading import meta_decoder
 from danlu.objectives.policy_losses import AdaptiveKl
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -165,12 +166,8 @@ def experience_items(
     longest = max(len(prompt.tokens) for prompt in (*prompts.train, *prompts.held_out))
     answers = settings.prompts * (settings.samples + settings.greedy)
     longest = longest + settings.max_new_tokens if recipe.environment is None else recipe.data.max_length
-    needed = cache_gib(
-        placed.model,
-        DTYPES[recipe.precision],
-        [virtual + longest] * answers,
-        engine_options(recipe),
-    )
+    dtype, options, lengths = DTYPES[recipe.precision], engine_options(recipe), [virtual + longest] * answers
+    needed = cache_gib(placed.model, dtype, lengths, options, placed.parallel.pipeline)
     engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
     engine.sleep()
     rewards = placed.rewards(recipe)
@@ -185,8 +182,9 @@ def experience_items(
     episodes = episodes_of(recipe, chat, placed.placed.subject, settings.sampling, ranks.world)
     sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world, episodes=episodes)
     if recipe.rollout.staleness > 0:
+        of_whole = cache_gib(meta_decoder(placed.model.config), dtype, lengths, options)
         sampler.asynchronous = AsynchronousRollouts(
-            placed.asynchronous_engine(recipe, placed.placed, needed) if ranks.leads else None,
+            placed.asynchronous_engine(recipe, placed.placed, of_whole) if ranks.leads else None,
             partial(policy_weights, placed.placed),
             recipe.rollout.staleness,
             ranks.world,

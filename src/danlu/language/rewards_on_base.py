@@ -61,7 +61,7 @@ def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedM
     section, (stack,), adapters = recipe.parallel, resolved.stacks, subject.adapters
     assert adapters is not None, "the recipe trains an adapter"
     is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
-    if ranks.tensor.size > 1 or is_sharded or section.workers == "threads":
+    if ranks.tensor.size > 1 or ranks.pipeline.size > 1 or is_sharded or section.workers == "threads":
         return "the policy's is cut among processes or copied"
     if any(added.base_changing_sites() for added in adapters.added.values()):
         return "the policy's adapter took its start out of it"

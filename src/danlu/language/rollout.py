@@ -21,6 +21,7 @@ from danlu.recipe.sections import DraftModel, Ngram, Rollout
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import DraftOptions, EngineAdapters, EngineOptions, RolloutEngine
 from danlu.rollout.engine_adapters import StackedAdapters
+from danlu.rollout.pipelined_decoder import PipelinedDecoder
 from danlu.rollout.ranks import ParallelEngine
 from danlu.rollout.sharded_weights import ShardedWeights
 from danlu.rollout.stopping import Decode
@@ -49,6 +50,7 @@ def rollout_engine(
     options = engine_options(recipe)
     if cache_gib is not None:
         options = replace(options, cache_gib=min(options.cache_gib, cache_gib))
+    stages = None if parallel.pipeline.alone else PipelinedDecoder(model, parallel.pipeline)
     engine = EmbeddedEngine(
         model,
         options,
@@ -56,10 +58,11 @@ def rollout_engine(
         decode=decode,
         adapters=policy_adapters(placed),
         draft_model=draft_model(recipe.rollout, model.input_device, dtype),
+        stages=stages,
     )
     if ranks.alone:
         return engine
-    return ParallelEngine.embedded(engine, ranks, model, sharded_weights(recipe, placed))
+    return ParallelEngine.embedded(engine, ranks, stages or model, sharded_weights(recipe, placed))
 
 
 def engine_options(recipe: Recipe) -> EngineOptions:

@@ -14,6 +14,7 @@ from danlu.language.environments import episode_engine
 from danlu.language.learner import trained_weights
 from danlu.language.reader import tokenizer_of
 from danlu.language.rollout import rollout_engine
+from danlu.language.served_policy import policy_parameters
 from danlu.language.served_rollouts import ServedRollouts
 from danlu.machine import usable_cores
 from danlu.memory_estimate import processes_here
@@ -106,26 +107,24 @@ def rollout_processes(recipe: Recipe, placed: Placed, cache_gib: float) -> Async
 
 def policy_weights(placed: Placed) -> Iterator[tuple[str, Tensor]]:
     """What training changes of the policy, whole, by name, on the first process; all go through it together."""
-    weights = trained_weights(placed.subject.model, placed.subject.adapters)
     parallel = placed.parallel
-    local = parallel.local_parameters
-    if not local:
-        yield from weights.items()
+    if parallel.alone:
+        yield from trained_weights(placed.subject.model, placed.subject.adapters).items()
         return
     parallel.reshard()
     with Gathering(parallel.ranks.world) as gathering:
-        for name in weights:
-            if (whole := gathering.whole(name, local[name].local, local[name].box)) is not None:
+        for name, parameter in policy_parameters(placed).items():
+            if (whole := gathering.whole(name, parameter.local, parameter.box)) is not None:
                 yield name, whole
 
 
 def _shapes(placed: Placed) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Of `policy_weights`, with the types."""
-    local = placed.parallel.local_parameters
-    weights = trained_weights(placed.subject.model, placed.subject.adapters)
-    if not local:
+    if placed.parallel.alone:
+        weights = trained_weights(placed.subject.model, placed.subject.adapters)
         return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
-    return {name: (tuple(local[name].box.global_shape), local[name].local.dtype) for name in weights}
+    parameters = policy_parameters(placed)
+    return {name: (tuple(each.box.global_shape), each.local.dtype) for name, each in parameters.items()}
 
 
 def _devices(placed: Placed, count: int) -> list[str]:

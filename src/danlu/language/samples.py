@@ -34,7 +34,9 @@ def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
     prompt_tokens = sample_prompts(recipe, chat_tokenizer, subject.model.config, virtual_tokens)
     # No larger than all samples need: training takes what there is of the device's memory.
     lengths = [virtual_tokens + len(prompt_tokens[prompt]) + section.max_new_tokens for prompt in section.prompts]
-    needed = cache_gib(subject.model, DTYPES[recipe.precision], lengths, engine_options(recipe))
+    needed = cache_gib(
+        subject.model, DTYPES[recipe.precision], lengths, engine_options(recipe), placed.parallel.pipeline
+    )
     engine = rollout_engine(recipe, placed, decode=chat_tokenizer.decode, cache_gib=needed)
     engine.sleep()
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from danlu.language.export import write
 from danlu.language.policy_logprobs import policy_logprobs
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.parallel.local_parameter import LocalParameter
 from danlu.placing import Placed
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
@@ -91,16 +92,16 @@ class ServedPolicy:
         if self.route != "adapter":
             return self._whole_weights()
         parallel = self.placed.parallel
-        local = parallel.local_parameters
+        parameters = parallel.all_parameters
         with Gathering(parallel.ranks.world) as gathering:
 
             def value(name: str, box: ShardBox | None = None) -> Tensor | None:
-                return gathering.part(name, local[name].local, local[name].box, box)
+                return gathering.part(name, parameters[name].local, parameters[name].box, box)
 
             if gathering.first:
                 self._adapter_folder = Path(tempfile.mkdtemp(prefix="danlu-adapter-")) / "adapter"
             target = self._adapter_folder or Path(ADAPTER)  # nothing is written on other processes
-            write(self.placed.subject, self.recipe, target, value if local else None, writes=gathering.first)
+            write(self.placed.subject, self.recipe, target, value if parameters else None, writes=gathering.first)
         return None
 
     def check(self, engine: RolloutEngine) -> None:
@@ -147,18 +148,17 @@ class ServedPolicy:
         if not parallel.local_parameters:
             return self.placed.subject.model.get_parameter(name)
         parallel.reshard()
-        local = parallel.local_parameters[name]
+        parameter = parallel.all_parameters[name]
         with Gathering(parallel.ranks.world) as gathering:
-            return gathering.whole(name, local.local, local.box)
+            return gathering.whole(name, parameter.local, parameter.box)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         model, parallel = self.placed.subject.model, self.placed.parallel
-        local = parallel.local_parameters
-        if not local:
+        if parallel.alone:
             yield from model.named_parameters()
             return
         with Gathering(parallel.ranks.world) as gathering:
-            for name, parameter in local.items():
+            for name, parameter in policy_parameters(self.placed).items():
                 if (whole := gathering.whole(name, parameter.local, parameter.box)) is not None:
                     yield name, whole
 
@@ -210,3 +210,14 @@ class ServedPolicy:
         shutil.copytree(self._adapter_folder, folder, dirs_exist_ok=True)
         shutil.rmtree(self._adapter_folder.parent)
         self._adapter_folder = None
+
+
+def policy_parameters(placed: Placed) -> dict[str, LocalParameter]:
+    """What a process has of each parameter of the policy that training changes, in an order that all processes have;
+    of those of other stages nothing."""
+    everything, adapters = placed.parallel.all_parameters, placed.subject.adapters
+    if adapters is None:
+        names = [*parameter_shapes(placed.subject.model.config)]
+    else:
+        names = sorted(adapters.tensors(adapters.active[-1]))
+    return {name: everything[name] for name in names}

@@ -15,10 +15,20 @@ from torch import Tensor
 
 from danlu.assembly.parameter_roles import VALUE
 from danlu.language.learner import DecoderLearner
+from danlu.language.no_grad_pass import no_grad_pass
 from danlu.rollout.estimators import LAST_VALUE, REFERENCE, VALUE_OLD
 from danlu.rollout.experience import Scores
 from danlu.rollout.experience_trees import OLD, SUPPORT
 from danlu.types import Batch, Outputs, Pack, Role
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """What models say of a micro-batch."""
+
+    of_targets: Tensor  # [names, N] float32
+    target_numbers: Tensor | None  # where context ranks share trees: which of all targets these are
+    last: Tensor | None  # [M] float32: values at the ends of branches, of which this process counts
 
 
 @dataclass(frozen=True)
@@ -47,27 +57,23 @@ class TreeScorer:
         branch_starts = np.cumsum([0, *(len(item.samples[0].branches) for item in items)])
         of_tokens = torch.zeros(len(names), int(token_starts[-1]), dtype=torch.float32)
         of_branches = torch.zeros(int(branch_starts[-1]), dtype=torch.float32)
-        for numbers in self.learner.micro_batches(items):
-            batch = self.learner.collate([items[number] for number in numbers])
-            with torch.no_grad():
-                outputs = self.learner.outputs(batch, 1.0, self._roles)
-                scored = self._scored(outputs, batch)
-                last = outputs[self._critic].scores().float().reshape(-1).cpu() if self.values else None
+        micro_batches = self.learner.micro_batches(items)
+        for numbers, scored in no_grad_pass(self.learner.judged_by, items, micro_batches, self._scored, self._roles):
             if not numbers:
                 continue
             trained = [token_starts[number] + np.flatnonzero(items[number].samples[0].weights) for number in numbers]
             places = torch.from_numpy(np.concatenate(trained))
-            shared = batch.shared_branches
-            if shared is not None:
-                places = places[shared.target_numbers.cpu()]
-            of_tokens[:, places] = torch.stack([scored[name].cpu() for name in names])[:, : len(places)]
-            if last is not None and (shared is None or shared.are_counted):
+            if scored.target_numbers is not None:
+                places = places[scored.target_numbers]
+            of_tokens[:, places] = scored.of_targets[:, : len(places)]
+            if scored.last is not None:
                 own = [np.arange(branch_starts[number], branch_starts[number + 1]) for number in numbers]
                 branches = torch.from_numpy(np.concatenate(own))
-                of_branches[branches] = last[: len(branches)]
-        self.learner.parallel.all_reduce_data(of_tokens)
-        self.learner.parallel.all_reduce_data(of_branches)
-        self.learner.parallel.reshard()
+                of_branches[branches] = scored.last[: len(branches)]
+        parallel = self.learner.parallel
+        scores = parallel.all_reduce_data(of_tokens), parallel.all_reduce_data(of_branches)
+        of_tokens, of_branches = parallel.pipeline.from_last(scores)
+        parallel.reshard()
         of_items = list(zip(itertools.pairwise(token_starts), itertools.pairwise(branch_starts), strict=True))
         columns, ends = of_tokens.numpy(), of_branches.numpy()
         token_scores = [
@@ -86,17 +92,26 @@ class TreeScorer:
     def _critic(self) -> Role:
         return "policy" if self.learner.critic is None else VALUE
 
-    def _scored(self, outputs: Mapping[Role, Outputs], batch: Batch) -> dict[str, Tensor]:
-        """[N] float32 each."""
-        scored = {}
+    def _scored(self, outputs: Mapping[Role, Outputs], batch: Batch) -> _Scored:
+        """What is asked for of a micro-batch, with empty items behind its own."""
+        of_targets: list[Tensor] = []
         support = batch.columns.get(SUPPORT)
         support = None if support is None else support.long()
         if self.old:
-            scored[OLD] = outputs["policy"].logprobs(temperature=self.temperature, support=support).logprobs
+            of_targets.append(outputs["policy"].logprobs(temperature=self.temperature, support=support).logprobs)
         if self.reference:
-            scored[REFERENCE] = outputs["reference"].logprobs(temperature=self.temperature, support=support).logprobs
+            of_targets.append(outputs["reference"].logprobs(temperature=self.temperature, support=support).logprobs)
         if self.values:
-            scored[VALUE_OLD] = outputs[self._critic].values()
+            of_targets.append(outputs[self._critic].values())
         for role in self.teachers:
-            scored[role] = outputs[role].logprobs(temperature=self.temperature, support=support).logprobs
-        return {name: values.float() for name, values in scored.items()}
+            of_targets.append(outputs[role].logprobs(temperature=self.temperature, support=support).logprobs)
+        shared = batch.shared_branches
+        # Of context ranks, which share trees, all take part and one counts.
+        last = outputs[self._critic].scores().float().reshape(-1).cpu() if self.values else None
+        if shared is not None and not shared.are_counted:
+            last = None
+        return _Scored(
+            torch.stack([values.float().cpu() for values in of_targets]),
+            None if shared is None else shared.target_numbers.cpu(),
+            last,
+        )

@@ -9,60 +9,67 @@ T tokens of a pass, flat · L layers with experts · k experts of a token, the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE
+from danlu.models.experts_spec import Experts
 from danlu.models.router import Router
 
 NO_ROUTE = -1
 """In the place of the experts of a token whose route is not known: its router chooses."""
 
 
-def routers_of(model: Decoder) -> list[Router]:
-    """The routers of a decoder, in the order of its layers."""
-    layers = [layer for layer in model.layers.values() if isinstance(layer, Layer)]
-    return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoE)]
+def routers_of(model: Decoder) -> dict[int, Router]:
+    """The routers of a decoder by the place of their layer among all that have experts; of a pipeline those that are
+    here."""
+    numbers = [number for number, spec in enumerate(model.config.layers) if isinstance(spec.feed, Experts)]
+    here = {place: str(number) for place, number in enumerate(numbers) if str(number) in model.layers}
+    return {place: cast(MoE, cast(Layer, model.layers[name]).mlp).router for place, name in here.items()}
 
 
-def route_shape(model: Decoder) -> tuple[int, int] | None:
+def route_shape(config: ModelConfig) -> tuple[int, int] | None:
     """(L, k) of a token's routes; None for a decoder without experts."""
-    routers = routers_of(model)
-    return (len(routers), max(router.top_k for router in routers)) if routers else None
+    most = [spec.feed.top_k for spec in config.layers if isinstance(spec.feed, Experts)]
+    return (len(most), max(most)) if most else None
 
 
 class RecordedRoutes:
-    """What the routers of a decoder chose in one pass."""
+    """What the routers of a decoder chose in one pass, through all of its layers or those of a pipeline's stage."""
 
-    def __init__(self, routers: Sequence[Router]) -> None:
-        self._most = max(router.top_k for router in routers)
-        self._by_layer: list[Tensor | None] = [None] * len(routers)
+    def __init__(self, shape: tuple[int, int], places: Iterable[int]) -> None:
+        self._shape = shape
+        self._by_layer: dict[int, Tensor | None] = dict.fromkeys(places)
 
-    def take(self, number: int, experts: Tensor) -> Tensor:
-        """Records the choice [T, k] of router `number`, and lets it pass."""
-        self._by_layer[number] = experts
+    def take(self, place: int, experts: Tensor) -> Tensor:
+        """Records the choice [T, k] of the router at a place, and lets it pass."""
+        self._by_layer[place] = experts
         return experts
 
-    def stacked(self) -> Tensor:
-        """[T, L, k] int16; `NO_ROUTE` behind the experts of layers that have fewer of a token."""
-        chosen = [experts for experts in self._by_layer if experts is not None]
-        assert len(chosen) == len(self._by_layer), "a pass goes through every layer"
-        same = [F.pad(each, (0, self._most - each.shape[1]), value=NO_ROUTE).to(torch.int16) for each in chosen]
-        return torch.stack(same, 1)
+    def stacked(self, positions: Tensor) -> Tensor:
+        """[T, L, k] int16 of tokens at `positions` [T]; `NO_ROUTE` for layers that are not here, and behind the experts
+        of those that have fewer of a token."""
+        routes = positions.new_full((len(positions), *self._shape), NO_ROUTE, dtype=torch.int16)
+        for place, experts in self._by_layer.items():
+            assert experts is not None, "a pass goes through every layer"
+            routes[:, place, : experts.shape[1]] = experts
+        return routes
 
 
 @contextmanager
 def recording(model: Decoder) -> Iterator[RecordedRoutes]:
     """A context in which one pass of the decoder is recorded."""
-    routers = routers_of(model)
-    recorded = RecordedRoutes(routers)
-    with _replays(routers, [partial(recorded.take, number) for number in range(len(routers))]):
+    routers, shape = routers_of(model), route_shape(model.config)
+    assert shape is not None, "the decoder has experts"
+    recorded = RecordedRoutes(shape, routers)
+    with _replays(routers, {place: partial(recorded.take, place) for place in routers}):
         yield recorded
 
 
@@ -71,7 +78,7 @@ def replaying(model: Decoder, routes: Tensor) -> Iterator[None]:
     """A context in which the tokens of a pass go to the experts of `routes` [T, L, k], integers on the model's device;
     those with `NO_ROUTE` go where their routers send them."""
     routers = routers_of(model)
-    with _replays(routers, [partial(_replayed, routes[:, number]) for number in range(len(routers))]):
+    with _replays(routers, {place: partial(_replayed, routes[:, place]) for place in routers}):
         yield
 
 
@@ -82,13 +89,13 @@ def _replayed(recorded: Tensor, own: Tensor) -> Tensor:
 
 
 @contextmanager
-def _replays(routers: Sequence[Router], replays: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def _replays(routers: Mapping[int, Router], replays: Mapping[int, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """The slots `replay` of the routers filled; contexts may lie within each other."""
-    before = [router.replay for router in routers]
-    for router, replay in zip(routers, replays, strict=True):
-        router.replay = replay
+    before = {place: router.replay for place, router in routers.items()}
+    for place, router in routers.items():
+        router.replay = replays[place]
     try:
         yield
     finally:
-        for router, replay_before in zip(routers, before, strict=True):
-            router.replay = replay_before
+        for place, router in routers.items():
+            router.replay = before[place]

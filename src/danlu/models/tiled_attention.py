@@ -79,6 +79,25 @@ class Tile(NamedTuple):
                 if smaller is not None:
                     yield smaller
 
+    def with_as_many_keys(self, window: int | None) -> Iterator[Tile]:
+        """The same in tiles of no more queries than keys, but for those of which all is seen.
+
+        FlashAttention takes no bound beside a window for one of as many keys as there are, counted from where a query
+        stands: of more queries than keys the first ones would not see the last keys.
+        """
+        rows, columns = self.shape
+        if rows <= columns or self._is_seen_whole(window):
+            yield self
+            return
+        for part in (range(columns), range(columns, rows)):
+            smaller = self.part(part, range(columns)).trimmed(window)
+            if smaller is not None:
+                yield from smaller.with_as_many_keys(window)
+
+    def _is_seen_whole(self, window: int | None) -> bool:
+        rows, columns = self.shape
+        return self.distance >= columns - 1 and (window is None or self.distance + rows <= window)
+
     def call(self, window: int | None) -> TileCall:
         """What a kernel is asked to compute of it."""
         rows, columns = self.shape
@@ -88,9 +107,9 @@ class Tile(NamedTuple):
 
     def hidden(self, window: int | None, device: torch.device) -> Tensor | None:
         """[B, L] bool, True where a query does not see a key; None where all see all."""
-        queries, keys = self.shape
-        if self.distance >= keys - 1 and (window is None or self.distance + queries <= window):
+        if self._is_seen_whole(window):
             return None
+        queries, keys = self.shape
         after = torch.arange(self.distance, self.distance + queries, device=device).unsqueeze(1)
         distances = after - torch.arange(keys, device=device)  # [B, L] of each query from each key
         return distances < 0 if window is None else (distances < 0) | (distances >= window)
@@ -148,7 +167,11 @@ def plan_tiles(
     calls: list[tuple[TileCall, Tile]] = []  # one for each tile
     for whole in _joined(tiles) if window is None else tiles:
         is_whole = kernel is not None and not kernel.needs_mask(whole.call(window))
-        for tile in (whole,) if is_whole else whole.cut(window):
+        if kernel is not None and kernel.joins_tiles:
+            parts = whole.with_as_many_keys(window)
+        else:
+            parts = iter((whole,)) if is_whole else whole.cut(window)
+        for tile in parts:
             rows, columns = tile.shape
             if kernel is None or rows * columns < kernel.smallest(dtype):
                 products += tile.cut(window)

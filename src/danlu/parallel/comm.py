@@ -105,6 +105,14 @@ class Group:
         dist.all_gather_object(values, value, group=self.handle)
         return values
 
+    def broadcast_object(self, value: T, source: int) -> T:
+        """The value of member `source`, on all members. It travels as a pickle between processes of this run."""
+        if self.alone:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self.ranks[source], group=self.handle)
+        return values[0]
+
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every member's bytes, of any length, in the group's order."""
         if self.alone:

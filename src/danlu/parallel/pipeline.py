@@ -57,6 +57,11 @@ class Pipeline:
         """Of the whole model."""
         return self.stages.size * self.chunks_per_rank
 
+    @property
+    def last_stage(self) -> int:
+        """The index of the stage that has the last chunk."""
+        return self.stage_of(self.num_chunks - 1)
+
     def stage_of(self, chunk: int) -> int:
         """The index of the stage that has a chunk."""
         return next(stage for stage, chunks in enumerate(self._placement) if chunk in chunks)
@@ -111,12 +116,12 @@ class Pipeline:
 
     def from_last(self, value: T) -> T:
         """The value of the stage that has the last chunk, on all stages, each of which calls this."""
-        return self.all_gather(value)[self.stage_of(self.num_chunks - 1)]
+        return self.stages.broadcast_object(value, self.last_stage)
 
     def from_last_to_first(self, x: Tensor) -> Tensor:
         """On the first stage the tensor of the one that has the last chunk; on others x itself, which is of the same
         shape and type, on the device. All stages call this."""
-        last = self.stage_of(self.num_chunks - 1)
+        last = self.last_stage
         if last == 0 or self.stages.index not in (0, last):
             return x
         if self.stages.index == last:

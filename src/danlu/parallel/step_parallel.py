@@ -53,6 +53,11 @@ class StepParallel:
     """By name, the chunk of a parameter here, of those of this process that use it the lowest; none: one chunk."""
 
     @property
+    def all_parameters(self) -> Mapping[str, LocalParameter]:
+        """By name, what this process has of each parameter of the whole model: nothing of those of other stages."""
+        return {**self.elsewhere, **self.local_parameters}
+
+    @property
     def alone(self) -> bool:
         return self.ranks.alone
 

@@ -138,6 +138,7 @@ class DraftModelProposer:
             cleared = set()
             self._runner.pool.carry_out(plan)
             hidden = self._runner.hidden(plan, tokens)
+            assert hidden is not None, "a draft model is whole on each process"
             if ends:
                 index = torch.tensor(list(ends.values()), device=hidden.device)
                 growing = [drafts[place] for place in ends]
@@ -202,7 +203,7 @@ def speculation_of(
             [cast(Layer, layer).attention.cache for layer in decoder.layers.values()],
             options.block,
             dtype or next(decoder.parameters()).dtype,
-            route_shape(decoder) if options.routes and decoder is model else None,
+            route_shape(decoder.config) if options.routes and decoder is model else None,
         )
         for decoder in (model, draft_model)
     ]

@@ -23,6 +23,7 @@ from danlu.rollout.draft_model import speculation_of
 from danlu.rollout.engine import EngineAdapters, EngineOptions, EngineStatistics, PauseMode
 from danlu.rollout.engine_state import request_from_json, request_to_json
 from danlu.rollout.model_runner import ModelRunner, gib
+from danlu.rollout.pipelined_decoder import PipelinedDecoder
 from danlu.rollout.prompts import prompt_problem
 from danlu.rollout.request import Completion, OnToken, Request
 from danlu.rollout.scheduler import Counters, Scheduler
@@ -43,6 +44,7 @@ class EmbeddedEngine:
         virtual_token_ids: tokens that every prompt begins with, where there are no `adapters`.
         version: of the weights.
         draft_model: what proposes tokens where options.draft asks for a model.
+        stages: the same model with the stages that have its other chunks, each with an engine that is asked the same.
 
     Raises ModelError for a draft model with another vocabulary, and ResourceError where not one block fits into the
     cache.
@@ -59,11 +61,12 @@ class EmbeddedEngine:
         virtual_token_ids: Sequence[int] = (),
         version: int = 0,
         draft_model: Decoder | None = None,
+        stages: PipelinedDecoder | None = None,
     ) -> None:
         self.options, self.decode, self.version = options or EngineOptions(), decode, version
         self._config = model.config
         self._speculation, own_options = speculation_of(model, self.options, dtype, draft_model)
-        self._runner = ModelRunner(model, own_options, dtype, adapters, self._speculation)
+        self._runner = ModelRunner(model, own_options, dtype, adapters, self._speculation, stages)
         self._adapters = adapters
         self._virtual_token_ids = tuple(virtual_token_ids)
         self._counters = Counters()

@@ -92,7 +92,7 @@ class FusedDecoder:
     @classmethod
     def of(cls, model: Decoder, packed: PackedWeights, dtype: torch.dtype) -> FusedDecoder | None:
         """The decoder with its present weights; None for one that has adapters, quantized weights, windows, soft caps,
-        sinks, gates, hooks, or parts that are cut over processes, and where copies of the weights have no room."""
+        sinks, gates, hooks, or parts that are on several processes, and where copies of the weights have no room."""
         if not _is_plain(model):
             return None
         layers = []
@@ -174,6 +174,8 @@ def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Pro
 def _is_plain(model: Decoder) -> bool:
     """Whether nothing takes part in a layer but what `__call__` computes."""
     config = model.config
+    if model.chunks.last > 0:
+        return False
     if len(config.kinds) > 1 or config.rotates_by_length:
         return False
     if config.residual_multiplier != 1.0 or config.logits_divisor != 1.0:

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,24 +16,24 @@ from torch import Tensor
 from danlu.errors import ModelError, ResourceError
 from danlu.models.attend import NOT_EXACT
 from danlu.models.attention_kernels import copy_to
-from danlu.models.decoder import Decoder, Layer
+from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
 from danlu.models.router_replay import recording, route_shape
 from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.rollout.answer import Answer, DrawnToken
+from danlu.rollout.cache_size import GIB, CacheSizes, layer_caches
 from danlu.rollout.device_pools import DevicePools
 from danlu.rollout.engine import EngineAdapters, EngineOptions
 from danlu.rollout.exact_paged import ExactPagedAttention
 from danlu.rollout.fused_decoder import FusedDecoder
+from danlu.rollout.pipelined_decoder import PipelinedDecoder
 from danlu.rollout.pool import CachePool
-from danlu.rollout.sampling import Drawn, DrawRow, draw, score
+from danlu.rollout.sampling import Drawn, DrawRow, TokenScore, draw, score
 from danlu.rollout.scheduler import Chunk, Plan
 from danlu.rollout.speculative import DraftSequence, Speculation
-from danlu.rollout.state_pool import StatePool
 from danlu.spelling import did_you_mean
 
-GIB = 2**30
 PROMPT_ROWS = 128
 """Logits of so many tokens of a prompt are made at a time: of all of them they would be larger than the model."""
 
@@ -45,6 +44,7 @@ class ModelRunner:
     Args:
         dtype: of activations and of the cache; by default that of the weights.
         speculation: what proposes tokens to check; None: each pass draws one token of a sequence.
+        stages: the same decoder with the stages that have its other chunks, each of which has a runner like this one.
 
     Raises ResourceError where not one block fits into the cache.
     """
@@ -56,10 +56,11 @@ class ModelRunner:
         dtype: torch.dtype | None,
         adapters: EngineAdapters | None,
         speculation: Speculation | None = None,
+        stages: PipelinedDecoder | None = None,
     ) -> None:
         self.model, self.device = model, model.input_device
         self.dtype = dtype or next(model.parameters()).dtype
-        self._adapters, self.exact = adapters, options.exact
+        self._adapters, self.exact, self._stages = adapters, options.exact, stages
         self.speculation = speculation
         self._draft_tokens = 0 if options.draft is None else options.draft.tokens
         self.packed_weights = PackedWeights(int(options.packed_gib * GIB))
@@ -73,15 +74,12 @@ class ModelRunner:
             batch_invariant.enable()
         self._lengths_matter = model.config.rotates_by_length
         self._lengths_grow = model.config.rotates_by_growth
-        layers = [cast(Layer, layer).attention.cache for layer in model.layers.values()]
-        windows = [layer.window for layer in layers if layer.shapes]
-        self.window = None if None in windows else max((window for window in windows if window is not None), default=1)
-        """The largest of all layers' attention windows, in tokens; None where a layer sees everything."""
-        self.route_shape = routes = route_shape(model) if options.routes else None
-        if routes is not None:
-            self.window = None  # a block that is given back would take the routes of its tokens with it
-        self.block_bytes = CachePool.block_bytes(layers, options.block, self.dtype, routes)
-        state_bytes, cache_bytes = StatePool.slot_bytes(layers, self.dtype), int(options.cache_gib * GIB)
+        sizes = CacheSizes.of(model, options, self.dtype, None if stages is None else stages.pipeline)
+        self.route_shape = routes = route_shape(model.config) if options.routes else None
+        # A block that is given back would take the routes of its tokens with it.
+        self.window = None if routes is not None else sizes.window
+        self.block_bytes, state_bytes = sizes.block_bytes, sizes.state_bytes
+        cache_bytes = int(options.cache_gib * GIB)
         self.running_limit = options.sequences
         """Sequences that are computed at a time; where layers have states, those may take half of the cache."""
         if state_bytes:
@@ -97,7 +95,7 @@ class ModelRunner:
             )
         host_bytes = int(options.swap_gib * GIB) if options.preempt == "swap" and not state_bytes else 0
         host_blocks = min(most, host_bytes // self.block_bytes) if host_bytes else 0
-        sizes = {
+        counts = {
             "blocks": blocks or most,  # which take no memory where no layer keeps anything of single tokens
             "block": options.block,
             "host_blocks": host_blocks,
@@ -105,10 +103,12 @@ class ModelRunner:
         }
         self.pool: CachePool | DevicePools
         if model.device_map is None:
-            self.pool = CachePool(layers, dtype=self.dtype, device=self.device, route_shape=routes, **sizes)
+            self.pool = CachePool(
+                layer_caches(model), dtype=self.dtype, device=self.device, route_shape=routes, **counts
+            )
         else:
             assert routes is None and not self.exact, "the recipe's rules refuse both on several devices"
-            self.pool = DevicePools(layers, model.device_map.layers, dtype=self.dtype, **sizes)
+            self.pool = DevicePools(layer_caches(model), model.device_map.layers, dtype=self.dtype, **counts)
 
     def run(
         self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
@@ -169,8 +169,9 @@ class ModelRunner:
         for (_, sequence), proposed in zip(growing, proposals, strict=True):
             sequence.drafts = proposed
 
-    def hidden(self, plan: Plan, tokens: Sequence[int]) -> Tensor:
-        """[T, D] of the tokens of a plan's chunks, laid end to end. The plan has been carried out."""
+    def hidden(self, plan: Plan, tokens: Sequence[int]) -> Tensor | None:
+        """[T, D] of the tokens of a plan's chunks, laid end to end; None on stages without the last chunk. The plan has
+        been carried out."""
         columns = [list(tokens), [place for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]]
         if self._lengths_matter:
             columns.append(
@@ -190,11 +191,13 @@ class ModelRunner:
                 return fused(inputs[0], inputs[1], rows, pool)
         attend = ExactPagedAttention(plan, pool) if self.exact else pool.attend(plan)
         arguments = (inputs[0], inputs[1], attend, self.dtype, lengths)
+        forward = self.model if self._stages is None else self._stages
         if pool.routes is None:
-            return self.model(*arguments)
+            return forward(*arguments)
         with recording(self.model) as recorded:
-            hidden = self.model(*arguments)
-        pool.write_routes(recorded.stacked())
+            hidden = forward(*arguments)
+        routes = recorded.stacked(inputs[1])
+        pool.write_routes(routes if self._stages is None else self._stages.with_routes_elsewhere(routes))
         return hidden
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
@@ -233,18 +236,37 @@ class ModelRunner:
                 else:
                     ends += [len(tokens) - 1] * len(drawing)
         hidden = self.hidden(plan, tokens)
-        self._score_prompts(plan, hidden, answers_by_sequence)
-        if not ends:
+        is_scored = any(
+            answers_by_sequence[chunk.sequence].prompt_to_score(chunk.start, chunk.stop) for chunk in plan.chunks
+        )
+        if not (ends or is_scored):
             return []
-        if ends != list(range(len(tokens))):
-            hidden = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
-        return list(zip(answers, self._draw(self.logits(hidden), answers, version), strict=True))
 
-    def _score_prompts(self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]) -> None:
-        """Gives prompts the log-probabilities of those tokens that are asked for and follow hidden [T, D]."""
+        def outcome() -> tuple[list[list[TokenScore]], list[list[DrawnToken]]]:
+            assert hidden is not None, "the last chunk is here"
+            scores = self._prompt_scores(plan, hidden, answers_by_sequence)
+            if not ends:
+                return scores, []
+            rows = hidden
+            if ends != list(range(len(tokens))):
+                rows = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
+            return scores, self._draw(self.logits(rows), answers, version)
+
+        scores, drawn = outcome() if self._stages is None else self._stages.on_last(outcome)
+        for chunk, of_chunk in zip(plan.chunks, scores, strict=True):
+            answers_by_sequence[chunk.sequence].prompt_scores += of_chunk
+        return list(zip(answers, drawn, strict=True))
+
+    def _prompt_scores(
+        self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]
+    ) -> list[list[TokenScore]]:
+        """For each chunk the log-probabilities of those tokens of its prompt that are asked for and follow hidden
+        [T, D]."""
+        of_chunks: list[list[TokenScore]] = []
         row = 0  # of the chunk's first token
         for number, start, stop, *_ in plan.chunks:
             answer = answers_by_sequence[number]
+            of_chunk: list[TokenScore] = []
             places = answer.prompt_to_score(start, stop)
             for first in range(places.start, places.stop, PROMPT_ROWS):
                 some = range(first, min(first + PROMPT_ROWS, places.stop))
@@ -254,8 +276,10 @@ class ModelRunner:
                 scores = score(logits, tokens, request.sampling, request.top_logprobs, slice_rows=slice_rows)
                 for place, each in zip(some, scores, strict=True):
                     self._check_finite(each.logprob, place + 1)
-                answer.prompt_scores += scores
+                of_chunk += scores
+            of_chunks.append(of_chunk)
             row += stop - start
+        return of_chunks
 
     def _check_finite(self, logprob: float, position: int) -> None:
         """Raises ModelError for a log-probability that is none."""

@@ -19,13 +19,15 @@ class PeerFailedError(Exception):
 
 
 class PeerStatus:
-    """What the ranks of a group tell each other while they work: whether any still does, and whether one has failed.
+    """What some ranks tell each other while they work: whether any still does, and whether one has failed.
 
     All of them take part in each exchange, with or without work.
+
+    groups: one for each axis along which they lie.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, *groups: Group) -> None:
+        self.groups = groups
         self.any_failed = False
 
     def begin(self) -> None:
@@ -34,7 +36,10 @@ class PeerStatus:
 
     def exchange(self, *, works: bool, failed: bool = False) -> bool:
         """Whether any rank still works. Raises PeerFailedError where one that works hears of a failure."""
-        sums = self.group.sum(torch.tensor([float(works), float(failed)])).tolist()
+        counts = torch.tensor([float(works), float(failed)])
+        for group in self.groups:
+            group.sum(counts)
+        sums = counts.tolist()
         self.any_failed = sums[1] > 0
         if self.any_failed and works:
             raise PeerFailedError

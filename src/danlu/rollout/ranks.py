@@ -1,8 +1,8 @@
 """A rollout engine on several processes: requests are dealt among data ranks, and every process gets all answers.
 
-Ranks of a tensor group answer the same requests with the same draws, for each has a part of every matrix. Data ranks
-answer different ones, in passes of their own, and so do context ranks, for sequences are not cut here; where each pass
-gathers sharded weights they make them in step.
+Ranks that have one copy of the model together, tensor ranks and stages of a pipeline, answer the same requests with the
+same draws. Data ranks answer different ones, in passes of their own, and so do context ranks, for sequences are not cut
+here; where each pass gathers sharded weights they make them in step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class ParallelEngine:
         self._shares, self._share, self._speaks = shares, share, speaks
         self.version = 0 if engine is None else engine.version
         self._world_status = PeerStatus(ranks.world)
-        self._tensor_status = PeerStatus(ranks.tensor)
+        self._copy_status = PeerStatus(ranks.tensor, ranks.pipeline)
+        """Of the ranks that have one copy of the model together."""
         self._dealt: dict[int, _Dealt] = {}
         self._kept: list[Completion] = []  # complete, and not returned yet
         self._steps = 0
@@ -95,8 +96,11 @@ class ParallelEngine:
     def embedded(
         cls, engine: EmbeddedEngine, ranks: Ranks, model: nn.Module, weights: ShardedWeights | None = None
     ) -> ParallelEngine:
-        """Each data and context rank answers its share, with the ranks of its tensor group."""
-        data, speaks = ranks.dense_data.all, ranks.tensor.index == 0
+        """Each data and context rank answers its share, with the other ranks of its copy of the model.
+
+        model: whose forward pass is one of the engine, through all stages.
+        """
+        data, speaks = ranks.dense_data.all, ranks.tensor.index == ranks.pipeline.index == 0
         embedded = cls(engine, ranks, model=model, weights=weights, shares=data.size, share=data.index, speaks=speaks)
         embedded._embedded = engine
         return embedded
@@ -324,10 +328,11 @@ class ParallelEngine:
     @contextmanager
     def _checked_passes(self) -> Iterator[None]:
         """Within it each pass that has collectives begins with a look at whether all who take part still come to it."""
-        if self._model is None or not (self._is_in_step or self._ranks.tensor.size > 1):
+        is_cut = self._ranks.tensor.size > 1 or self._ranks.pipeline.size > 1
+        if self._model is None or not (self._is_in_step or is_cut):
             yield
             return
-        status = self._world_status if self._is_in_step else self._tensor_status
+        status = self._world_status if self._is_in_step else self._copy_status
 
         def begin(*_: object) -> None:
             status.exchange(works=True)
@@ -357,7 +362,7 @@ class ParallelEngine:
             if self._embedded is not None:  # copies would be of the whole model, which has no room
                 self._embedded.copies_weights = not self._is_in_step
         self._world_status.begin()
-        self._tensor_status.begin()
+        self._copy_status.begin()
         self._in_pass = False
         try:
             with self._checked_passes():
@@ -373,7 +378,7 @@ class ParallelEngine:
         if (failure := first_failure(payloads, error)) is not None:
             self._close_weights()
             if self._model is not None and self.engine is not None:
-                # Some were interrupted and some not: without caches they go on alike, as ranks of a tensor group must.
+                # Some were interrupted and some not: without caches they go on alike, as ranks of one copy must.
                 self.engine.update(self.version)
             raise failure from error
         completions = [completion for payload in payloads for completion in from_bytes(payload[1:])]
@@ -392,8 +397,8 @@ class ParallelEngine:
         if self._model is None:  # a server may take longer than a collective may
             untimed_barrier(f"rollout-{next(_barriers)}")
             return
-        if passes and not self._is_in_step and not self._tensor_status.any_failed:
-            self._tensor_status.exchange(works=False, failed=failed)
+        if passes and not self._is_in_step and not self._copy_status.any_failed:
+            self._copy_status.exchange(works=False, failed=failed)
         while not self._world_status.any_failed and self._world_status.exchange(works=False, failed=failed):
             if not self._world_status.any_failed and self._weights is not None and self._is_in_step:
                 self._weights.empty_pass()

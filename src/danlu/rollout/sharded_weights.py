@@ -71,9 +71,12 @@ class ShardedWeights:
 
     @torch.no_grad()
     def empty_pass(self) -> None:
-        """A forward pass of one token, which is thrown away: for what it gathers."""
+        """A forward pass of one token, which is thrown away: for what it gathers. Each chunk of a pipeline that is here
+        begins with zeros, without the other stages."""
         token = torch.zeros(1, dtype=torch.int64, device=next(self.model.parameters()).device)
-        self.model(token, token, PackedAttention((0, 1)), self._dtype)
+        for chunk in self.model.chunks.local:
+            x = None if chunk == 0 else token.new_zeros(1, self.model.config.hidden_size, dtype=self._dtype)
+            self.model(token, token, PackedAttention((0, 1)), self._dtype, chunk=chunk, x=x)
 
     def _is_gathered_once(self) -> bool:
         """Whether all weights are gathered at once; the same on all processes."""

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from danlu.parallel.pipeline import Messages
 from danlu.parallel.schedules import Action
@@ -56,11 +55,11 @@ class Executor:
         self._ended = False  # no more micro-batches begin
         self._messages = Messages(learner.parallel.pipeline)
         self._micro_steps: dict[int, MicroStep[Any]] = {}
-        self._inputs: dict[Place, Tensor] = {}  # of chunks whose input is another's output: leaves of autograd
-        self._outputs: dict[Place, Tensor] = {}  # with their graphs: activations, of the last chunk the loss
+        self._inputs: dict[Place, Activation] = {}  # of chunks whose input is another's output: leaves of autograd
+        self._outputs: dict[Place, Activation] = {}  # with their graphs: what is trained; of the last chunk the loss
         # What passes between a chunk and the next, until it is used or sent: functions wait for what is received.
         self._activations: dict[Place, Callable[[], Activation]] = {}  # by the chunk that it goes into
-        self._gradients: dict[Place, Callable[[], Activation]] = {}  # of `_outputs`, by their chunk: one tensor
+        self._gradients: dict[Place, Callable[[], Activation]] = {}  # of `_outputs`, by their chunk
         self._deferred: dict[Place, DeferredWeightGradients] = {}  # of what has an input pass, from its forward pass on
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -114,7 +113,7 @@ class Executor:
                     into = self._learner.empty_activation(self._micro_steps[micro])
                     self._activations[chunk, micro] = self._messages.receive(action, into)
                 case Action(kind="receive", chunk=int(chunk), micro=int(micro), what="gradient"):
-                    into = (torch.empty_like(self._outputs[chunk, micro]),)
+                    into = tuple(map(torch.empty_like, self._outputs[chunk, micro]))
                     self._gradients[chunk, micro] = self._messages.receive(action, into)
                 case Action(kind="reduce", micro=micro):
                     if number == last_reduce[micro]:  # of all chunks together
@@ -152,7 +151,8 @@ class Executor:
         x = None
         if (arrived := self._activations.pop(place, None)) is not None:
             x = arrived()
-            x[0].requires_grad_(trains)
+            for hidden in x[: self._learner.trained_activations] if trains else ():
+                hidden.requires_grad_()
         if trains:
             PHASE.begin("forward", micro_step.step)
         counted = activations.counted(len(micro_step.batch.targets)) if trains and activations else nullcontext()
@@ -165,24 +165,32 @@ class Executor:
             activation = tuple(hidden.detach() for hidden in output)
             self._activations[chunk + 1, micro] = lambda: activation
         if trains:
-            self._outputs[place] = output.total if isinstance(output, Loss) else output[0]
+            if isinstance(output, Loss):
+                self._outputs[place] = (output.total,)
+            else:
+                self._outputs[place] = output[: self._learner.trained_activations]
             if x is not None:
-                self._inputs[place] = x[0]
+                self._inputs[place] = x[: self._learner.trained_activations]
 
     def _backward(self, place: Place) -> None:
         chunk, micro = place
-        gradient = self._gradients.pop(place)()[0] if place in self._gradients else None
+        gradients = self._gradients.pop(place)() if place in self._gradients else None
         PHASE.begin("backward")
-        output = self._outputs.pop(place)
+        outputs = self._outputs.pop(place)
         timed = self._timed("input" if place in self._deferred else "backward", chunk, micro)
         with timed, self._weights(micro), self._learner.at(self._micro_steps[micro]), self._deferring(place):
-            if gradient is None or output.requires_grad:  # not so of a first chunk in which nothing is trained
-                torch.autograd.backward(output, gradient)
-        x = self._inputs.pop(place, None)
-        if x is not None:
-            grad = x.grad
-            assert grad is not None, "what a chunk makes depends on what it is given"
-            self._gradients[chunk - 1, micro] = lambda: (grad,)
+            if gradients is None:
+                torch.autograd.backward(outputs)
+            else:
+                # Not so of a first chunk in which nothing is trained.
+                pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+                if pairs:
+                    torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        inputs = self._inputs.pop(place, None)
+        if inputs is not None:
+            grads = tuple(x.grad for x in inputs if x.grad is not None)
+            assert len(grads) == len(inputs), "what a chunk makes depends on what it is given"
+            self._gradients[chunk - 1, micro] = lambda: grads
 
     def _deferring(self, place: Place) -> AbstractContextManager[None]:
         """Around both passes where the second is an input pass: gradients of weights are put off."""

@@ -21,9 +21,9 @@ ItemT = TypeVar("ItemT", bound=Item)
 BatchT = TypeVar("BatchT", bound=MicroBatch)
 
 Activation = tuple[Tensor, ...]
-"""What passes from a chunk of a model to the next one for a micro-batch: the hidden states of the model that is
-trained, whose gradient comes back, and behind them those of the models beside it that are asked about the micro-batch
-too, each through the same chunks and without a gradient."""
+"""What passes from a chunk of a model to the next one for a micro-batch: the hidden states of each model that is
+trained (the policy, and a model of values), whose gradients come back, and behind them those of the frozen models that
+are asked about the micro-batch too, each through the same chunks."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Learner(Protocol[ItemT, BatchT]):
 
     @property
     def parallel(self) -> StepParallel: ...
+
+    @property
+    def trained_activations(
+        self,
+    ) -> int: ...  # tensors of an `Activation`, the first ones, that have gradients in a step
 
     def weights(self) -> dict[str, Tensor]:
         """What training changes, by name, live, without autograd: as much of each tensor as this process has.

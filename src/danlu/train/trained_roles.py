@@ -31,15 +31,17 @@ class RoleGradients:
 class TrainedRoles:
     """The models of a run that trains several, by role: the gradient of each is clipped by itself.
 
-    role_of: from the name of a parameter. frozen: of a role the first steps in which its model is not updated.
+    role_of: from the name of a parameter. roles: those that are there also where this process, a stage of a pipeline,
+    has nothing that is trained of them. frozen: of a role the first steps in which its model is not updated.
     """
 
     role_of: Callable[[str], Role]
     frozen: Mapping[Role, int] = field(default_factory=dict)
+    roles: Sequence[Role] = ()
 
     def gradients(self, holders: Iterable[tuple[str, HasGradient]], step: int) -> RoleGradients:
         """Whose gradients each of `holders`, with the name of its parameter, has in a step."""
-        by_role: dict[Role, list[HasGradient]] = {}
+        by_role: dict[Role, list[HasGradient]] = {role: [] for role in self.roles}
         for name, holder in holders:
             by_role.setdefault(self.role_of(name), []).append(holder)
         frozen = [role for role in by_role if step <= self.frozen.get(role, 0)]

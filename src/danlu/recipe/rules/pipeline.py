@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.recipe.rules.refusals import refusals
-from danlu.recipe.sections import Continue, Prefix, Prompt, Recipe
+from danlu.recipe.sections import Continue, DraftModel, Prefix, Prompt, Recipe
+from danlu.recipe.value import value_adapter_folder
 from danlu.recipe.yaml_tree import Problem
 
 
@@ -40,11 +41,11 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """(key, reason, what to do instead) of what needs a whole model in one process."""
     if recipe.stage == "classify":
         yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
-    elif recipe.stage == "rl":
-        reason = "generation does not go from stage to stage, and rl trains on what its policy writes"
-        yield "stage", reason, "Use tensor and shard"
-    if recipe.on_policy:
-        yield "on_policy", "generation does not go from stage to stage", "Leave it out"
+    if value_adapter_folder(recipe) is not None:
+        yield "value.model", "an adapter's folder is read onto a whole model", "Leave it out, or use share: none"
+    if isinstance(recipe.rollout.draft, DraftModel):
+        reason = "each stage would have to propose the same tokens, and the one that draws asks the model for more"
+        yield "rollout.draft.kind", reason, "Use ngram"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:
@@ -52,8 +53,6 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if recipe.memory.recompute.kind == "planned":
         reason = "a plan is measured on a whole model, and counts one micro-batch in memory"
         yield "memory.recompute.kind", reason, "Use full, every or selective"
-    if recipe.evaluation.samples is not None:
-        yield "evaluation.samples", "generation does not go from stage to stage", "Leave it out"
     if isinstance(recipe.adapter, Continue):
         yield "adapter.kind", "an adapter's folder is read onto a whole model", "Merge it into the base (danlu merge)"
     elif isinstance(recipe.adapter, Prefix | Prompt):

@@ -77,8 +77,8 @@ class Parallel(Section):
     """Sequence parallelism: with tensor, tokens are sharded among the same ranks in norms and residuals
     (arXiv:2205.05198)."""
     pipeline: Pipeline = Pipeline()
-    """Pipeline parallelism, for models whose layers do not fit on one device, over slow networks too. For stages
-    pretrain, sft, reward, preference and distill."""
+    """Pipeline parallelism, for models whose layers do not fit on one device, over slow networks too. For all
+    stages of language models."""
     context: Context = Context()
     """Context parallelism, for documents whose activations are too many for one device. Parameters and gradients are
     sharded among context ranks as among data ranks."""
