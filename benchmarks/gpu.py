@@ -303,10 +303,11 @@ def preflight(write: Write, device: Any, tiny: bool) -> None:
 
 def tests(write: Write, device: Any, tiny: bool) -> None:
     """tests/gpu, each file in a process of its own and all at once: most of their time goes into compiling."""
-    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # each process would start one for every core
+    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    threads = str(max(1, (os.cpu_count() or 1) // len(files)))  # each process would take all cores for itself
+    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads}
     if device.type == "cpu":
         environ["DANLU_GPU_TESTS"] = "cpu"
-    files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     start = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short"]
     processes = {
@@ -329,8 +330,8 @@ def tests(write: Write, device: Any, tiny: bool) -> None:
             process.kill()
             return [*process.communicate()[0].splitlines(), "ended at the limit of the tests"]
 
-    with ThreadPoolExecutor(len(processes)) as threads:
-        running = {threads.submit(output_of, process): file for file, process in processes.items()}
+    with ThreadPoolExecutor(len(processes)) as pool:
+        running = {pool.submit(output_of, process): file for file, process in processes.items()}
         for ended in as_completed(running):
             file, lines = running[ended], ended.result()
             passed = processes[file].returncode == 0
