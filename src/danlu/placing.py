@@ -302,7 +302,9 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
             placer.cut_layer(name)
     cuts = placer.cutter.rest()
     boxes, experts = placer.experts.boxes_by_name | cuts.boxes, expert_names(model)
-    plan = recompute.plan_of(recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, device))
+    plan = recompute.plan_of(
+        recipe.memory.recompute, model, lambda: _cheapest_plan(subject, recipe, ranks, placer.pipeline, device)
+    )
     recompute.wrap(model, plan, gathered=token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
     notes += [NOTE] if section.workers == "threads" else []
@@ -407,12 +409,14 @@ def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
     return notes
 
 
-def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device) -> list[recompute.LayerPlan]:
+def _cheapest_plan(
+    subject: Subject, recipe: Recipe, ranks: Ranks, pipeline: Pipeline, device: torch.device
+) -> list[recompute.LayerPlan]:
     """The plan of recompute kind `planned`: the fastest within the budget, by measurements.
 
     They are made on this model, or on one layer of each kind of its config where it is on the meta device; with
     micro-batches of full packs of one document each, padded as in a step. All processes measure, for layers that are
-    cut communicate, and the numbers of the first one make the plan of all.
+    cut communicate, and the numbers of the first one with the same layers make the plan of all that have them.
     """
     model, section, micro = subject.model, recipe.memory.recompute, recipe.batch.micro
     assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
@@ -440,7 +444,16 @@ def _cheapest_plan(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch
     if probe is not model:
         of_kind = dict(zip(model.config.kinds, costs, strict=True))
         costs = [replace(of_kind[layer], layer=index) for index, layer in enumerate(model.config.layers)]
-    return ranks.world.from_first(lambda: recompute_planner.fastest_plan(costs, int((section.budget or 0) * 2**30)))
+    costs = [each for each in costs if str(each.layer) in model.layers]
+    plan: list[recompute.LayerPlan] | RecipeError
+    try:
+        plan = recompute_planner.fastest_plan(costs, int(section.budget * 2**30), pipeline.micro_batches_in_flight)
+    except RecipeError as error:
+        plan = error
+    plans = ranks.world.all_gather_objects((pipeline.stages.index, plan))
+    if (problem := next((each for _, each in plans if isinstance(each, RecipeError)), None)) is not None:
+        raise problem
+    return next(each for stage, each in plans if stage == pipeline.stages.index)
 
 
 def token_shares(recipe: Recipe, ranks: Ranks) -> int:

@@ -78,6 +78,35 @@ def test_no_plan_within_the_budget_is_faster(seed: int) -> None:
     assert len(found) > 3  # negative control: the budget decides
 
 
+@pytest.mark.parametrize("in_flight", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_other_micro_batches_in_flight_share_the_budget(seed: int, in_flight: float) -> None:
+    costs = made_up(seed, 5)
+    others = in_flight - 1
+
+    def kept(plan: list[LayerPlan]) -> int:
+        chosen = zip(costs, plan, strict=True)
+        return sum(next(o.kept_bytes for o in each.options if o.kind == own.kind) for each, own in chosen)
+
+    # Of each plan what it needs at its peak, and how long it takes.
+    plans = [(others * kept(plan) + peak_bytes(costs, plan), seconds(costs, plan)) for plan in every_plan(costs)]
+    least, most = (pick(need for need, _ in plans) for pick in (min, max))
+    kept_least, kept_most = (pick(kept(plan) for plan in every_plan(costs)) for pick in (min, max))
+    grain = others * ((kept_most - kept_least) / 16 + 1) + 1  # a share of the budget is no finer
+    chosen = set()
+    for budget in range(int(least) + 1, int(most) + 20, 23):
+        plan = fastest_plan(costs, budget, in_flight)
+        assert others * kept(plan) + peak_bytes(costs, plan) <= budget
+        within_grain = [time for need, time in plans if need <= budget - grain]
+        assert not within_grain or seconds(costs, plan) <= min(within_grain) + 1e-9
+        chosen.add(tuple(plan))
+    assert len(chosen) > 3  # control: the budget decides
+    alone = fastest_plan(costs, int(least), 1.0)
+    assert others * kept(alone) + peak_bytes(costs, alone) > least  # control: it would not fit with the others
+    with pytest.raises(RecipeError, match=f"with {in_flight:.3g} micro-batches in flight"):
+        fastest_plan(costs, int(least) - 2, in_flight)
+
+
 def test_fewer_partial_plans_give_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = made_up(0, 12)
     budget = (least_peak_bytes(costs) + peak_bytes(costs, [LayerPlan(layer, "none") for layer in range(12)])) // 2

@@ -26,6 +26,7 @@ TIED = {"model": {"config": {**FOUR, "tie_word_embeddings": True}}}
 LORA = {"adapter": {"kind": "lora", "dropout": 0.1}}
 VERA = {"adapter": {"kind": "vera", "rank": 4, "dropout": 0.1}}
 SAVED = {"adapter": {"kind": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norm"]}}
+PLANNED = {"memory": {"recompute": {"kind": "planned", "budget": 0.002}}}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "1f1b": (2, {"pipeline": 2}, {}),
@@ -37,6 +38,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "vera": (2, {"pipeline": 2}, VERA),
     "lora, modules_to_save": (2, {"pipeline": 2}, SAVED),
     "every": (2, {"pipeline": 2}, {"memory": {"recompute": {"kind": "every", "layers": 2}}}),
+    "planned": (2, {"pipeline": 2}, PLANNED),
+    "planned, interleaved x tensor": (4, {"pipeline": {"stages": 2, "schedule": "interleaved"}, "tensor": 2}, PLANNED),
+    "planned, zbv, lora": (2, {"pipeline": {"stages": 2, "schedule": "zbv"}}, LORA | PLANNED),
     "four stages": (4, {"pipeline": 4}, {}),
     "x data": (4, {"pipeline": 2}, TIED),
     "x zero1": (4, {"pipeline": 2, "shard": "zero1"}, {}),

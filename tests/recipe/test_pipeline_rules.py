@@ -54,10 +54,6 @@ def test_a_number_is_its_stages(write: Write) -> None:
         ({"parallel": "{pipeline: 2, workers: threads}"}, "parallel.pipeline: threads in one process"),
         ({"numerics": "exact"}, "numerics: whether bits are those of a rollout"),
         ({"compile": "true"}, "compile: what is compiled is the forward pass of a whole model"),
-        (
-            {"memory": "{recompute: {kind: planned, budget: 1}}", "batch": "{sequences: 8, micro: 1}"},
-            "memory.recompute.kind: a plan is measured on a whole model",
-        ),
         ({"adapter": "lora", "model": "{path: base, adapters: [one]}"}, "model.adapters: adapters are put on a whole"),
         ({"adapter": "prefix"}, "adapter.kind: virtual tokens begin at the embedding"),
         ({"adapter": "prompt"}, "adapter.kind: virtual tokens begin at the embedding"),

@@ -1,9 +1,9 @@
 """Which layers recompute what for the least time under a budget of bytes: a knapsack over layers, solved exactly.
 
 The backward pass goes from the last layer to the first, and what a layer kept is freed when it is done. So while layer
-l is in its backward pass, memory holds at most what the layers before it keep and all activations of layer l: at no l
-may that be more than the budget. Sizes and times are measured on the layers themselves, on tokens of a real
-micro-batch.
+l is in its backward pass, memory holds at most what the layers before it keep and all activations of layer l, and
+what all layers keep of the other micro-batches that are in flight (of a pipeline): at no l may that be more than the
+budget. Sizes and times are measured on the layers themselves, on tokens of a real micro-batch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _ROUNDS = 3  # of measurement, of which the median counts
 _FRONTIER = 4096
 """Partial plans that are extended at a time. Where all layers are alike there are far fewer; with more, the fastest of
 each 4096th part of the budget is kept, so that a plan always fits, and is the best but for that grain."""
+_SHARES_TRIED = 16
+"""How finely the budget is divided between the micro-batch in its backward pass and the others in flight."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +58,50 @@ class _Partial:
     kinds: tuple[Kind, ...] = ()
 
 
-def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int) -> list[LayerPlan]:
+def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int, in_flight: float = 1.0) -> list[LayerPlan]:
     """The plan that takes least time, of those whose peak is at most `budget_bytes`.
 
+    in_flight: micro-batches of which activations are kept at once (`Pipeline.micro_batches_in_flight`); the last of
+        them is in its backward pass, and of the others all layers keep what they keep.
     Raises RecipeError when there is none, with the smallest peak of any plan.
     """
+    others = max(0.0, in_flight - 1)
+    least, most = (sum(pick(o.kept_bytes for o in each.options) for each in costs) for pick in (min, max))
+    # Without others what all layers keep is bounded by the peak alone.
+    caps = [least + (most - least) * share // _SHARES_TRIED for share in range(_SHARES_TRIED + 1)] if others else [most]
+    fastest = [_fastest_within(costs, budget_bytes - int(others * cap), cap) for cap in caps]
+    plans = [plan for plan in fastest if plan is not None]
+    if not plans:
+        several = f" with {in_flight:.3g} micro-batches in flight" if others else ""
+        needed = int(others * least) + least_peak_bytes(costs)
+        raise RecipeError(
+            f"memory.recompute.budget: {_gib(budget_bytes)} GiB is less than the activations of a micro-batch need "
+            f"however much is recomputed{several}: {_gib(needed)} GiB. Raise it, or lower batch.micro or "
+            "data.max_length"
+        )
+    kinds = min(plans, key=lambda partial: partial.time_s).kinds
+    return [LayerPlan(each.layer, kind) for each, kind in zip(costs, kinds, strict=True)]
+
+
+def _fastest_within(costs: Sequence[LayerCosts], peak_bytes: int, most_kept: int) -> _Partial | None:
+    """The fastest choice of kinds whose backward pass stays within a peak, and whose layers keep so many bytes at most
+    between the passes; None where there is none."""
     frontier = [_Partial(0, 0.0)]
     for layer_costs in costs:
         extended = [
-            _Partial(
-                partial.kept_bytes + option.kept_bytes, partial.time_s + option.time_s, (*partial.kinds, option.kind)
-            )
+            _Partial(kept, partial.time_s + option.time_s, (*partial.kinds, option.kind))
             for partial in frontier
-            if partial.kept_bytes + layer_costs.whole_bytes <= budget_bytes
+            if partial.kept_bytes + layer_costs.whole_bytes <= peak_bytes
             for option in layer_costs.options
+            if (kept := partial.kept_bytes + option.kept_bytes) <= most_kept
         ]
-        frontier = _pareto_frontier(extended, budget_bytes)
+        frontier = _pareto_frontier(extended, min(peak_bytes, most_kept))
         if not frontier:
-            raise RecipeError(
-                f"memory.recompute.budget: {_gib(budget_bytes)} GiB is less than the activations of a micro-batch need "
-                f"however much is recomputed: {_gib(least_peak_bytes(costs))} GiB. Raise it, or lower batch.micro or "
-                "data.max_length"
-            )
-    fastest = min(frontier, key=lambda partial: partial.time_s)
-    return [LayerPlan(each.layer, kind) for each, kind in zip(costs, fastest.kinds, strict=True)]
+            return None
+    return min(frontier, key=lambda partial: partial.time_s)
 
 
-def _pareto_frontier(partials: list[_Partial], budget_bytes: int) -> list[_Partial]:
+def _pareto_frontier(partials: list[_Partial], most_kept: int) -> list[_Partial]:
     """Those that no other beats in both bytes and time, by rising bytes."""
     best: list[_Partial] = []
     for partial in sorted(partials, key=lambda partial: (partial.kept_bytes, partial.time_s)):
@@ -91,7 +110,7 @@ def _pareto_frontier(partials: list[_Partial], budget_bytes: int) -> list[_Parti
     if len(best) <= _FRONTIER:
         return best
     # Of each grain the last, which is the fastest, and the smallest of all, so that a plan still fits.
-    by_grain = {partial.kept_bytes * _FRONTIER // max(1, budget_bytes): partial for partial in best}
+    by_grain = {partial.kept_bytes * _FRONTIER // max(1, most_kept): partial for partial in best}
     return [best[0], *(partial for partial in by_grain.values() if partial is not best[0])]
 
 
@@ -125,7 +144,7 @@ def measure_layers(
         gathered: as `recompute.wrap` has it.
     """
     rotations = model.rotations(positions, dtype)
-    x = model.embed_tokens(tokens, dtype)  # also tells prefixes where their tokens are
+    x = _first_input(model, tokens, dtype)
     tables = [table for rotation in rotations for table in rotation if table is not None]
     weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), *tables)}
     measured: dict[Any, LayerCosts] = {}
@@ -139,6 +158,15 @@ def measure_layers(
         costs.append(replace(measured[key], layer=int(name)))
         x = x.detach().requires_grad_(x.requires_grad or any(each.requires_grad for each in layer.parameters()))
     return costs
+
+
+def _first_input(model: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, D] what the first layer is given: embeddings, which also tell prefixes where their tokens are; on a later
+    stage of a pipeline numbers like those of hidden states, for which a gradient is wanted."""
+    if model.chunks.has_first:
+        return model.embed_tokens(tokens, dtype)
+    numbers = torch.arange(len(tokens) * model.config.hidden_size, device=tokens.device)
+    return numbers.sin().to(dtype).view(len(tokens), -1).requires_grad_()
 
 
 def _cost_key(layer: Layer, input_requires_grad: bool) -> Any:

@@ -50,9 +50,6 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:
         yield "compile", "what is compiled is the forward pass of a whole model", "Leave it out"
-    if recipe.memory.recompute.kind == "planned":
-        reason = "a plan is measured on a whole model, and counts one micro-batch in memory"
-        yield "memory.recompute.kind", reason, "Use full, every or selective"
     if isinstance(recipe.adapter, Continue):
         yield "adapter.kind", "an adapter's folder is read onto a whole model", "Merge it into the base (danlu merge)"
     elif isinstance(recipe.adapter, Prefix | Prompt):

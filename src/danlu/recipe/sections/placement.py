@@ -126,7 +126,7 @@ class Recompute(Section):
     layers: PositiveInt | None = None
     """every: segments of so many layers keep only their input; by default the square root of the number of layers."""
     budget: Annotated[float, Field(gt=0)] | None = None
-    """planned: GiB that activations of a micro-batch may take."""
+    """planned: GiB that activations of a micro-batch may take; of a pipeline, of all that a stage has in flight."""
 
 
 class Memory(Section):
