@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.adapter_folders import adapter_folder
 from builders.equal_traces import differences, gradients
 from builders.parallel_steps import recipe_file, see, see_without_sums
 from builders.process_group import run_group
@@ -16,6 +17,7 @@ from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save
+from danlu.recipe import sections
 from danlu.verify.trace import Trace
 
 pytestmark = pytest.mark.distributed
@@ -26,6 +28,9 @@ TIED = {"model": {"config": {**FOUR, "tie_word_embeddings": True}}}
 LORA = {"adapter": {"kind": "lora", "dropout": 0.1}}
 VERA = {"adapter": {"kind": "vera", "rank": 4, "dropout": 0.1}}
 SAVED = {"adapter": {"kind": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norm"]}}
+BELOW = {"path": "BASE", "adapters": ["BELOW"], "config": None, "tokenizer": None}
+CONTINUE = {"adapter": "continue", "model": BELOW}
+ON_ANOTHER = {"adapter": {"kind": "lora", "rank": 3, "dropout": 0.1}, "model": BELOW}
 PLANNED = {"memory": {"recompute": {"kind": "planned", "budget": 0.002}}}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -36,6 +41,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "interleaved, tied": (2, {"pipeline": {"stages": 2, "schedule": "interleaved"}}, TIED),
     "lora": (2, {"pipeline": 2}, LORA),
     "vera": (2, {"pipeline": 2}, VERA),
+    "continue": (2, {"pipeline": 2}, CONTINUE),
+    "continue x zero3": (4, {"pipeline": 2, "shard": "zero3"}, CONTINUE),
+    "lora on another, zbv": (2, {"pipeline": {"stages": 2, "schedule": "zbv"}}, ON_ANOTHER),
+    "lora on another, interleaved x tensor": (
+        4,
+        {"pipeline": {"stages": 2, "schedule": "interleaved"}, "tensor": 2},
+        ON_ANOTHER,
+    ),
     "lora, modules_to_save": (2, {"pipeline": 2}, SAVED),
     "every": (2, {"pipeline": 2}, {"memory": {"recompute": {"kind": "every", "layers": 2}}}),
     "planned": (2, {"pipeline": 2}, PLANNED),
@@ -75,11 +88,15 @@ def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[
     base = build(read_config_values({**FOUR, "vocab_size": 400, "tie_word_embeddings": False}))
     initialize(base, 0)
     save(base, folder / "base", tokenizer_from=tiny_world.tokenizer)
+    below = adapter_folder(folder / "base", folder / "below", sections.Lora(targets=["all-linear"]))
     of_base = {"model": {"path": str(folder / "base"), "config": None, "tokenizer": None}}
 
     def file(name: str, **changes: Any) -> str:
         model = of_base if "adapter" in changes else {"model": {"config": FOUR}}
-        return recipe_file(tiny_world, folder, name, **{"optimizer": optimizer, **model, **changes})
+        values = {"optimizer": optimizer, **model, **changes}
+        if values["model"] == BELOW:
+            values["model"] = {**of_base["model"], "adapters": [str(below)]}
+        return recipe_file(tiny_world, folder, name, **values)
 
     kinds = {json.dumps(changes): changes for _, _, changes in CASES.values()}
     files = {name: file(name, parallel=layout, **changes) for name, (_, layout, changes) in CASES.items()}

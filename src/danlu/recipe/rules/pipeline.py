@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.recipe.rules.refusals import refusals
-from danlu.recipe.sections import Continue, DraftModel, Prefix, Prompt, Recipe
+from danlu.recipe.sections import DraftModel, Prefix, Prompt, Recipe
 from danlu.recipe.value import value_adapter_folder
 from danlu.recipe.yaml_tree import Problem
 
@@ -50,13 +50,9 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:
         yield "compile", "what is compiled is the forward pass of a whole model", "Leave it out"
-    if isinstance(recipe.adapter, Continue):
-        yield "adapter.kind", "an adapter's folder is read onto a whole model", "Merge it into the base (danlu merge)"
-    elif isinstance(recipe.adapter, Prefix | Prompt):
+    if isinstance(recipe.adapter, Prefix | Prompt):
         reason = "virtual tokens begin at the embedding, which later stages do not have"
         yield "adapter.kind", reason, "Use lora"
-    elif recipe.adapter is not None and recipe.model.adapters:
-        yield "model.adapters", "adapters are put on a whole model", "Merge them into the base (danlu merge)"
 
 
 def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
