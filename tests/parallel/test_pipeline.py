@@ -31,6 +31,9 @@ SAVED = {"adapter": {"kind": "lora", "modules_to_save": ["embed_tokens", "lm_hea
 BELOW = {"path": "BASE", "adapters": ["BELOW"], "config": None, "tokenizer": None}
 CONTINUE = {"adapter": "continue", "model": BELOW}
 ON_ANOTHER = {"adapter": {"kind": "lora", "rank": 3, "dropout": 0.1}, "model": BELOW}
+PREFIX = {"adapter": {"kind": "prefix", "tokens": 3}}
+PROJECTED = {"adapter": {"kind": "prefix", "tokens": 3, "projection": 16}}
+FULL = {"memory": "full"}
 PLANNED = {"memory": {"recompute": {"kind": "planned", "budget": 0.002}}}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -48,6 +51,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         4,
         {"pipeline": {"stages": 2, "schedule": "interleaved"}, "tensor": 2},
         ON_ANOTHER,
+    ),
+    "prefix, interleaved": (2, {"pipeline": {"stages": 2, "schedule": "interleaved"}}, PREFIX),
+    "prefix of a projection, full": (2, {"pipeline": 2}, PROJECTED | FULL),
+    "prefix of a projection, zbv x tensor": (
+        4,
+        {"pipeline": {"stages": 2, "schedule": "zbv"}, "tensor": 2},
+        PROJECTED,
     ),
     "lora, modules_to_save": (2, {"pipeline": 2}, SAVED),
     "every": (2, {"pipeline": 2}, {"memory": {"recompute": {"kind": "every", "layers": 2}}}),

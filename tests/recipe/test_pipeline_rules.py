@@ -54,8 +54,7 @@ def test_a_number_is_its_stages(write: Write) -> None:
         ({"parallel": "{pipeline: 2, workers: threads}"}, "parallel.pipeline: threads in one process"),
         ({"numerics": "exact"}, "numerics: whether bits are those of a rollout"),
         ({"compile": "true"}, "compile: what is compiled is the forward pass of a whole model"),
-        ({"adapter": "prefix"}, "adapter.kind: virtual tokens begin at the embedding"),
-        ({"adapter": "prompt"}, "adapter.kind: virtual tokens begin at the embedding"),
+        ({"adapter": "prompt"}, "adapter.kind: a soft prompt is at the embedding alone"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(write: Write, changes: dict[str, str], message: str) -> None:

@@ -345,6 +345,12 @@ class AdapterSet:
         tokens = [tokens for name in names for tokens in self.added[name].virtual_tokens()]
         return tuple(token for virtual in tokens for token in virtual.ids)
 
+    def begin_pass(self, tokens: Tensor) -> None:
+        """Tells active adapters which tokens [T] the next passes are over; see `VirtualTokens.begin_pass`."""
+        for name in self.active:
+            for virtual in self.added[name].virtual_tokens():
+                virtual.begin_pass(tokens)
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Within it the model is its base, bit for bit.

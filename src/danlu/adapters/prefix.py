@@ -51,6 +51,9 @@ class PrefixTokens(VirtualTokens):
             self._copies[device] = VirtualTokenPositions(rows, indices)
         return self._copies[device]
 
+    def begin_pass(self, tokens: Tensor) -> None:
+        self._positions, self._copies = self.positions(tokens), {}
+
     def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
         self._positions, self._copies = positions, {}
         return torch.zeros(len(positions.rows), self.width, dtype=dtype, device=positions.rows.device)

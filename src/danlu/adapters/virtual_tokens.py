@@ -47,6 +47,10 @@ class VirtualTokens(ShardableModule):
         rows = ((tokens >= self.ids.start) & (tokens < self.ids.stop)).nonzero().squeeze(1)
         return VirtualTokenPositions(rows, tokens[rows] - self.ids.start)
 
+    def begin_pass(self, tokens: Tensor) -> None:
+        """Notes where its virtual tokens are in passes over tokens [T] that do not begin at the embedding here: in
+        later stages of a pipeline, and in backward passes of one of several micro-batches in flight."""
+
     @abstractmethod
     def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
         """[N, D] in `dtype`: what the embedding returns for the virtual tokens, before Gemma's multiplier."""

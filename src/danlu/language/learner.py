@@ -189,7 +189,9 @@ class DecoderLearner:
         return replace(self, evaluation=evaluation, assessed_dropout=dropout_step)
 
     def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
-        """Dropout of adapters, by the micro-batch's place in the step."""
+        """Dropout of adapters, by the micro-batch's place in the step; where their virtual tokens are in it."""
+        if self.model.begin_pass is not None:
+            self.model.begin_pass(micro_step.batch.tokens)
         step = self.assessed_dropout if micro_step.step is None else micro_step.step
         return self._dropout(step, micro_step.items, micro_step.batch)
 

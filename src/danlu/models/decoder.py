@@ -146,6 +146,8 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
         self.enter_chunk: BoundaryOp = identity
         """What the input of a chunk that is not the first goes through."""
+        self.begin_pass: Callable[[Tensor], None] | None = None
+        """Is told the tokens [T] of a pass through a chunk that is not the first, by adapters that have to know."""
         self.enter_head: BoundaryOp = identity
         self.vocab_shard: VocabShard | None = None
         """Where the vocabulary is cut over processes: what is here of it."""
@@ -249,6 +251,8 @@ class Decoder(nn.Module):
                 tokens, None for the first.
         Returns [T, D] in `dtype`; under sequence parallelism [T/tp, D], as `x` is, but behind the last chunk.
         """
+        if x is not None and self.begin_pass is not None:
+            self.begin_pass(tokens)
         rotations = self.rotations(positions, dtype, lengths, stage_length)
         hidden: Tensor = self.embed_tokens(tokens, dtype) if x is None else self.enter_chunk(x)  # [T, D]
         for part in self.segments.get(chunk) or self.layers_of(chunk):

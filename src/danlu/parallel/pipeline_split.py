@@ -93,6 +93,8 @@ def split(model: Decoder, adapters: AdapterSet | None, sizes: Sequence[int], pip
     elsewhere = {names[parameter][0]: empty for parameter, empty in absent.items()}
     if adapters is not None:
         _replace_parameters(adapters, absent)
+        if any(added.virtual_tokens() for added in adapters.added.values()):
+            model.begin_pass = adapters.begin_pass
         elsewhere |= _initial_factors(adapters, {*absent.values()})
     here = {parameter: name for name, parameter in model.named_parameters()}
     return StageParameters(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.recipe.rules.refusals import refusals
-from danlu.recipe.sections import DraftModel, Prefix, Prompt, Recipe
+from danlu.recipe.sections import DraftModel, Prompt, Recipe
 from danlu.recipe.value import value_adapter_folder
 from danlu.recipe.yaml_tree import Problem
 
@@ -50,9 +50,9 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
     if recipe.compile:
         yield "compile", "what is compiled is the forward pass of a whole model", "Leave it out"
-    if isinstance(recipe.adapter, Prefix | Prompt):
-        reason = "virtual tokens begin at the embedding, which later stages do not have"
-        yield "adapter.kind", reason, "Use lora"
+    if isinstance(recipe.adapter, Prompt):
+        reason = "a soft prompt is at the embedding alone, and later stages would train nothing"
+        yield "adapter.kind", reason, "Use prefix"
 
 
 def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
