@@ -266,8 +266,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/grouped_mm.py",
-        "-(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if",
-        "rows if",
+        "return -(-rows // multiple) * multiple",
+        "return rows",
         "models/test_grouped_mm.py",
         only="few_sizes",
     ),
@@ -940,8 +940,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- memory
     Mutation(
         "memory/recompute_planner.py",
-        "if partial.kept_bytes + layer_costs.whole_bytes <= budget_bytes",
-        "if partial.kept_bytes <= budget_bytes",
+        "if partial.kept_bytes + layer_costs.whole_bytes <= peak_bytes",
+        "if partial.kept_bytes <= peak_bytes",
         "memory/test_recompute_planner.py",
     ),
     Mutation(
