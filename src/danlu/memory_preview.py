@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from danlu.models.adapter_sites import adapter_sites
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
+from danlu.models.device_map import DeviceMap
 from danlu.models.hf_validation import FOUR_BIT, expected_tensors, own_tensors
 from danlu.models.loading import meta_decoder
 from danlu.models.long_context import with_long_context
@@ -214,6 +216,16 @@ def estimate_from_config(
     device_map = device_map_of(recipe, config)
     if device_map is None:
         return estimate
+    return with_devices(estimate, device_map, _bytes_by_device(recipe, meta, frozen_models, device_map))
+
+
+def _bytes_by_device(
+    recipe: Recipe,
+    meta: _MetaModel,
+    frozen_models: Sequence[tuple[ModelConfig, Mapping[str, int]]],
+    device_map: DeviceMap,
+) -> BytesByDevice:
+    """What of the policy and of frozen models, of which (config, bytes by name) is given, lies on which device."""
     counted = BytesByDevice()
     for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
         counted.weights[device_map.of_parameter(name)] += meta.frozen_bytes.get(name, parameter.nbytes)
@@ -228,7 +240,7 @@ def estimate_from_config(
         counted.trained[device_map.of_parameter(name)] += parameter.nbytes
     if recipe.adapter is not None:
         counted.adapter.update(counted.trained)
-    return with_devices(estimate, device_map, counted)
+    return counted
 
 
 def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, Pipeline]:

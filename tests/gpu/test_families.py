@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders.generation import generate
+from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_run import VOCABULARY, SyntheticPacks, tiny_model
 
 from danlu.language.learner import DecoderLearner
@@ -20,24 +21,7 @@ EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "norm_top
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "experts whose rows are not aligned": {"model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": 22},
-    "deepseek_v3": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-    },
+    "deepseek_v3": {key: value for key, value in EXPERT_CONFIGS["deepseek_v3"].items() if key != "vocab_size"},
     "gpt_oss": {
         "model_type": "gpt_oss",
         "num_key_value_heads": 2,
@@ -71,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def model_of(family: str, device: torch.device) -> Decoder:
-    return tiny_model(**SIZES | FAMILIES[family]).to(device)
+    return tiny_model(**FAMILIES[family] | SIZES).to(device)
 
 
 def step(model: Decoder, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:

@@ -125,8 +125,22 @@ def test_what_one_process_cannot_do_is_refused(write: Write, changes: dict[str, 
         load(write(text(**changes, parallel="{}")))
 
 
-def test_what_several_devices_do_is_allowed(write: Write) -> None:
-    load(write(text(adapter="lora", quantization="nf4", memory="{recompute: full, offload: [optimizer]}", ema="0.9")))
-    load(write(text(stage="distill", teacher="base", on_policy="0.5", evaluation="{every: 9, samples: hi}")))
-    load(write(text(parallel="{device_map: auto, data: 1, restarts: 2}", device="cpu")))
-    load(write(text(parallel='{device_map: {"": cpu}}', device="cpu")))
+@pytest.mark.parametrize(
+    ("changes", "device_map"),
+    [
+        (
+            {
+                "adapter": "lora",
+                "quantization": "nf4",
+                "memory": "{recompute: full, offload: [optimizer]}",
+                "ema": "0.9",
+            },
+            "auto",
+        ),
+        ({"stage": "distill", "teacher": "base", "on_policy": "0.5", "evaluation": "{every: 9, samples: hi}"}, "auto"),
+        ({"parallel": "{device_map: auto, data: 1, restarts: 2}", "device": "cpu"}, "auto"),
+        ({"parallel": '{device_map: {"": cpu}}', "device": "cpu"}, {"": "cpu"}),
+    ],
+)
+def test_what_several_devices_do_is_allowed(write: Write, changes: dict[str, str], device_map: object) -> None:
+    assert load(write(text(**changes))).recipe.parallel.device_map == device_map
