@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(BALANCES), default=list(BALANCES))
     parser.add_argument("--bias-rate", type=float, default=BALANCES["bias"]["rate"])
     parser.add_argument(
-        "--memory", choices=["none", "elementwise", "selective"], default="none", help="what danlu recomputes"
+        "--memory", choices=["none", "elementwise", "selective"], default="elementwise", help="what danlu recomputes"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=list(PEER_PRECISIONS), default="bf16")

@@ -78,10 +78,13 @@ class Bench:
         self.tokens = torch.randint(0, VOCABULARY, (tokens,))
         self.positions = torch.cat([torch.arange(end - start) for start, end in pairwise(self.boundaries)])
 
+    def attend(self) -> PackedAttention:
+        return PackedAttention(self.boundaries, recomputed_layers=self.model.recomputed_attention)
+
     def step(self, offload: ActivationOffload | None) -> float:
         start = time.perf_counter()
         with nullcontext() if offload is None else offload.active():
-            hidden = self.model(self.tokens, self.positions, PackedAttention(self.boundaries), torch.bfloat16)
+            hidden = self.model(self.tokens, self.positions, self.attend(), torch.bfloat16)
         hidden.float().square().sum().backward()
         seconds = time.perf_counter() - start
         self.model.zero_grad(set_to_none=False)
@@ -98,7 +101,7 @@ class Bench:
             return tensor.detach()
 
         with saved_tensors_hooks(count, lambda tensor: tensor):
-            self.model(self.tokens, self.positions, PackedAttention(self.boundaries), torch.bfloat16)
+            self.model(self.tokens, self.positions, self.attend(), torch.bfloat16)
         return sum(storages.values())
 
     def peak(self, offload: ActivationOffload | None) -> int:
@@ -124,7 +127,9 @@ def main() -> None:
     bench = Bench(model, options.tokens, options.documents)
     bench.step(None)  # from here on there are gradients
     start = time.perf_counter()
-    costs = measure_layers(model, bench.tokens, bench.positions, PackedAttention(bench.boundaries), torch.bfloat16)
+    attend = PackedAttention(bench.boundaries)
+    recomputing = PackedAttention(bench.boundaries, recomputed_layers=range(len(model.layers)))
+    costs = measure_layers(model, bench.tokens, bench.positions, attend, torch.bfloat16, recomputing=recomputing)
     seconds = time.perf_counter() - start
     whole = sum(cost.whole_bytes for cost in costs)
     half = fastest_plan(costs, whole // 2)
@@ -172,7 +177,8 @@ def unwrap(model: Decoder) -> None:
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         unwrap_layer(layer)
-    model.segments = ()
+    model.segments = {}
+    model.recomputed_attention = frozenset()
 
 
 def add_lora(model: Decoder) -> None:

@@ -36,9 +36,9 @@ CPU_RUNS = [("7M", "fp32", 1, False), ("7M", "bf16", 1, False), ("58M", "bf16", 
 CUDA_RUNS = [
     ("58M", "bf16", 8, False),
     ("0.6B", "bf16", 8, False),
-    ("58M", "bf16", 8, True),
     ("0.6B", "bf16", 8, True),
     ("1.5B", "bf16", 8, True),
+    ("58M", "bf16", 8, True),
     ("58M", "fp32", 8, False),
 ]
 

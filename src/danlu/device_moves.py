@@ -1,4 +1,4 @@
-"""The one place where tensors of a step go from device to device, where a model lies on several of one process."""
+"""Where tensors go to a device: from another one, where a model lies on several of one process, and from the host."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def move(x: Tensor, device: torch.device | str) -> Tensor:
 def move_beside(x: Tensor, other: Tensor) -> Tensor:
     """A tensor on the device of another one; itself where it is there."""
     return x if x.device == other.device else move(x, other.device)
+
+
+def copy_to(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, copied without the host waiting for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -432,12 +432,20 @@ def _cheapest_plan(
     full = Pack((Sample(np.zeros(length, dtype=np.int32), np.zeros(length, dtype=np.float32), "full"),))
     virtual = () if subject.adapters is None else subject.adapters.virtual_token_ids
     batch = pad_to_bucket(collate([full] * micro, device, virtual_token_ids=virtual), shares)
-    attend = attend_for(batch, exact=recipe.numerics == "exact")
+    exact = recipe.numerics == "exact"
+    attend = attend_for(batch, exact=exact)
+    recomputing = attend_for(batch, exact=exact, recomputed_layers=range(len(model.config.layers)))
     dropout_state = None if subject.adapters is None else subject.adapters.build_context.dropout_state
     if dropout_state is not None:  # masks are saved for the backward pass too
         dropout_state.begin(0, [(0, len(batch.tokens))])
     costs = recompute_planner.measure_layers(
-        probe, batch.tokens, batch.positions, attend, DTYPES[recipe.precision], gathered=shares > 1
+        probe,
+        batch.tokens,
+        batch.positions,
+        attend,
+        DTYPES[recipe.precision],
+        recomputing=recomputing,
+        gathered=shares > 1,
     )
     if dropout_state is not None:
         dropout_state.end()

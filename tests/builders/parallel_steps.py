@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -63,9 +64,13 @@ def config_of(recipe: Recipe) -> ModelConfig:
 
 
 def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) -> dict[str, Trace]:
-    """What this process sees of each recipe; alone where `world` is 1."""
+    """What this process sees of each recipe; alone where `world` is 1.
+
+    What is compiled is traced, and run as it is: making code of it takes minutes.
+    """
     torch.set_num_threads(1)
-    return {file: _see(file, steps_of(2, packs), steps_of(1, 3)[0], micro, world) for file in files}
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        return {file: _see(file, steps_of(2, packs), steps_of(1, 3)[0], micro, world) for file in files}
 
 
 def see_trees(

@@ -123,7 +123,9 @@ def step(case: RecomputeCase, dtype: torch.dtype = torch.float32, number: int = 
     with kept_bytes(case.model) as kept:
         device = case.model.embed_tokens.weight.device
         inputs = torch.cat(documents).to(device), positions.to(device)
-        hidden = case.model(*inputs, PackedAttention(boundaries), dtype)
+        hidden = case.model(
+            *inputs, PackedAttention(boundaries, recomputed_layers=case.model.recomputed_attention), dtype
+        )
     loss = (hidden.float().square() + hidden.float()).sum()
     loss.backward()
     case.dropout_state.end()

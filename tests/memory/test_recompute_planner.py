@@ -130,7 +130,10 @@ def test_a_budget_that_nothing_fits_says_what_would() -> None:
 def costs_of(made: RecomputeCase) -> list[LayerCosts]:
     tokens = torch.randint(0, 64, (BOUNDARIES[-1],), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(end - start) for start, end in pairwise(BOUNDARIES)])
-    return measure_layers(made.model, tokens, positions, PackedAttention(BOUNDARIES), torch.float32)
+    recomputing = PackedAttention(BOUNDARIES, recomputed_layers=range(LAYERS))
+    return measure_layers(
+        made.model, tokens, positions, PackedAttention(BOUNDARIES), torch.float32, recomputing=recomputing
+    )
 
 
 @pytest.mark.parametrize("adapter", [None, "lora-dropout", "ia3"])

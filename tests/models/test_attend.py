@@ -259,6 +259,48 @@ def test_sinks_and_values_of_another_width(
         assert not torch.allclose(without.detach(), found[1][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trees", [(), TREES])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (7, 1.0)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_probabilities_that_are_computed_again_have_the_same_bits(
+    has_sinks: bool,
+    window: int | None,
+    softcap: float | None,
+    trees: tuple[Branch, ...],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_attention, "BLOCK_ROWS", 6)
+    monkeypatch.setattr(block_attention, "ROW_MULTIPLE", 4)
+    leaves = inputs(2, dtype)
+    sinks = torch.tensor([0.5, -1.0, 30.0, -60.0], requires_grad=True) if has_sinks else None
+    leaves += [] if sinks is None else [sinks]
+    given = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    saved: list[int] = []  # numbers of what is neither an input nor the output
+
+    def results_of(attended: PackedAttention, layer: int) -> list[Tensor]:
+        saved.append(0)
+
+        def count(tensor: Tensor) -> Tensor:
+            saved[-1] += 0 if tensor.untyped_storage().data_ptr() in given else tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            out = attended(
+                layer, leaves[0], Keys(tuple(leaves[1:3])), scale=0.3, window=window, softcap=softcap, sinks=sinks
+            )
+        weight = torch.linspace(-1, 1, out.numel()).to(dtype).view_as(out)
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+    kept = results_of(PackedAttention(BOUNDARIES, trees), 1)
+    again = PackedAttention(BOUNDARIES, trees, recomputed_layers={1})
+    assert all(map(torch.equal, results_of(again, 1), kept))
+    assert saved[0] > 0 and saved[1] == 0
+    results_of(again, 2)  # negative control: another layer keeps its own
+    assert saved[2] == saved[0]
+
+
 @pytest.mark.parametrize("short", [0, 768])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_in_narrow_types(dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch) -> None:

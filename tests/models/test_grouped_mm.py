@@ -30,7 +30,7 @@ class _Products(TorchDispatchMode):
         self.sizes: set[tuple[int, int, int]] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.aten.mm.default:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
             left, right = args
             self.sizes.add((*left.shape, right.shape[1]))
         return func(*args, **(kwargs or {}))
@@ -88,6 +88,19 @@ def test_all_numbers_of_rows_are_multiplied_in_few_sizes() -> None:
             grad, rows = drawn(count, OUTPUTS).bfloat16(), drawn(count, INPUTS).bfloat16()
             grouped_weight_gradient(grad, rows, torch.tensor([count]), torch.float32)
     assert {size for _, size, _ in backward} == {1, 2, 4, 8, 16, *range(32, 257, 32)}
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 40, 0], [0, 0, 0, 33], [0, 0, 0, 0]])
+def test_groups_without_rows_have_no_products_and_gradients_of_zeros(counts: list[int]) -> None:
+    given = torch.tensor(counts)
+    rows, grad = (drawn(sum(counts), width).bfloat16() for width in (INPUTS, OUTPUTS))
+    with products() as sizes:
+        y = grouped_mm(rows, drawn(len(counts), INPUTS, OUTPUTS), given)
+    assert y.shape == (sum(counts), OUTPUTS) and y.isfinite().all() and len(sizes) == given.count_nonzero()
+    freed = torch.full((len(counts), OUTPUTS, INPUTS), torch.nan)  # whose memory is likely to be taken again
+    del freed
+    gradients = grouped_weight_gradient(grad, rows, given, torch.float32)
+    assert (gradients.flatten(1).abs().sum(1) > 0).tolist() == [count > 0 for count in counts]
 
 
 def test_float32_is_multiplied_as_it_is() -> None:

@@ -448,7 +448,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "mask.triu(keys - queries - window)",
         "models/test_attend.py",
     ),
-    Mutation("models/block_attention.py", "grad_scores.mul_(slope)", "grad_scores.mul_(1)", "models/test_attend.py"),
+    Mutation(
+        "models/block_attention.py", "grad_scores.mul_(weights.slope)", "grad_scores.mul_(1)", "models/test_attend.py"
+    ),
+    Mutation(
+        "models/block_attention.py",
+        "if not recomputed:",
+        "if True:",
+        "models/test_attend.py",
+        only="computed_again",
+    ),
+    Mutation(
+        "models/attend.py",
+        "recomputed = layer in self._recomputed_layers",
+        "recomputed = bool(self._recomputed_layers)",
+        "models/test_attend.py",
+        only="computed_again",
+    ),
+    Mutation(
+        "memory/recompute.py",
+        'frozenset(entry.layer for entry in plan if entry.kind == "elementwise")',
+        "frozenset()",
+        "memory/test_recompute.py",
+        only="what_the_table_says",
+    ),
     Mutation("models/rope.py", "lengths[:, None] > scaling", "lengths[:, None] >= scaling", "models/test_rope.py"),
     Mutation("models/rope_config.py", "factor ** (dim / (dim - 2))", "factor", "models/test_rope.py"),
     Mutation(
@@ -1252,7 +1275,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/block_attention.py",
-        "grad_sinks -= (of_sinks * means)",
+        "grad_sinks -= (weights.of_sinks * means)",
         "grad_sinks -= means",
         "models/test_attend.py",
         only="sinks",

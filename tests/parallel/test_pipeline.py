@@ -34,6 +34,7 @@ ON_ANOTHER = {"adapter": {"kind": "lora", "rank": 3, "dropout": 0.1}, "model": B
 PREFIX = {"adapter": {"kind": "prefix", "tokens": 3}}
 PROJECTED = {"adapter": {"kind": "prefix", "tokens": 3, "projection": 16}}
 FULL = {"memory": "full"}
+COMPILED = {"compile": True}
 PLANNED = {"memory": {"recompute": {"kind": "planned", "budget": 0.002}}}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -64,6 +65,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "planned": (2, {"pipeline": 2}, PLANNED),
     "planned, interleaved x tensor": (4, {"pipeline": {"stages": 2, "schedule": "interleaved"}, "tensor": 2}, PLANNED),
     "planned, zbv, lora": (2, {"pipeline": {"stages": 2, "schedule": "zbv"}}, LORA | PLANNED),
+    "compiled": (2, {"pipeline": 2}, COMPILED | TIED),
+    "compiled, interleaved, lora": (2, {"pipeline": {"stages": 2, "schedule": "interleaved"}}, COMPILED | LORA),
+    "compiled x zero3": (4, {"pipeline": 2, "shard": "zero3"}, COMPILED | TIED),
     "four stages": (4, {"pipeline": 4}, {}),
     "x data": (4, {"pipeline": 2}, TIED),
     "x zero1": (4, {"pipeline": 2, "shard": "zero1"}, {}),
@@ -111,7 +115,9 @@ def traces(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[
     kinds = {json.dumps(changes): changes for _, _, changes in CASES.values()}
     files = {name: file(name, parallel=layout, **changes) for name, (_, layout, changes) in CASES.items()}
     alone = {
-        kind: file(f"one-{number}", **{key: value for key, value in changes.items() if key != "memory"})
+        kind: file(
+            f"one-{number}", **{key: value for key, value in changes.items() if key not in ("memory", "compile")}
+        )
         for number, (kind, changes) in enumerate(kinds.items())
     }
     reference = see(list(alone.values()), PACKS, MICRO, 1)

@@ -58,7 +58,8 @@ def saved_bytes(
         boundaries.append(boundaries[-1] + length)
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(torch.zeros(boundaries[-1], dtype=torch.long), positions, PackedAttention(tuple(boundaries)), dtype)
+        attend = PackedAttention(tuple(boundaries), recomputed_layers=model.recomputed_attention)
+        model(torch.zeros(boundaries[-1], dtype=torch.long), positions, attend, dtype)
     return sum(storage.nbytes() for storage in kept.values()), model.config
 
 

@@ -51,9 +51,12 @@ def test_a_number_is_its_stages(write: Write) -> None:
             "parallel.pipeline.vertical_sync: with 1f1b all",
         ),
         ({"parallel": "{pipeline: {stages: 2, split: halves}}"}, "parallel.pipeline.split"),
+        (
+            {"compile": "true", "parallel": "{pipeline: {stages: 2, schedule: zb-h1}}"},
+            "compile: zb-h1 puts weight gradients off",
+        ),
         ({"parallel": "{pipeline: 2, workers: threads}"}, "parallel.pipeline: threads in one process"),
         ({"numerics": "exact"}, "numerics: whether bits are those of a rollout"),
-        ({"compile": "true"}, "compile: what is compiled is the forward pass of a whole model"),
         ({"adapter": "prompt"}, "adapter.kind: a soft prompt is at the embedding alone"),
     ],
 )
@@ -73,6 +76,7 @@ PIPEDREAM = "{data: 2, pipeline: {stages: 2, schedule: pipedream}}"
     [
         ({"parallel": PIPEDREAM.replace("data", "shard: zero1, data")}, "parallel.shard: FSDP2 gathers the newest"),
         ({"precision": "fp16"}, "precision: whether fp16 overflows is known once all stages"),
+        ({"compile": "true"}, "compile: whether compiled code reads the version of the weights"),
         ({"ema": "0.99"}, "ema: an average is of whole models after each step"),
         ({"watch": "skip"}, "watch.policy: skip decides by a step's loss"),
         ({"watch": "rewind"}, "watch.policy: rewind decides by a step's loss"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.types import Batch, Share, SharedBranches, TargetSources
 
 
@@ -95,10 +97,7 @@ def _shared_branches(
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """A batch of the host on a device, copied without the host waiting for the device."""
-
-    def moved(x: Tensor) -> Tensor:
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
+    moved = partial(copy_to, device=device)
     sources, lengths, shared = batch.target_sources, batch.document_lengths, batch.shared_branches
     return replace(
         batch,

@@ -337,7 +337,16 @@ class DecoderLearner:
 
     def _attend(self, filled: Batch) -> Attend:
         has_dropout = self.adapters is not None and self.adapters.build_context.dropout_state.active
-        return context_attend_for(filled, self.context, exact=self.exact, sends_expanded=has_dropout)
+        recomputed_layers = self.model.recomputed_attention
+        if self.critic is not None:  # attends as the policy does
+            recomputed_layers |= self.critic.model.recomputed_attention
+        return context_attend_for(
+            filled,
+            self.context,
+            exact=self.exact,
+            sends_expanded=has_dropout,
+            recomputed_layers=recomputed_layers,
+        )
 
     def _routed(self, filled: Batch, totals: Totals | None, gradient_scale: float) -> AbstractContextManager[None]:
         """Within it, and where activations of it are recomputed, tokens go to the experts that are recorded of them; in

@@ -1,10 +1,11 @@
 """Activation recomputation: which layers drop what in the forward pass, as data; and decoder layers that do so.
 
 Kept per token and layer, in numbers (D model width · Q all query heads · K all key/value heads · F inner width), with
-full fine-tuning; norms keep one more number each, attention its own statistics where it is not recomputed:
+full fine-tuning; norms keep one more number each, attention its own statistics where it is not recomputed, and with
+`none` the probabilities of short documents, windows and softcaps where torch's kernels do not take these:
 
     none          4 D + 2 Q + 2 K + 3 F
-    elementwise   2 D + 2 Q + 2 K + 2 F    norms' outputs and the gated product are recomputed
+    elementwise   2 D + 2 Q + 2 K + 2 F    norms' outputs, the gated product and such probabilities are recomputed
     selective     2 D +   Q + 2 K + 2 F    rotation and attention too: only inputs of products that nothing else gives
     full              D                    the layer's input
 
@@ -88,6 +89,7 @@ def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
     """
     for entry in plan:
         wrap_layer(model.layers[str(entry.layer)], entry.kind, f"layers.{entry.layer}", gathered=gathered)
+    model.recomputed_attention = frozenset(entry.layer for entry in plan if entry.kind == "elementwise")
     model.segments = {chunk: parts for chunk in model.chunks.local if (parts := _segments(model, plan, chunk))}
 
 

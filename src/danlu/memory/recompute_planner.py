@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +130,7 @@ def measure_layers(
     attend: Attend,
     dtype: torch.dtype,
     *,
+    recomputing: Attend | None = None,
     gathered: bool = False,
 ) -> list[LayerCosts]:
     """Bytes and seconds of every layer in every kind, forward and backward over a micro-batch like this one.
@@ -141,6 +142,7 @@ def measure_layers(
     Args:
         tokens, positions: [T] int64, with `attend` for their documents.
         dtype:    of activations.
+        recomputing: attends alike, but computes probabilities again, as layers of kind `elementwise` do.
         gathered: as `recompute.wrap` has it.
     """
     rotations = model.rotations(positions, dtype)
@@ -153,7 +155,9 @@ def measure_layers(
         assert isinstance(layer, Layer)
         key = _cost_key(layer, x.requires_grad)
         if key not in measured:
-            inputs = x.detach().requires_grad_(x.requires_grad), rotations, attend
+            hidden = x.detach().requires_grad_(x.requires_grad)
+            inputs = dict.fromkeys(KINDS, (hidden, rotations, attend))
+            inputs["elementwise"] = hidden, rotations, recomputing or attend
             measured[key] = _measure_layer(layer, inputs, weights, len(tokens), gathered)
         costs.append(replace(measured[key], layer=int(name)))
         x = x.detach().requires_grad_(x.requires_grad or any(each.requires_grad for each in layer.parameters()))
@@ -175,7 +179,9 @@ def _cost_key(layer: Layer, input_requires_grad: bool) -> Any:
     return repr(layer), parameters, input_requires_grad
 
 
-def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], tokens: int, gathered: bool) -> LayerCosts:
+def _measure_layer(
+    layer: Layer, inputs: Mapping[Kind, tuple[Any, ...]], weights: set[int], tokens: int, gathered: bool
+) -> LayerCosts:
     """The costs of a layer in every kind. weights: addresses of storages that are no activations."""
     times: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     kept: dict[Kind, int] = {}
@@ -183,14 +189,14 @@ def _measure_layer(layer: Layer, inputs: tuple[Any, ...], weights: set[int], tok
         for kind in KINDS:  # side by side, so that whatever else the machine does slows all of them
             wrap_layer(layer, kind, gathered=gathered)
             try:
-                kept[kind], seconds = _run_once(layer, inputs, weights)
+                kept[kind], seconds = _run_once(layer, inputs[kind], weights)
             finally:
                 unwrap_layer(layer)
             if round_number:
                 times[kind].append(seconds)
     median = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     options = tuple(Option(kind, kept[kind], max(0.0, median[kind] - median["none"])) for kind in KINDS)
-    x = inputs[0]
+    x = inputs["none"][0]
     # With sequence parallelism all tokens are gathered again, at one entrance after the other.
     gathered_again = tokens * x.shape[1] * x.element_size() if gathered else 0
     return LayerCosts(0, kept["none"] + gathered_again, options)

@@ -7,7 +7,7 @@ W width of a value · S tokens of one segment · L keys on its path
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.errors import ModelError
 from danlu.layer_types import Absorb, Keys
 from danlu.models.attention_kernels import (
     FlashWithSinks,
     Kernels,
-    copy_to,
     documents_mask,
     kernels_of,
     padded,
@@ -49,16 +49,22 @@ class PackedAttention:
 
     boundaries: offsets of the documents in the pack, from 0 to T. trees: the branches of the documents, where a branch
     sees itself and its ancestors and nothing beside it; empty where each document is one branch. kernels: what may be
-    used; by default whatever the device has.
+    used; by default whatever the device has. recomputed_layers: where a kernel keeps probabilities, those of these are
+    computed again in the backward pass instead.
     """
 
     def __init__(
-        self, boundaries: tuple[int, ...], trees: tuple[Branch, ...] = (), kernels: Kernels | None = None
+        self,
+        boundaries: tuple[int, ...],
+        trees: tuple[Branch, ...] = (),
+        kernels: Kernels | None = None,
+        recomputed_layers: Container[int] = (),
     ) -> None:
         self.boundaries = boundaries
         self.documents = documents_of(boundaries, trees)
         self._has_trees = any(len(document) > 1 for document in self.documents)
         self._kernels = kernels
+        self._recomputed_layers = recomputed_layers
         # Of each device, for a model may lie on several: an int32 copy, for the variable-length kernel.
         self._offsets: dict[torch.device, Tensor] = {}
         self._dealt: dict[tuple[Any, ...], list[_Part]] = {}  # see `_parts`
@@ -95,13 +101,14 @@ class PackedAttention:
         parts = self._parts(kernels, scale, window, softcap, has_sinks)
         tokens = [part.tokens for part in parts]
         outputs: list[Tensor] = []
+        recomputed = layer in self._recomputed_layers
         for part, own_q, own_k, own_v in zip(parts, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
             for call in part.calls:
                 if isinstance(call, Segment):
                     outputs.append(self._long_segment(call, own_q, own_k, own_v, scale, kernels, sinks))
                 else:
                     queries = _rows(own_q, call.first_query, call.segments[-1].stop)
-                    outputs.append(BlockAttention.apply(queries, own_k, own_v, call, sinks))
+                    outputs.append(BlockAttention.apply(queries, own_k, own_v, call, sinks, recomputed))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _parts(
@@ -260,14 +267,17 @@ class _Blockwise(torch.autograd.Function):
         return *gradients, *(() if sinks else (None,)), None, None, None
 
 
-def attend_for(batch: Batch, *, exact: bool = False) -> PackedAttention | BlockwiseAttention:
+def attend_for(
+    batch: Batch, *, exact: bool = False, recomputed_layers: Container[int] = ()
+) -> PackedAttention | BlockwiseAttention:
     """The attention that models are given for a packed batch, in training, evaluation and measuring alike.
 
-    exact: whether a token's bits are to be those that it has in decoding.
+    exact: whether a token's bits are to be those that it has in decoding; its gradients keep probabilities only while
+        they are computed, of one layer. recomputed_layers: as `PackedAttention` has it.
     """
     if exact:
         return BlockwiseAttention(batch.boundaries, batch.trees)
-    return PackedAttention(batch.boundaries, batch.trees)
+    return PackedAttention(batch.boundaries, batch.trees, recomputed_layers=recomputed_layers)
 
 
 def _scaled_dot_product(

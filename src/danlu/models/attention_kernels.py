@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.models.segments import Document
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -118,6 +119,9 @@ class Flex:
             q, k, v,
             score_mod=None if softcap is None else _softcap(softcap, q.device),
             block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            # Left to choose, torch takes its kernel for decoding for packs of less than 128 tokens, and finds no size
+            # of blocks for it where these times the queries of a key/value head are more than 128 (torch 2.11, 2.13).
+            kernel_options={"BACKEND": "TRITON"},
             **({} if sinks is None else {"return_lse": True}),
         )  # fmt: skip
         if sinks is not None:
@@ -430,11 +434,6 @@ def _softcap(cap: float, device: torch.device) -> Callable[..., Tensor]:
         return limit * torch.tanh(score / limit)
 
     return capped
-
-
-def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, copied without the host waiting for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def documents_mask(documents: Sequence[Document], window: int | None, device: torch.device) -> Any:

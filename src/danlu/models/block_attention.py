@@ -6,7 +6,7 @@ W width of a value · B rows of a query block, filled up · L keys such a block 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from danlu.models.segments import Range, Segment
 
-BLOCK_ROWS = 256
+# Larger blocks compute more above the diagonal, smaller ones are more calls: forward and backward took 0.7 to 1.0 of
+# the time of 256 rows with documents of 200 to 700 tokens, and 64 rows up to 1.5 of that of 128 (bf16 and float32,
+# 8 heads of 32 to 32 of 128, one and two threads of a Zen 4, 2026-11).
+BLOCK_ROWS = 128
 # Blocks of query rows are filled up to a multiple of this: see `attention_kernels.DOCUMENT_MULTIPLE`.
 ROW_MULTIPLE = 32
 
@@ -119,82 +122,120 @@ class BlockAttention(torch.autograd.Function):
     Rows that fill a block up see everything and are thrown away; as keys they are hidden from every real row, since
     they come after it. Scores, softcap and softmax are in float32: where scores are large, bfloat16 goes in steps of an
     eighth. Probabilities are kept for the backward pass, in the dtype of q: two bytes a score in bfloat16, the same
-    that one written-out attention would keep, less the blocks above the diagonal or outside the window. With sinks,
-    probabilities are smaller by the sink's, which is kept too: a number a row.
+    that one written-out attention would keep, less the blocks above the diagonal or outside the window. Recomputing
+    them there takes a fifth to two fifths longer, forward and backward together. With sinks, probabilities are smaller
+    by the sink's, which is needed too: a number a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: BlockSettings, sinks: Tensor | None = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        settings: BlockSettings,
+        sinks: Tensor | None = None,
+        recomputed: bool = False,
     ) -> Tensor:
-        """q [queries, H, C], k [T, K, C], v [T, K, W], sinks [H] -> [queries, H, W]."""
-        kv_heads = k.shape[1]
-        groups = q.shape[1] // kv_heads
-        grouped = q.unflatten(1, (kv_heads, groups))  # [T, K, G, C]
+        """q [queries, H, C], k [T, K, C], v [T, K, W], sinks [H] -> [queries, H, W].
+
+        recomputed: probabilities are not kept for the backward pass, which computes them again, to the same bits.
+        """
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [T, K, G, C]
         out = q.new_empty(*q.shape[:2], v.shape[2])
         kept: list[Tensor] = []
         for block in settings.blocks:
-            queries = by_head(block.queries(grouped))  # [K, G*B, C]
-            keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C]
-            scores = attention_scores(queries, keys, settings.scale)  # [K, G*B, L]
-            if settings.softcap is not None:
-                scores.div_(settings.softcap).tanh_()
-                # d/ds of cap * tanh(s / cap) is 1 - tanh^2: all that the backward pass needs of the cap.
-                kept.append(scores.square().neg_().add_(1).to(q.dtype))
-                scores.mul_(settings.softcap)
-            block.hide(scores.view(kv_heads, groups, block.rows, -1))
-            if sinks is None:
-                probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
-            else:
-                lse = scores.logsumexp(-1, keepdim=True)  # [K, G*B, 1]
-                of_sinks = sink_logits(sinks, kv_heads, block.rows, lse.dtype)
-                probabilities = torch.softmax(scores, dim=-1).mul_(torch.sigmoid(lse - of_sinks)).to(q.dtype)
-                kept.append(torch.sigmoid(of_sinks - lse))  # the sink's own
-            kept.append(probabilities)
-            out[block.real] = _by_token(torch.bmm(probabilities, values), block)
-        ctx.settings, ctx.sinks_dtype = settings, None if sinks is None else sinks.dtype
-        ctx.save_for_backward(q, k, v, *kept)
+            weights = _weights_of(block, settings, grouped, k, sinks)
+            if not recomputed:
+                kept += weights.tensors
+            out[block.real] = _by_token(torch.bmm(weights.probabilities, block.keys(v).transpose(0, 1)), block)
+        ctx.settings, ctx.has_sinks, ctx.recomputed = settings, sinks is not None, recomputed
+        ctx.save_for_backward(q, k, v, *(() if sinks is None else (sinks,)), *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, *saved = ctx.saved_tensors
         settings: BlockSettings = ctx.settings
+        sinks = saved.pop(0) if ctx.has_sinks else None
         kv_heads = k.shape[1]
         groups = q.shape[1] // kv_heads
         grouped, grad_grouped = (x.unflatten(1, (kv_heads, groups)) for x in (q, grad))  # [T, K, G, C]
         wide = torch.promote_types(q.dtype, torch.float32)  # blocks are summed in float32
         grad_q = torch.empty_like(q)
         grad_k, grad_v = (x.new_zeros(kv_heads, *x.shape[::2], dtype=wide) for x in (k, v))  # [K, T, C or W]
-        grad_sinks = None if ctx.sinks_dtype is None else q.new_zeros(kv_heads, groups, dtype=wide)
+        grad_sinks = None if sinks is None else q.new_zeros(kv_heads, groups, dtype=wide)
         kept = iter(saved)
         for block in settings.blocks:
-            slope = next(kept) if settings.softcap is not None else None
-            of_sinks = next(kept) if grad_sinks is not None else None  # [K, G*B, 1]
-            probabilities = next(kept)  # [K, G*B, L]
+            if ctx.recomputed:
+                weights = _weights_of(block, settings, grouped, k, sinks)
+            else:
+                weights = _Weights.taken_from(kept, settings.softcap is not None, sinks is not None)
+            probabilities = weights.probabilities
             keys, values = (block.keys(x).transpose(0, 1) for x in (k, v))  # [K, L, C or W]
             grad_out = by_head(block.queries(grad_grouped))  # [K, G*B, C]
             # Blocks share keys, so grad_k and grad_v are sums over blocks.
             block.add_to(grad_v, torch.bmm(probabilities.transpose(1, 2), grad_out))
             grad_probabilities = torch.bmm(grad_out, values.transpose(1, 2))
-            if grad_sinks is not None and of_sinks is not None:
+            if grad_sinks is not None and weights.of_sinks is not None:
                 # A sink's value is zero, and so is dp of its probability.
                 means = (probabilities * grad_probabilities).sum(-1, keepdim=True, dtype=wide)
-                grad_sinks -= (of_sinks * means).view(kv_heads, groups, -1).sum(-1)
+                grad_sinks -= (weights.of_sinks * means).view(kv_heads, groups, -1).sum(-1)
             # p * (dp - sum(p * dp)), fused. With sinks too, where all p of a row are less than one.
             grad_scores = torch.ops.aten._softmax_backward_data(
                 grad_probabilities, probabilities, -1, probabilities.dtype
             )
-            if slope is not None:
-                grad_scores.mul_(slope)
+            if weights.slope is not None:
+                grad_scores.mul_(weights.slope)
             grad_q[block.real] = _by_token(torch.bmm(grad_scores, keys), block)
             queries = by_head(block.queries(grouped))
             block.add_to(grad_k, torch.bmm(grad_scores.transpose(1, 2), queries))
         # scores = scale q.k: the scale is taken out of both sums and multiplied once.
         grad_k.mul_(settings.scale)
         of_keys = grad_k.transpose(0, 1).to(k.dtype), grad_v.transpose(0, 1).to(v.dtype)
-        of_sinks = None if grad_sinks is None else grad_sinks.flatten().to(ctx.sinks_dtype)
-        return grad_q.mul_(settings.scale), *of_keys, None, of_sinks
+        of_sinks = None if grad_sinks is None or sinks is None else grad_sinks.flatten().to(sinks.dtype)
+        return grad_q.mul_(settings.scale), *of_keys, None, of_sinks, None
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How much the queries of a block look at each key, and what the backward pass needs besides."""
+
+    probabilities: Tensor  # [K, G*B, L] in the type of q
+    slope: Tensor | None  # [K, G*B, L] likewise: the softcap's derivative, 1 - tanh^2
+    of_sinks: Tensor | None  # [K, G*B, 1] float32: the sink's own probability
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.slope, self.of_sinks, self.probabilities) if x is not None]
+
+    @classmethod
+    def taken_from(cls, tensors: Iterator[Tensor], has_softcap: bool, has_sinks: bool) -> _Weights:
+        """The next ones of what `tensors` of all blocks gave."""
+        slope = next(tensors) if has_softcap else None
+        of_sinks = next(tensors) if has_sinks else None
+        return cls(next(tensors), slope, of_sinks)
+
+
+def _weights_of(block: _Block, settings: BlockSettings, grouped: Tensor, k: Tensor, sinks: Tensor | None) -> _Weights:
+    """grouped [queries, K, G, C] queries by the head they look at, k [T, K, C], sinks [H]."""
+    kv_heads, groups = grouped.shape[1:3]
+    queries = by_head(block.queries(grouped))  # [K, G*B, C]
+    scores = attention_scores(queries, block.keys(k).transpose(0, 1), settings.scale)  # [K, G*B, L]
+    slope = of_sinks = None
+    if settings.softcap is not None:
+        scores.div_(settings.softcap).tanh_()
+        # d/ds of cap * tanh(s / cap) is 1 - tanh^2: all that the backward pass needs of the cap.
+        slope = scores.square().neg_().add_(1).to(grouped.dtype)
+        scores.mul_(settings.softcap)
+    block.hide(scores.view(kv_heads, groups, block.rows, -1))
+    probabilities = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        lse = scores.logsumexp(-1, keepdim=True)  # [K, G*B, 1]
+        logits = sink_logits(sinks, kv_heads, block.rows, lse.dtype)
+        probabilities.mul_(torch.sigmoid(lse - logits))
+        of_sinks = torch.sigmoid(logits - lse)
+    return _Weights(probabilities.to(grouped.dtype), slope, of_sinks)
 
 
 def sink_logits(sinks: Tensor, kv_heads: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -236,7 +277,7 @@ def _hide(scores: Tensor, window: int | None) -> None:
         scores[..., :passed] += _triangle(rows, False, scores.dtype, scores.device)[:, -passed:]
 
 
-# A block has one of BLOCK_ROWS / ROW_MULTIPLE sizes, so this is at most 3.2 MiB for a type and a device.
+# A block has one of BLOCK_ROWS / ROW_MULTIPLE sizes, so this is at most 0.25 MiB for a type and a device.
 @lru_cache(maxsize=64)
 def _triangle(rows: int, above: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[B, B]: -inf above the diagonal, or on it and below; else 0."""

@@ -127,6 +127,8 @@ class Decoder(nn.Module):
     """
 
     segments: Mapping[int, Sequence[Callable[..., Tensor]]]
+    recomputed_attention: frozenset[int]
+    """Layers whose attention, where it keeps probabilities, computes them again in the backward pass."""
     staged_ropes: Mapping[int, tuple[Rope, ...]]
     """By length of a stage of training, the rotary embeddings in the place of those of `config.ropes`."""
 
@@ -140,6 +142,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(index): Layer(config, index) for index in range(len(config.layers))})
         self.chunks = Chunks.whole(len(config.layers))
         self.segments = {}
+        self.recomputed_attention = frozenset()
         self.staged_ropes = {}
         self.norm = RMSNorm(config.hidden_size, config)
         own = config.has_own_head

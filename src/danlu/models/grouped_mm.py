@@ -79,29 +79,35 @@ def grouped_weight_gradient(grad: Tensor, rows: Tensor, counts: Tensor, dtype: t
 
 
 def _by_group(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """`grouped_mm` in few sizes. Behind a group's rows stand those of the next ones, and zeros behind the last."""
-    y = rows.new_empty(len(rows), matrices.shape[2])
-    for matrix, group in zip(matrices, _slices(counts), strict=True):
-        if group.start == group.stop:
-            continue
-        y[group] = _product_of_group(rows, group, matrix.to(rows.dtype))
-    return y
+    """`grouped_mm` in few sizes. Behind a group's rows stand those of the next ones, and zeros behind the last.
+
+    Products are written where they belong, and what they have beyond a group's rows is written over by the next ones.
+    """
+    products = [
+        (matrix, _filled(group))
+        for matrix, group in zip(matrices, _slices(counts), strict=True)
+        if group.start < group.stop
+    ]
+    y = rows.new_empty(max((place.stop for _, place in products), default=0), matrices.shape[2])
+    for matrix, place in products:
+        torch.mm(_with_zeros(rows[place], place.stop - place.start), matrix.to(rows.dtype), out=y[place])
+    return y[: len(rows)]
 
 
 def _product_of_group(rows: Tensor, group: slice, matrix: Tensor) -> Tensor:
     """The rows of a group times its matrix [K, M], in one of few sizes where products take such."""
     if not _takes_few_sizes(rows):
         return rows[group] @ matrix
-    count = group.stop - group.start
-    padded = rows[group.start : group.start + _padded_size(count)]
-    return (_with_zeros(padded, _padded_size(count)) @ matrix)[:count]
+    place = _filled(group)
+    return (_with_zeros(rows[place], place.stop - place.start) @ matrix)[: group.stop - group.start]
 
 
 def _gradients_by_group(grad: Tensor, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """`grouped_weight_gradient` in few sizes: zeros behind a group's rows add nothing to its sums."""
-    gradients = rows.new_zeros((len(counts), grad.shape[1], rows.shape[1]), dtype=dtype)
+    gradients = rows.new_empty((len(counts), grad.shape[1], rows.shape[1]), dtype=dtype)
     for gradient, group in zip(gradients, _slices(counts), strict=True):
         if group.start == group.stop:
+            gradient.zero_()
             continue
         size = _padded_size(group.stop - group.start)
         gradient.copy_(_with_zeros(grad[group], size).t() @ _with_zeros(rows[group], size))
@@ -116,6 +122,11 @@ def _slices(counts: Tensor) -> Iterator[slice]:
     """The rows of each group."""
     ends = itertools.accumulate(counts.tolist(), initial=0)
     return (slice(start, end) for start, end in itertools.pairwise(ends))
+
+
+def _filled(group: slice) -> slice:
+    """The rows that are multiplied for those of a group; some may be beyond the last of all."""
+    return slice(group.start, group.start + _padded_size(group.stop - group.start))
 
 
 def _padded_size(rows: int) -> int:

@@ -229,11 +229,12 @@ def _normalise(
     x: Tensor, weight: Tensor, eps: float, offset: float, shard: NormShard | None = None
 ) -> tuple[Tensor, Tensor]:
     """The normed rows in x's dtype, and one over the root of each row's mean square, [T, 1] float32 or wider."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    wide = x.float() if is_half else x
     squares = wide.square()
     mean = squares.mean(-1, keepdim=True) if shard is None else _mean_over_shards(squares.sum(-1, keepdim=True), shard)
     inverse = torch.rsqrt(mean + eps)
-    normed = wide * inverse
+    normed = wide.mul_(inverse) if is_half else wide * inverse
     # Half-precision weights that are differences from one would lose most of their digits in half precision.
     scale = weight.to(wide.dtype) + offset if offset else weight
     y = normed * scale

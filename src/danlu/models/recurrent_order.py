@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.models.attention_kernels import copy_to
+from danlu.device_moves import copy_to
 from danlu.models.segments import Document, Segment, documents_of
 from danlu.types import Branch
 

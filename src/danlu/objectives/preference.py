@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.objectives.branches import (
     CHOSEN,
     REJECTED,
@@ -139,12 +140,14 @@ class _AnswerTokens:
         nothing = torch.zeros_like(of_policy[0]), torch.zeros_like(of_policy[1])
         of_reference = nothing if self.reference is None else self._by_answer(self.reference, factors)
         on_host = [counted(labelled(self.batch, label), self.batch) for label in (CHOSEN, REJECTED)]
-        margins = self.batch.facts["margin"][on_host[0]] if "margin" in self.batch.facts else torch.zeros(())
+        margins = nothing[0].new_zeros(())
+        if "margin" in self.batch.facts:
+            margins = copy_to(self.batch.facts["margin"][on_host[0]].nan_to_num(0.0).to(margins.dtype), margins.device)
         return Answers(
             *of_policy,
             *of_reference,
             *self._by_answer(torch.ones_like(self.batch.weights), None),
-            margins.nan_to_num(0.0).to(nothing[0]),
+            margins,
             self._step_facts(on_host[0]),
             self._step_facts(on_host[1]),
             None if self.policy.collision is None else self._pair_likelihood(self.policy.collision),
@@ -184,7 +187,7 @@ class _AnswerTokens:
         device, facts = self.batch.tokens.device, self.batch.facts
         if not len(branches):
             return {name: torch.zeros(0, dtype=torch.float64, device=device) for name in STEP_FACTS}
-        return {name: facts[name][branches].to(device, torch.float64) for name in STEP_FACTS if name in facts}
+        return {name: copy_to(facts[name][branches].double(), device) for name in STEP_FACTS if name in facts}
 
 
 def _mean(values: Tensor, divisor: float) -> Tensor:

@@ -13,7 +13,7 @@ W width of a value · U ranks of an Ulysses group
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -21,10 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.errors import ModelError
 from danlu.layer_types import Attend, Keys
 from danlu.models.attend import PackedAttention, attend_for
-from danlu.models.attention_kernels import Kernels, copy_to
+from danlu.models.attention_kernels import Kernels
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentPart, RecurrentRuns
 from danlu.models.tiled_attention import TiledAttention, TilePlan, TileSettings, plan_tiles, tile_kernel_for
 from danlu.parallel.comm import ALONE, Group
@@ -98,6 +99,7 @@ class ContextAttention:
         sends_expanded: whether keys and values travel in the place of what they are made of: where making them takes
             more than that, their positions and parameters, as dropout does.
         kernels: what may be used for documents that are cut; by default whatever the device has.
+        recomputed_layers: as `PackedAttention` has it, for documents that are whole; tiles keep no probabilities.
     """
 
     def __init__(
@@ -108,16 +110,17 @@ class ContextAttention:
         filler: int = 0,
         sends_expanded: bool = False,
         kernels: Kernels | None = None,
+        recomputed_layers: Container[int] = (),
     ) -> None:
         assert len(shares) == groups.size, f"{len(shares)} shares for {groups.size} context ranks"
         self._filler = PackedAttention((0, filler)) if filler else None
         self._share_tokens, self._sends_expanded = shares[groups.index].tokens, sends_expanded
         own = shares[groups.index]
         self.groups = groups
-        self._whole = _attention_of(own.whole) if own.whole else None
+        self._whole = _attention_of(own.whole, recomputed_layers) if own.whole else None
         self._whole_tokens = sum(run.tokens for run in own.whole)
         chunks = [share.chunks for share in shares]
-        self._chunks = _ChunkAttention(chunks, groups, kernels) if any(chunks) else None
+        self._chunks = _ChunkAttention(chunks, groups, kernels, recomputed_layers) if any(chunks) else None
 
     @cached_property
     def runs(self) -> RecurrentRuns:
@@ -163,15 +166,21 @@ class ContextAttention:
 class _ChunkAttention:
     """Attention over documents of which each rank has chunks, or none. Every rank takes part in each exchange."""
 
-    def __init__(self, chunks: Sequence[Sequence[Run]], groups: ContextGroups, kernels: Kernels | None) -> None:
-        """chunks: of each context rank. kernels: as of `ContextAttention`."""
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[Run]],
+        groups: ContextGroups,
+        kernels: Kernels | None,
+        recomputed_layers: Container[int],
+    ) -> None:
+        """chunks: of each context rank. kernels, recomputed_layers: as of `ContextAttention`."""
         self.groups, self.kernels = groups, kernels
         ulysses = groups.ulysses.size
         by_group = [chunks[first : first + ulysses] for first in range(0, len(chunks), ulysses)]
         self.rows = RankRows(groups.ring, [list(itertools.chain.from_iterable(members)) for members in by_group])
         self.counts = [sum(run.tokens for run in own) for own in by_group[groups.ring.index]]
         """Rows of each rank of the Ulysses group."""
-        self._in_order = _RowsInOrder(self.rows.runs[0]) if groups.ring.alone else None
+        self._in_order = _RowsInOrder(self.rows.runs[0], recomputed_layers) if groups.ring.alone else None
         self._gathered_plans: dict[tuple[Any, ...], TilePlan] = {}  # see `_plan`
 
     def exchanged_heads(self) -> UlyssesHeads:
@@ -232,10 +241,10 @@ class _ChunkAttention:
 class _RowsInOrder:
     """Attention over whole documents whose tokens lie in chunks: put in order, they are attended as any pack is."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], recomputed_layers: Container[int]) -> None:
         """runs: rows, of which all documents are whole."""
         in_order = sorted(runs)
-        self.attend = _attention_of(in_order)
+        self.attend = _attention_of(in_order, recomputed_layers)
         self.order = torch.cat([torch.arange(run.start, run.stop) for run in in_order])  # [S] int64
 
     def __call__(
@@ -251,7 +260,7 @@ class _RowsInOrder:
         return out.index_select(0, self.order.argsort())
 
 
-def _attention_of(runs: Sequence[Run]) -> PackedAttention:
+def _attention_of(runs: Sequence[Run], recomputed_layers: Container[int]) -> PackedAttention:
     """Attention over whole documents, or trees, whose tokens are those of `runs` one after the other."""
     branches: list[Branch] = []
     numbers: dict[int, int] = {}  # of `Run.document`, among `branches`
@@ -262,15 +271,23 @@ def _attention_of(runs: Sequence[Run]) -> PackedAttention:
         numbers[document] = len(branches)
         branches.append(Branch(numbers[ancestors[-1]] if ancestors else -1, row, stop))
         row = stop
-    return PackedAttention((*(branch.start for branch in branches if branch.parent < 0), row), tuple(branches))
+    boundaries = (*(branch.start for branch in branches if branch.parent < 0), row)
+    return PackedAttention(boundaries, tuple(branches), recomputed_layers=recomputed_layers)
 
 
 def context_attend_for(
-    batch: Batch, groups: ContextGroups, *, exact: bool = False, sends_expanded: bool = False
+    batch: Batch,
+    groups: ContextGroups,
+    *,
+    exact: bool = False,
+    sends_expanded: bool = False,
+    recomputed_layers: Container[int] = (),
 ) -> Attend:
     """`models.attend.attend_for` for a packed batch that may be the share of one context rank, filled up or not."""
     if not batch.shares:
-        return attend_for(batch, exact=exact)
+        return attend_for(batch, exact=exact, recomputed_layers=recomputed_layers)
     assert not exact, "the recipe's rules refuse it"
     filler = len(batch.tokens) - batch.shares[groups.index].tokens
-    return ContextAttention(batch.shares, groups, filler=filler, sends_expanded=sends_expanded)
+    return ContextAttention(
+        batch.shares, groups, filler=filler, sends_expanded=sends_expanded, recomputed_layers=recomputed_layers
+    )

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.layer_types import Expand, Keys
-from danlu.models.attention_kernels import Kernels, TileKernel, copy_to
+from danlu.models.attention_kernels import Kernels, TileKernel
 from danlu.models.tiled_attention import (
     InputGradients,
     OutputGradient,

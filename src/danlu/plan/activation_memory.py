@@ -130,7 +130,7 @@ def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: Act
     scores = heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
     return {
         "none": tokens * (4 * width + mixer["none"] + feed["none"]) + scores,
-        "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]) + scores,
+        "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]),
         "selective": tokens * (2 * width + mixer["selective"] + feed["selective"]),
         "full": tokens * width,
         "scores": scores,

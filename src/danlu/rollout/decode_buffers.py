@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.models.attention_kernels import copy_to
+from danlu.device_moves import copy_to
 from danlu.models.block_attention import attention_scores
 from danlu.rollout.scheduler import Chunk
 

@@ -13,9 +13,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.errors import ModelError, ResourceError
 from danlu.models.attend import NOT_EXACT
-from danlu.models.attention_kernels import copy_to
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
 from danlu.models.router_replay import recording, route_shape

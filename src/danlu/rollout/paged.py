@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.layer_types import Expand, Keys
 from danlu.models.attend import PackedAttention, absorbed_keys
-from danlu.models.attention_kernels import copy_to
 from danlu.models.block_attention import BlockAttention, BlockSettings, attention_scores
 from danlu.models.recurrent_order import RecurrentRuns
 from danlu.models.segments import Segment

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.layer_types import LayerCache
-from danlu.models.attention_kernels import copy_to
 from danlu.rollout.decode_buffers import DecodeBuffers, DecodeRows
 from danlu.rollout.paged import PagedAttention
 from danlu.rollout.route_cache import RouteCache

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.models.attention_kernels import copy_to
+from danlu.device_moves import copy_to
 from danlu.rollout.scheduler import Plan
 
 

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.layer_types import LayerCache
-from danlu.models.attention_kernels import copy_to
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 from danlu.rollout.scheduler import Chunk, Plan
 

@@ -32,6 +32,12 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
     if section.vertical_sync and not section.updates_each_micro_batch:
         message = f"with {section.schedule} all stages have one version of the weights. Leave it out, or use pipedream"
         yield Problem("parallel.pipeline.vertical_sync", message, reads=("parallel.pipeline.schedule",))
+    if section.defers_weight_gradients and recipe.compile:
+        message = (
+            f"{section.schedule} puts weight gradients off, and compiled code makes both gradients in one piece. "
+            "Use 1f1b or interleaved, or leave it out"
+        )
+        yield Problem("compile", message, reads=("parallel.pipeline.schedule",))
     if section.updates_each_micro_batch:
         yield from refusals(_not_of_pipedream(recipe), "schedule: 1f1b", "parallel.pipeline.schedule")
     yield from refusals(_not_of_stages(recipe), "parallel: {pipeline: 1}", "parallel.pipeline.stages")
@@ -48,8 +54,6 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "rollout.draft.kind", reason, "Use ngram"
     if recipe.numerics == "exact":
         yield "numerics", "whether bits are those of a rollout is checked on a whole model", "Use numerics: fast"
-    if recipe.compile:
-        yield "compile", "what is compiled is the forward pass of a whole model", "Leave it out"
     if isinstance(recipe.adapter, Prompt):
         reason = "a soft prompt is at the embedding alone, and later stages would train nothing"
         yield "adapter.kind", reason, "Use prefix"
@@ -69,6 +73,9 @@ def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if parallel.shard != "none":
         reason = "FSDP2 gathers the newest parameters in a backward pass, and pipedream's is of an older version"
         yield "parallel.shard", reason, "Use none"
+    if recipe.compile:
+        reason = "whether compiled code reads the version of the weights that its forward pass had is not proven"
+        yield "compile", reason, "Leave it out"
     if recipe.precision == "fp16":
         reason = "whether fp16 overflows is known once all stages have a step's gradient, and pipedream updates before"
         yield "precision", reason, "Use bf16 or fp32"

@@ -120,9 +120,9 @@ class Recompute(Section):
     short = "kind"
 
     kind: Literal["none", "elementwise", "selective", "full", "every", "planned"] = "none"
-    """none; elementwise: norms, gated products and the rows of experts, which costs least; selective: attention too,
-    while matrix products are kept; full: every layer; every: each `layers`-th; planned: what costs least time under
-    `budget`, from sizes and times measured on this model."""
+    """none; elementwise: norms, gated products, the rows of experts and probabilities of attention, which costs least;
+    selective: all of attention, while other matrix products are kept; full: every layer; every: each `layers`-th;
+    planned: what costs least time under `budget`, from sizes and times measured on this model."""
     layers: PositiveInt | None = None
     """every: segments of so many layers keep only their input; by default the square root of the number of layers."""
     budget: Annotated[float, Field(gt=0)] | None = None
