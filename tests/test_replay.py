@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from builders.tiny_world import World, danlu
 from test_rl_runs import FILTERED, recipe_file
 
@@ -123,6 +124,16 @@ def test_the_command_prints_what_came_of_it(run: Path, capsys: pytest.CaptureFix
     assert danlu("replay", run, "--step", "5") == 1
     assert "different: rollout of step 5, prompt 8 (" in (said := capsys.readouterr().out)
     assert "7 recorded, no token now" in said
+
+
+@pytest.mark.parametrize("layout", [{"pipeline": 2}, {"tensor": 2, "sequence": True}, {"data": 2, "shard": "zero3"}])
+def test_a_run_of_several_processes_is_replayed_in_one(run: Path, layout: dict[str, Any]) -> None:
+    recipe = run / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"parallel": layout}))
+    said: list[str] = []
+    replayed = replay(run, 5, say=said.append)
+    assert replayed.difference is None and replayed.from_step == 4  # this one had one process
+    assert any("replayed in one process" in line for line in said)
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from danlu.language.rollout import rollout_engine
 from danlu.parallel.ranks import Ranks
 from danlu.placing import Placed
 from danlu.recipe import Loaded, Recipe, load
+from danlu.recipe.sections import Parallel
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
 from danlu.rollout.chat_tokenizer import ChatTokenizer
@@ -220,7 +221,7 @@ def replay(run: Path, step: int, *, say: Say, stream: TextIO | None = None) -> R
         outcome.append(_repeated(rehearsed, recorded, first, from_step, say))
 
     with TemporaryDirectory(prefix="danlu-replay-") as folder:
-        loaded = _loaded(run, Path(folder) / "run", from_start=checkpoint is None)
+        loaded = _loaded(run, Path(folder) / "run", recipe, from_start=checkpoint is None, say=say)
         train(loaded, resume=resume, say=say, stream=stream, dry_run=True, stage=stage, rehearse=rehearse)
     (replayed,) = outcome
     return replayed
@@ -271,9 +272,15 @@ def _repeated(run: Run, recorded: RecordedRollouts, first: int, from_step: int, 
     return Replayed(first, from_step, len(comparison.rollouts), len(answers), tokens, difference)
 
 
-def _loaded(run: Path, output: Path, *, from_start: bool) -> Loaded:
-    """The run's recipe with another output, in micro-batches as the run had them, and with nothing shown elsewhere."""
+def _loaded(run: Path, output: Path, recipe: Recipe, *, from_start: bool, say: Say) -> Loaded:
+    """The run's recipe with another output, in micro-batches as the run had them, and with nothing shown elsewhere.
+
+    All is done in this process, whatever processes the run had.
+    """
     overrides = [f"output={json.dumps(str(output))}", "log.tensorboard=false", "log.wandb=null"]
+    if recipe.parallel != Parallel():
+        say("replayed in one process: what the run's layout summed over processes may round otherwise")
+        overrides += ["parallel={}", "log.timeline=null"]
     complete = [info for info in CheckpointStore(run / CHECKPOINTS).checkpoints() if info.complete]
     if from_start and complete:  # found anew it could differ, and with it how sums are rounded
         overrides.append(f"batch.micro={read_state(complete[-1].path)['micro']}")
