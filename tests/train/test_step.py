@@ -124,7 +124,7 @@ def test_a_loss_scale_is_taken_out_of_gradients_and_norm(clip: float | None) -> 
 def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     want, want_gradients = gradients_of(100)
     monkeypatch.setattr(
-        "danlu.models.attend.PackedAttention", lambda boundaries, trees: PackedAttention((0, boundaries[-1]))
+        "danlu.models.attend.PackedAttention", lambda boundaries, trees, **options: PackedAttention((0, boundaries[-1]))
     )  # negative control: one document over the whole pack
     got, got_gradients = gradients_of(100)
     assert got.loss != pytest.approx(want.loss, rel=1e-4)
