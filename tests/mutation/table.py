@@ -466,6 +466,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="computed_again",
     ),
     Mutation(
+        "language/learner.py",
+        "recomputed_layers=recomputed_layers,",
+        "recomputed_layers=(),",
+        "train/test_step.py",
+        only="make_them_twice",
+    ),
+    Mutation(
         "memory/recompute.py",
         'frozenset(entry.layer for entry in plan if entry.kind == "elementwise")',
         "frozenset()",

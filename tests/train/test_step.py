@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from danlu.data.batch import pad_to_bucket
 from danlu.errors import TrainingError
 from danlu.language.learner import DecoderLearner
 from danlu.memory.recompute import Kind, LayerPlan, wrap
+from danlu.models import block_attention
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.train.step import StepGradients, accumulate
@@ -129,6 +131,24 @@ def test_attention_that_crosses_documents_is_seen(monkeypatch: pytest.MonkeyPatc
     got, got_gradients = gradients_of(100)
     assert got.loss != pytest.approx(want.loss, rel=1e-4)
     assert not torch.allclose(got_gradients["norm.weight"], want_gradients["norm.weight"], rtol=1e-3)
+
+
+def test_layers_that_recompute_probabilities_of_attention_make_them_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    inner = block_attention._weights_of
+
+    def counted(*arguments: Any) -> Any:
+        made[-1] += 1
+        return inner(*arguments)
+
+    monkeypatch.setattr(block_attention, "_weights_of", counted)
+    kinds: tuple[Kind, ...] = ("none", "elementwise")
+    for kind in kinds:
+        made.append(0)
+        model = tiny_model()
+        wrap(model, [LayerPlan(layer, kind) for layer in range(len(model.layers))])
+        accumulate(compute(model, 2), PACKS, step=1, clip=None)
+    assert made[1] == 2 * made[0] > 0
 
 
 def test_the_gradient_is_that_of_the_mean_and_is_clipped_to_the_norm() -> None:
