@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from builders.preference_samples import pair
 from builders.tiny_run import SyntheticPacks, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.assembly.frozen_base import adapters_of
 from danlu.language.learner import DecoderLearner
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.loading import meta_decoder
+from danlu.objectives import branches, preference
 from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.preference import preference_objective
 from danlu.recipe import sections
 from danlu.train.learner import MicroStep
 from danlu.types import Totals
@@ -84,3 +88,39 @@ def test_nor_do_windows_and_softcaps() -> None:
     compute = compute_on_meta("full", **gemma)
     micro_batch(compute)
     assert without_gradient(compute) == []
+
+
+class _PlainCopies(TorchDispatchMode):
+    """Notes what goes from the host to the device as a plain copy, which the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" and out.device.type == "meta":
+            self.shapes.append(args[0].shape)
+        return out
+
+
+def test_facts_of_pairs_are_copied_to_the_device_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, copies = meta_decoder(tiny_config()), _PlainCopies()
+    objective = preference_objective([sections.Sigmoid(), sections.Hinge()], False)
+    compute = DecoderLearner(decoder, decoder, META, torch.float32, 2, objective, objective)
+    packs = [pair({"prompt": [5, 6], "chosen": [7, 8], "rejected": [9], "margin": 0.5}) for _ in range(2)]
+    totals, batch = compute.totals(packs), compute.collate(packs)
+    inner = preference.Preference.__call__
+
+    def watched(*arguments: Any) -> Any:
+        with copies:
+            return inner(*arguments)
+
+    monkeypatch.setattr(preference.Preference, "__call__", watched)
+    compute.losses(batch, totals).total.backward()
+    assert copies.shapes  # control: margins and what is known of the step are copied, by `copy_to`
+    for module in (preference, branches):
+        monkeypatch.setattr(module, "copy_to", lambda x, device: torch.empty_like(x, device=device))
+    copies.shapes.clear()
+    compute.losses(batch, totals).total.backward()
+    assert copies.shapes == []

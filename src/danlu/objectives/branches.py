@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.types import Batch
 
 CHOSEN, REJECTED = 1.0, 0.0
@@ -64,5 +65,5 @@ def pairs_of(batch: Batch) -> tuple[Tensor, Tensor]:
     The samples of a stage of pairs have one branch of each label, so pair n is the n-th of both.
     """
     device = batch.tokens.device
-    chosen, rejected = (labelled(batch, label).to(device, non_blocking=True) for label in (CHOSEN, REJECTED))
+    chosen, rejected = (copy_to(labelled(batch, label), device) for label in (CHOSEN, REJECTED))
     return chosen, rejected

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.device_moves import copy_to
 from danlu.objectives.branches import counted, sum_over_ranks
 from danlu.objectives.distillation import TeacherDivergence
 from danlu.objectives.policy_losses import (
@@ -222,7 +223,7 @@ def answer_metrics(batch: Batch) -> dict[str, Metric]:
     own = counted(torch.arange(len(batch.trees)), batch)
     values = torch.stack([batch.facts[name][own].double() for name in shown])  # [facts, M], on the host
     counts = (~values.isnan()).sum(1).tolist()
-    sums = values.nansum(1).to(batch.weights.device, batch.weights.dtype, non_blocking=True)
+    sums = copy_to(values.nansum(1).to(batch.weights.dtype), batch.weights.device)
     return {name: Metric(sum_, float(count)) for name, sum_, count in zip(shown, sums, counts, strict=True)}
 
 
@@ -303,7 +304,7 @@ def _token_factors(settings: PolicyGradientSettings, batch: Batch, totals: Total
             return totals.weight / answers / _weight_of_own(batch.branch, len(batch.trees), batch)
         case "groups":
             numbers, group = batch.facts["group"].unique(return_inverse=True)  # on the host
-            group = group.to(batch.branch.device, non_blocking=True)[batch.branch]  # [N]
+            group = copy_to(group, batch.branch.device)[batch.branch]  # [N]
             return totals.weight / groups / _weight_of_own(group, len(numbers), batch)
 
 
@@ -336,7 +337,7 @@ def _token_metrics(
         shown["off_policy"] = 1 - cost.kept
     metrics = {name: Metric((values * batch.weights).sum(), batch.weight) for name, values in shown.items()}
     # How many tokens are fresh the host knows of the step alone: a part of its mean, and shares that add up to 1.
-    fresh = (batch.facts["fresh"] == 1).to(batch.weights).to(batch.branch.device, non_blocking=True)[batch.branch]
+    fresh = copy_to((batch.facts["fresh"] == 1).to(batch.weights.dtype), batch.branch.device)[batch.branch]
     gap = ((logprobs - drawn.sampled).abs() * fresh * batch.weights).sum()
     tokens = totals.divisors["fresh_tokens"]
     metrics["gap"] = Metric(gap / tokens, batch.weight / totals.weight) if tokens else Metric(gap, 0.0)

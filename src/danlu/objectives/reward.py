@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.device_moves import copy_to
 from danlu.objectives.branches import CHOSEN, counted, pairs_of
 from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 
@@ -44,7 +45,7 @@ class BradleyTerry(nn.Module):
         scores = outputs["policy"].scores()  # [M]
         of_chosen, of_rejected = scores[chosen], scores[rejected]  # [P]
         margins = of_chosen - of_rejected
-        demanded = batch.facts["margin"].nan_to_num(0.0).to(scores.device, non_blocking=True)[chosen]
+        demanded = copy_to(batch.facts["margin"].nan_to_num(0.0), scores.device)[chosen]
         losses = F.softplus(demanded - margins) + self.centring * (of_chosen + of_rejected).square()
         return Loss(
             losses.sum() * (totals.weight / max(totals.divisors["pairs"], 1.0)),
@@ -86,8 +87,8 @@ class Stepwise(nn.Module):
         label = batch.facts["label"]  # [M], on the host
         labelled = counted((~label.isnan()).nonzero().squeeze(1), batch)
         scores = outputs["policy"].scores()  # [M, 2]
-        wanted = label[labelled].long().to(scores.device, non_blocking=True)  # [steps]
-        said = scores[labelled.to(scores.device, non_blocking=True)]  # [steps, 2]
+        wanted = copy_to(label[labelled].long(), scores.device)  # [steps]
+        said = scores[copy_to(labelled, scores.device)]  # [steps, 2]
         total = F.cross_entropy(said, wanted, reduction="sum")
         return Loss(
             total * (totals.weight / max(totals.divisors["steps"], 1.0)),
