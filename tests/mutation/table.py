@@ -1154,8 +1154,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "objectives/policy.py",
-        'fresh = (batch.facts["fresh"] == 1)',
-        'fresh = (batch.facts["fresh"] >= 0)',
+        'copy_to((batch.facts["fresh"] == 1)',
+        'copy_to((batch.facts["fresh"] >= 0)',
         "objectives/test_policy.py",
         only="metrics",
     ),
