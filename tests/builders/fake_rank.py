@@ -3,7 +3,7 @@
     python fake_rank.py FOLDER JSON
 
 JSON: `steps` (default 6) with `pause_s` in each; `torch`: join the group, and agree in it after each step;
-`loads`: the step at which a rank says that it has loaded torch;
+`loads`: the step at which a rank says that it has loaded torch; `begins_after_s`: before it says that it has begun;
 `does`: what a rank does at a step instead of going on, in the attempts of `attempts` (default: the first alone). Each
 step is a line of FOLDER/steps-RANK.txt; an attempt goes on after the last step that rank 0 has written.
 """
@@ -119,4 +119,6 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
 if __name__ == "__main__":
     this = world_from_environment(os.environ)
     assert this is not None, "to be started as one of several"
-    run_worker(this, lambda: body(this, Path(sys.argv[1]), json.loads(sys.argv[2])))
+    plan_of_all = json.loads(sys.argv[2])
+    time.sleep(plan_of_all.get("begins_after_s", 0))
+    run_worker(this, lambda: body(this, Path(sys.argv[1]), plan_of_all))
