@@ -32,14 +32,14 @@ def rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_it_learns_from_answers_of_bounded_age(tiny_world: World, tmp_path: Path) -> None:
-    more = {"rollout": {"samples": 8, "max_new_tokens": 6, "staleness": 2}, "steps": 24}
+    more = {"rollout": {"samples": 8, "max_new_tokens": 6, "staleness": 2}, "steps": 48}
     lines = run(tiny_world, tmp_path / "run", **more)
     held_out = [line["eval_reward"] for line in metrics(tmp_path / "run") if "eval_reward" in line]
     assert held_out[-1] > held_out[0] + 2
     assert max(line["staleness_max"] for line in lines) == 2 and lines[0]["staleness"] == 0
     assert any(line["ratio"] != 1 for line in lines)  # to what tokens were drawn from
     recorded = rollouts(tmp_path / "run")
-    assert [line["number"] for line in recorded] == list(range(24 * 4))
+    assert [line["number"] for line in recorded] == list(range(48 * 4))
     for line in recorded:
         for answer in line["answers"]:
             assert answer["rewards"] == {"letters": float(answer["text"].count("e"))}
