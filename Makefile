@@ -13,8 +13,9 @@
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
-# One thread a test process: several of them share the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+# One thread a test process: several of them share the cores. Bytecode is kept, also where the machine's environment says
+# otherwise: the tests start many processes, and rewriting the assertions of all files takes each worker a quarter minute.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Those that need nothing but this package; sft.py (peers) and real_input.py (data) say themselves what they need.
 BENCHMARKS ?= benchmarks/throughput.py benchmarks/generation.py benchmarks/tokenizing.py benchmarks/loading.py \

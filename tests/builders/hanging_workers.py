@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from builders.process_group import SERVER
+from builders.fork_server import SERVER
 from danlu.parallel import process_group
 from danlu.parallel.comm import Group
 from danlu.parallel.gradient_buckets import GradientBuckets

@@ -1,11 +1,10 @@
 """A group of processes that runs one function with many checks, judged by what each wrote and never by an exit code.
 
-A fork server imports torch once; each process of a group is a fork of it, so a group starts in a fraction of a second.
+Each process of a group is a fork of one that has everything imported, so a group starts in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -18,9 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SERVER = multiprocessing.get_context("forkserver")
-# FSDP2 imports dynamo when it is first used, which takes two seconds.
-SERVER.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "danlu.placing"])
+from builders.fork_server import SERVER
 
 Worker = Callable[..., Any]
 

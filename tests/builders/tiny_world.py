@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from builders.fork_server import SERVER
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.types import Pack
@@ -160,18 +160,9 @@ def danlu(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-@functools.cache
-def _server() -> Any:
-    """Forks processes that have everything imported; itself it never runs a backward, after which torch cannot fork."""
-    context = multiprocessing.get_context("forkserver")
-    preload = ["danlu.run", "danlu.cli.train", "builders.tiny_world", "tensorboard.summary.writer"]
-    context.set_forkserver_preload(preload)
-    return context
-
-
 def start(arguments: Sequence[object], output: Path, before: Callable[[], None] | None = None) -> BaseProcess:
     """`danlu ARGUMENTS` in a forked process that writes to `output`; `before` (picklable) runs in it first."""
-    child = _server().Process(target=_child, args=([str(argument) for argument in arguments], output, before))
+    child = SERVER.Process(target=_child, args=([str(argument) for argument in arguments], output, before))
     child.start()
     return child
 

@@ -1,0 +1,26 @@
+"""The server that tests fork processes from: it imports once what each of those processes would import for itself.
+
+Python keeps one such server a process and gives it the list of modules that was set last before it starts. So there is
+one list, for groups, for runs that are killed and for `danlu verify`, and it does not hang on which of them is first.
+The server itself never runs a backward pass, after which torch cannot fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+SERVER = multiprocessing.get_context("forkserver")
+MODULES = [
+    "danlu.cli.train",
+    "danlu.run",
+    "danlu.verify.classifier_proxy",
+    "danlu.verify.decoder_proxy",
+    "danlu.verify.workers",
+    "pytest",  # which modules with workers import
+    "tensorboard.summary.writer",
+    "torch._dynamo",  # FSDP2 imports it when it is first used
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "transformers",
+]
+SERVER.set_forkserver_preload(MODULES)
