@@ -119,6 +119,6 @@ def body(world: World, folder: Path, plan: dict[str, Any]) -> int:
 if __name__ == "__main__":
     this = world_from_environment(os.environ)
     assert this is not None, "to be started as one of several"
-    plan_of_all = json.loads(sys.argv[2])
-    time.sleep(plan_of_all.get("begins_after_s", 0))
-    run_worker(this, lambda: body(this, Path(sys.argv[1]), plan_of_all))
+    plan: dict[str, Any] = json.loads(sys.argv[2])
+    time.sleep(plan.get("begins_after_s", 0))
+    run_worker(this, lambda: body(this, Path(sys.argv[1]), plan))

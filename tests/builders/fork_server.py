@@ -8,6 +8,7 @@ The server itself never runs a backward pass, after which torch cannot fork.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = [
@@ -24,3 +25,8 @@ MODULES = [
     "transformers",
 ]
 SERVER.set_forkserver_preload(MODULES)
+
+
+def modules_to_import() -> list[str]:
+    """Those of `MODULES` that this process has not loaded yet: a server passes over silently what it cannot import."""
+    return [name for name in MODULES if name not in sys.modules]
