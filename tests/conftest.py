@@ -10,7 +10,7 @@ from pathlib import Path
 import builders.tiny_world
 import pytest
 import torch  # noqa: F401  # verbs say what they are about to do only where it is still to be loaded: the same in each test
-from builders.fork_server import SERVER
+from builders.fork_server import MODULES, SERVER
 from builders.tiny_world import InThisProcess, World
 from hypothesis import settings
 
@@ -49,6 +49,7 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def one_fork_server() -> Iterator[None]:
     """`danlu verify` forks from the tests' server, whose modules are those of the tests also where it is first."""
+    SERVER.set_forkserver_preload(MODULES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SERVER, "set_forkserver_preload", lambda names: None)
         yield

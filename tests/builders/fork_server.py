@@ -1,7 +1,8 @@
 """The server that tests fork processes from: it imports once what each of those processes would import for itself.
 
 Python keeps one such server a process and gives it the list of modules that was set last before it starts. So there is
-one list, for groups, for runs that are killed and for `danlu verify`, and it does not hang on which of them is first.
+one list, for groups, for runs that are killed and for `danlu verify`, and it does not hang on which of them is first:
+tests/conftest.py sets it when all tests are collected, and lets nothing else set one.
 The server itself never runs a backward pass, after which torch cannot fork.
 """
 
@@ -24,7 +25,6 @@ MODULES = [
     "torch.nn.parallel",
     "transformers",
 ]
-SERVER.set_forkserver_preload(MODULES)
 
 
 def modules_to_import() -> list[str]:

@@ -40,7 +40,7 @@ LIMIT_S = 240.0  # for one mutation: tests that do not come to an end have notic
 PASSED, FAILED = 0, 1  # pytest's exit codes; every other one says that tests could not be run
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist")
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["numpy", "torch", "torch._dynamo", "transformers", "tokenizers", "hypothesis", "pytest"])
+MODULES = ["numpy", "torch", "torch._dynamo", "transformers", "tokenizers", "hypothesis", "pytest"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ def _tests(root: str, bytecode: str, shared: str, arguments: list[str], result: 
 
 def judged(source: Path, mutations: Sequence[Mutation], workers: int) -> list[Verdict]:
     """A verdict for each, in order; said as they come."""
+    SERVER.set_forkserver_preload(MODULES)
     with tempfile.TemporaryDirectory(prefix="danlu-mutation-") as name:
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(workers):

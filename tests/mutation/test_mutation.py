@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -48,20 +53,36 @@ KILLED = Mutation("sign.py", "x < 0", "x > 0", "test_sign.py")
 SURVIVES = Mutation("sign.py", "x == 0", "x == 1.5", "test_sign.py")
 
 
+@pytest.fixture
+def own_server() -> Iterator[ProcessPoolExecutor]:
+    """A process whose fork server is its own: that of the tests has danlu loaded, and not the danlu of `tree`."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+def _run(tree: Path, mutations: Sequence[Mutation]) -> tuple[int, str]:
+    """The exit code of a run on `tree`, and what it said."""
+    with redirect_stdout(StringIO()) as said:
+        return main([], tree, mutations), said.getvalue()
+
+
 @pytest.mark.slow
-def test_what_tests_notice_is_killed_and_the_rest_survives(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_tests_notice_is_killed_and_the_rest_survives(tree: Path, own_server: ProcessPoolExecutor) -> None:
+    def run(*mutations: Mutation) -> tuple[int, str]:
+        return own_server.submit(_run, tree, mutations).result()
+
     before = (tree / "src" / "danlu" / "sign.py").read_text()
-    assert main([], tree, [KILLED]) == 0
-    assert "1 of 1 mutations killed (100.0%)" in capsys.readouterr().out
-    assert main([], tree, [SURVIVES, KILLED]) == 1
-    said = capsys.readouterr().out
+    code, said = run(KILLED)
+    assert code == 0 and "1 of 1 mutations killed (100.0%)" in said
+    code, said = run(SURVIVES, KILLED)
+    assert code == 1
     assert "1 of 2 mutations killed (50.0%) in " in said
     assert said.endswith("minutes\n  survived: sign.py: x == 0 -> x == 1.5\n")
     assert (tree / "src" / "danlu" / "sign.py").read_text() == before
     red = Mutation("sign.py", "x < 0", "x > 0", "test_red.py")
     broken = Mutation("sign.py", "return -1", "import nothing_of_the_kind", "test_sign.py", "no_such_test")
-    assert main([], tree, [red, broken]) == 2
-    said = capsys.readouterr().out
+    code, said = run(red, broken)
+    assert code == 2
     assert "tests/test_red.py::test_red fails without it too: sign.py: x < 0" in said
     assert "its tests ended with exit code 5: sign.py: return -1" in said  # no test was selected
 
