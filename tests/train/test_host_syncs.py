@@ -5,21 +5,24 @@ On the meta device `.item()` raises, and so do comparisons that want a bool, ind
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from builders.preference_samples import pair
 from builders.tiny_run import SyntheticPacks, tiny_config
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from danlu.assembly.frozen_base import adapters_of
 from danlu.language.learner import DecoderLearner
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.loading import meta_decoder
-from danlu.objectives import branches, preference
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.preference import preference_objective
+from danlu.objectives.reward import BradleyTerry
 from danlu.recipe import sections
 from danlu.train.learner import MicroStep
 from danlu.types import Totals
@@ -104,23 +107,34 @@ class _PlainCopies(TorchDispatchMode):
         return out
 
 
-def test_facts_of_pairs_are_copied_to_the_device_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, copies = meta_decoder(tiny_config()), _PlainCopies()
-    objective = preference_objective([sections.Sigmoid(), sections.Hinge()], False)
-    compute = DecoderLearner(decoder, decoder, META, torch.float32, 2, objective, objective)
-    packs = [pair({"prompt": [5, 6], "chosen": [7, 8], "rejected": [9], "margin": 0.5}) for _ in range(2)]
-    totals, batch = compute.totals(packs), compute.collate(packs)
-    inner = preference.Preference.__call__
+def learner_of_pairs() -> DecoderLearner:
+    decoder, objective = (
+        meta_decoder(tiny_config()),
+        preference_objective([sections.Sigmoid(), sections.Hinge()], False),
+    )
+    return DecoderLearner(decoder, decoder, META, torch.float32, 2, objective, objective)
 
-    def watched(*arguments: Any) -> Any:
-        with copies:
-            return inner(*arguments)
 
-    monkeypatch.setattr(preference.Preference, "__call__", watched)
-    compute.losses(batch, totals).total.backward()
-    assert copies.shapes  # control: margins and what is known of the step are copied, by `copy_to`
-    for module in (preference, branches):
+def learner_of_rewards() -> DecoderLearner:
+    decoder, objective = meta_decoder(tiny_config()), BradleyTerry(nn.Linear(32, 1, bias=False, device=META), 0.01)
+    head = objective.score_head
+    return DecoderLearner(decoder, decoder, META, torch.float32, 2, objective, objective, score_head=head)
+
+
+@pytest.mark.parametrize("learner_of", [learner_of_pairs, learner_of_rewards])
+def test_what_is_known_of_pairs_is_copied_to_the_device_without_waiting(
+    learner_of: Callable[[], DecoderLearner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shapes_of_plain_copies() -> list[torch.Size]:
+        compute = learner_of()
+        packs = [pair({"prompt": [5, 6], "chosen": [7, 8], "rejected": [9], "margin": 0.5}) for _ in range(2)]
+        totals, batch = compute.totals(packs), compute.collate(packs)
+        with _PlainCopies() as copies:
+            compute.losses(batch, totals).total.backward()
+        return copies.shapes
+
+    assert shapes_of_plain_copies()  # control: margins, and where answers end, are copied, by `copy_to`
+    users = [module for name, module in sys.modules.items() if name.startswith("danlu.") and hasattr(module, "copy_to")]
+    for module in users:
         monkeypatch.setattr(module, "copy_to", lambda x, device: torch.empty_like(x, device=device))
-    copies.shapes.clear()
-    compute.losses(batch, totals).total.backward()
-    assert copies.shapes == []
+    assert shapes_of_plain_copies() == []

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.device_moves import copy_to
 from danlu.models.decoder import Decoder
 from danlu.objectives.divergence import Head, categorical_divergence, divergence
 from danlu.objectives.gradient_scale import unscale_gradient
@@ -144,12 +145,12 @@ class DecoderOutputs:
         if (shared := self.batch.shared_branches) is not None:
             own = shared.last_tokens.ge(0).nonzero().squeeze(1)
             device = self.last_hidden.device
-            scores = self._head_at(shared.last_tokens[own].to(device, non_blocking=True))
+            scores = self._head_at(copy_to(shared.last_tokens[own], device))
             of_all = scores.new_zeros(len(shared.last_tokens), *scores.shape[1:])
-            return shared.all_reduce(of_all.index_copy(0, own.to(device, non_blocking=True), scores))
+            return shared.all_reduce(of_all.index_copy(0, copy_to(own, device), scores))
         stops = [branch.stop for branch in self.batch.trees] or self.batch.boundaries[1:]
         last = torch.tensor([stop - 1 for stop in stops if stop <= self.tokens])  # [M], made of what the host knows
-        return self._head_at(last.to(self.last_hidden.device, non_blocking=True))
+        return self._head_at(copy_to(last, self.last_hidden.device))
 
     def values(self) -> Tensor:
         """What the head says at the place that each target is predicted from: [N] float32, or [N, labels]."""
