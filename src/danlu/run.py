@@ -29,6 +29,7 @@ from danlu.memory_report import MemoryReport
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.deterministic import deterministic
 from danlu.numerics.loss_scaling import LossScaler
+from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
@@ -277,34 +278,8 @@ def _build(
     generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
     optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
-    total_packs = None
-    if material.per_epoch is not None and recipe.steps is None:
-        total_packs = math.ceil((recipe.epochs or 1) * material.per_epoch)
-    total_steps = recipe.steps if total_packs is None else math.ceil(total_packs / per_step)
-    assert total_steps is not None, "the recipe's rules ask for steps when streaming"
-    if problems := recipe.schedule.problems(total_steps):
-        raise RecipeError([f"schedule.{field}: {message}." for field, message in problems])
-    share = -(-per_step // ranks.data.size)
-    is_one = placed.parallel.pipeline.updates_each_micro_batch  # whose step is one micro-batch on each data rank
-    changed = start is not None and any(change.key in ("batch.micro", "batch.memory") for change in start.changes)
-    if start is not None and not changed and not is_one:
-        micro = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
-    else:
-        # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
-        most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
-        micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
-    micro_batches = -(-per_step // (ranks.data.size * micro))
-    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
-    unfit = placed.parallel.pipeline.problems(micro_batches)
-    if unfit and not is_dealt_by_tokens:
-        raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
-    if is_one and micro_batches > 1:
-        fits = "fit into memory" if recipe.batch.micro == "auto" else "are asked for"
-        raise RecipeError(
-            f"batch: pipedream's step is one micro-batch, and {per_step} {reader.items} for {ranks.data.size} data "
-            f"ranks are {micro_batches} of the {micro} that {fits}. Use batch.sequences: {micro * ranks.data.size}, or "
-            "parallel.pipeline.schedule: 1f1b"
-        )
+    total_steps, total_packs = _length(recipe, material)
+    micro = _micro(recipe, reader, placed, optimizer, start)
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,
@@ -342,14 +317,7 @@ def _build(
     )
     if not ranks.alone:
         track_modules(placed.model)
-    lines = 0
-    if start is not None:
-        lines = restore(run, start.path)["metrics_lines"]
-        later = run.store.discard_after(run.state.step)
-        if later:
-            say(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
-        if metrics is not None and metrics.lines < lines:
-            say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
+    lines = 0 if start is None else _go_on(run, start, say)
     placed.check_weights()
     run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
     if metrics is not None:
@@ -359,6 +327,65 @@ def _build(
     if (warning := few_steps(run.cadence.total, _amount(reader, run))) is not None:
         say(warning)
     return run
+
+
+def _length(recipe: Recipe, material: Material) -> tuple[int, int | None]:
+    """(steps of the run, packs of it), the second None where the recipe counts steps.
+
+    Raises RecipeError for a schedule that needs more steps.
+    """
+    total_packs = None
+    if material.per_epoch is not None and recipe.steps is None:
+        total_packs = math.ceil((recipe.epochs or 1) * material.per_epoch)
+    per_step = recipe.batch.packs(recipe.data.max_length)
+    total_steps = recipe.steps if total_packs is None else math.ceil(total_packs / per_step)
+    assert total_steps is not None, "the recipe's rules ask for steps when streaming"
+    if problems := recipe.schedule.problems(total_steps):
+        raise RecipeError([f"schedule.{field}: {message}." for field, message in problems])
+    return total_steps, total_packs
+
+
+def _micro(recipe: Recipe, reader: Reader, placed: PlacedModel, optimizer: Optimizers, start: Start | None) -> int:
+    """Packs of a micro-batch: those of the run that goes on, or as many as are asked for or fit into memory.
+
+    Raises RecipeError where the pipeline's schedule cannot do a step of so many micro-batches.
+    """
+    ranks, pipeline = placed.parallel.ranks, placed.parallel.pipeline
+    per_step = recipe.batch.packs(recipe.data.max_length)
+    share = -(-per_step // ranks.data.size)
+    is_one = pipeline.updates_each_micro_batch  # whose step is one micro-batch on each data rank
+    changed = start is not None and any(change.key in ("batch.micro", "batch.memory") for change in start.changes)
+    if start is not None and not changed and not is_one:
+        micro: int = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
+    else:
+        # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
+        most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
+        micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
+    micro_batches = -(-per_step // (ranks.data.size * micro))
+    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
+    unfit = pipeline.problems(micro_batches)
+    if unfit and not is_dealt_by_tokens:
+        raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
+    if is_one and micro_batches > 1:
+        fits = "fit into memory" if recipe.batch.micro == "auto" else "are asked for"
+        raise RecipeError(
+            f"batch: pipedream's step is one micro-batch, and {per_step} {reader.items} for {ranks.data.size} data "
+            f"ranks are {micro_batches} of the {micro} that {fits}. Use batch.sequences: {micro * ranks.data.size}, or "
+            "parallel.pipeline.schedule: 1f1b"
+        )
+    return micro
+
+
+def _go_on(run: Run, start: Start, say: Say) -> int:
+    """Puts the run back to `start`, from which on nothing stays; how many lines of metrics there were then."""
+    lines: int = restore(run, start.path)["metrics_lines"]
+    later = run.store.discard_after(run.state.step)
+    if later:
+        say(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
+    metrics = run.metrics
+    if metrics is not None and metrics.lines < lines:
+        say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
+    return lines
 
 
 def _device(recipe: Recipe) -> torch.device:
