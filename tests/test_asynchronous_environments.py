@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.other_versions import with_other_versions
 from builders.tiny_world import World
 from test_environment_runs import environment, lines_of
 from test_rl_runs import recipe_file, run, steps
@@ -76,8 +78,9 @@ def test_a_run_that_is_stopped_goes_on_with_its_episodes_and_is_replayed(
     for step, start in ((5, 4), (2, 0)):
         result = replay(folder, step, say=lambda line: None)
         assert (result.difference, result.from_step) == (None, start)
-    lines = lines_of(folder)
-    for answer in (answer for line in lines if line["step"] == 2 for answer in line["answers"]):
-        answer["versions"] = [[1, len(answer["tokens"])]]  # control: other weights
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)  # all rollouts are made again, up to that of the last step
+    assert replay(folder, 5, say=lambda line: None).difference is None
+    lines = with_other_versions(lines_of(folder), staleness=2)  # control
     (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert replay(folder, 2, say=lambda line: None).difference is not None
+    assert replay(folder, 5, say=lambda line: None).difference is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.other_versions import with_other_versions
 from builders.process_group import run_group
 from builders.tiny_world import World, metrics
 from builders.train_worker import train
@@ -129,9 +130,7 @@ def test_a_rollout_is_replayed_with_the_weights_that_drew_each_token(tiny_world:
         shutil.rmtree(checkpoint)
     result = replay(folder, 6, say=lambda line: None)
     assert result.difference is None and (result.from_step, result.rollouts) == (0, 6)
-    for line in recorded:  # control: with the weights of an update before
-        for answer in line["answers"]:
-            answer["versions"] = [[max(0, version - 1), tokens] for version, tokens in answer["versions"]]
+    recorded = with_other_versions(recorded, staleness=2)  # control
     (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in recorded))
     assert replay(folder, 6, say=lambda line: None).difference is not None
     del recorded[5]["answers"][1]["versions"]
