@@ -1,8 +1,9 @@
 # danlu: everything that is done often, in one word. `make demo` is the place to begin.
 #
 #   make demo               train, tune and try a small model on built-in data (a few minutes on two cores)
-#   make test               format, lint, types, and the fast tests in one process each
-#   make test-distributed   the fast tests that start groups of processes; both together are what has to pass
+#   make test               format, lint, types, and the fast tests of parts
+#   make test-end-to-end    the fast tests of whole commands on a small world of data
+#   make test-distributed   the fast tests that start groups of processes; these three are what has to pass
 #   make test-all           every test that needs no GPU, the slow ones too, with new random examples
 #   make check              the same as test, after putting the format right
 #   make mutation           single-line faults, one after the other, that the tests of their room must notice
@@ -21,13 +22,16 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q 
 BENCHMARKS ?= benchmarks/throughput.py benchmarks/generation.py benchmarks/tokenizing.py benchmarks/loading.py \
               benchmarks/recompute.py benchmarks/parallel.py benchmarks/pipeline.py benchmarks/context.py benchmarks/kills.py
 
-.PHONY: demo test test-distributed test-all lint check mutation bench gpu gpu-wheels clean
+.PHONY: demo test test-end-to-end test-distributed test-all lint check mutation bench gpu gpu-wheels clean
 
 demo: .venv/installed
 	$(BIN)/danlu demo
 
 test: lint
-	$(PYTEST) -m "not slow and not gpu and not distributed"
+	$(PYTEST) -m "not slow and not gpu and not distributed and not end_to_end"
+
+test-end-to-end: .venv/installed
+	$(PYTEST) -m "end_to_end and not distributed and not slow and not gpu"
 
 # By files: what a file's tests share is made once, and not by each worker.
 test-distributed: .venv/installed

@@ -31,6 +31,14 @@ settings.register_profile("new", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that train, answer or check with a whole world of data are a tier of their own."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "tiny_world" in item.fixturenames:
+            item.add_marker(pytest.mark.end_to_end)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_waits_for_the_disk() -> Iterator[None]:
     """Files need not outlast a power failure here, and a run waits for the disk some twenty times a checkpoint.

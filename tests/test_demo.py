@@ -33,6 +33,8 @@ SMALL = Size(
 )  # fmt: skip
 STAGES = ("pretrain", "sft", "sums", "grpo")
 
+pytestmark = pytest.mark.end_to_end
+
 
 def steps(run_folder: Path) -> list[dict[str, object]]:
     lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())

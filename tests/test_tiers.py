@@ -55,16 +55,24 @@ def test_the_check_follows_fixtures_and_helpers() -> None:
     assert unmarked("pytestmark = pytest.mark.distributed\n" + source) == []
 
 
-def test_every_fast_test_runs_in_one_of_the_two_tiers(pytestconfig: pytest.Config) -> None:
+def test_what_uses_a_world_of_data_is_end_to_end(request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    using = [item for item in items if "tiny_world" in item.fixturenames]
+    assert [item.nodeid for item in using if item.get_closest_marker("end_to_end") is None] == []
+
+
+def test_every_fast_test_runs_in_one_of_the_three_tiers(pytestconfig: pytest.Config) -> None:
     targets = dict(re.findall(r"^(test[a-z-]*):.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     selected = {name: re.search(r'-m "(.*)"', line) for name, line in targets.items()}
     marks = {name: found[1] for name, found in selected.items() if found is not None}
     assert marks == {
-        "test": "not slow and not gpu and not distributed",
+        "test": "not slow and not gpu and not distributed and not end_to_end",
+        "test-end-to-end": "end_to_end and not distributed and not slow and not gpu",
         "test-distributed": "distributed and not slow and not gpu",
         "test-all": "not gpu",
     }
     parts = re.findall(r'^run_part "(.+)" (\S+)$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert parts == [("suite", "test"), ("distributed tier", "test-distributed")]
+    tiers = [(f"{name} tier", f"test-{name}") for name in ("end-to-end", "distributed")]
+    assert parts == [("suite", "test"), *tiers]
     known = {line.partition(":")[0] for line in pytestconfig.getini("markers")}
-    assert {"slow", "gpu", "distributed"} <= known
+    assert {"slow", "gpu", "distributed", "end_to_end"} <= known

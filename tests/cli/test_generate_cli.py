@@ -27,6 +27,8 @@ from danlu.rollout.embedded import EmbeddedEngine
 
 GREEDY = ["--temperature", "0"]
 
+pytestmark = pytest.mark.end_to_end
+
 
 def edit_json(file: Path, **changes: Any) -> None:
     """Sets keys of a JSON object; None takes one away."""
