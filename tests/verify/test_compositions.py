@@ -23,6 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "GQA": {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": True},
     "MLA with experts": {**EXPERT_CONFIGS["deepseek_v3"], "num_hidden_layers": 4},
 }
+# AdamW divides the first gradients of LoRA's B by their size, however small, and with it their rounding: B is 1.2e-5
+# off then, and so is the second step's gradient of A, which is a product with B.
+SGD = "optimizer={kind: sgd, learning_rate: 0.1, momentum: 0.9}"
 FULL = "router={balance: sequence, sequence: 0.01, z: 0.001}"
 LORA = {
     "GQA": "adapter={kind: lora, dropout: 0.1}",
@@ -60,7 +63,7 @@ def test_a_layout_of_several_axes_is_one_process(
     write_model(read_config_values({**MODELS[model], "vocab_size": 400}), tmp_path / "base", 0)
     shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
     changes = {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}}
-    overrides = [f"parallel={parallel}"]
+    overrides = [f"parallel={parallel}", SGD]
     if training == "lora":
         overrides.append(LORA[model])
     elif model == "MLA with experts":
@@ -71,6 +74,6 @@ def test_a_layout_of_several_axes_is_one_process(
     report, rows = verify("r.yaml", recipe, Options(steps=steps, traffic=True))
     assert report.finding is None and all(check.holds for check in report.checks), report.finding
     errors = {check.what: check.error for check in report.checks}
-    assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6 and errors["gradients"] < 1e-5
+    assert worst_error([errors["loss"], errors["evaluation"], errors["gradients"]]) < 1e-6
     assert errors["saved weights, loaded"] == 0
     assert rows and all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)
