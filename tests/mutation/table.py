@@ -79,6 +79,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="own_device",
     ),
     Mutation(
+        "plan/activation_memory.py",
+        'sizes["block" if blocks else "scores"]',
+        'sizes["scores"]',
+        "plan/test_activation_memory.py",
+    ),
+    Mutation(
         "plan/device_map.py",
         "            extras[names.index(place)] += matrix",
         "            pass",

@@ -9,6 +9,7 @@ import torch
 from builders.tiny_run import tiny_model
 
 from danlu.memory.recompute import Kind, LayerPlan, wrap
+from danlu.models import block_attention
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -20,6 +21,7 @@ from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Mixer
 from danlu.models.mlp_spec import Dense
 from danlu.models.rope_config import Rope
+from danlu.plan import activation_memory
 from danlu.plan.activation_memory import ActivationPlan, activation_bytes
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
@@ -104,3 +106,18 @@ def test_experts_keep_a_row_for_each_expert_of_a_token(dtype: torch.dtype, recom
         return
     dense = config.with_layers(lambda layer: replace(layer, feed=Dense(2 * 192 + 64)))
     assert activation_bytes(dense, lengths, dtype.itemsize).kept < real  # without rows taken and given back
+
+
+def test_probabilities_that_are_computed_again_are_those_of_a_block() -> None:
+    assert activation_memory._BLOCK_ROWS == block_attention.BLOCK_ROWS
+    config = tiny_model(**SIZES).config
+    scores = 4 * (1024 * 1025 // 2) * 4  # bytes, of four heads
+
+    def recomputed(kind: Kind, keeps_scores: bool) -> int:
+        plan = ActivationPlan([(kind, None)] * 4, keeps_scores=lambda length, mixer: keeps_scores)
+        return activation_bytes(config, [1024], 4, plan).recomputed
+
+    blocks = recomputed("elementwise", True) - recomputed("elementwise", False)
+    assert blocks == 2 * 4 * 128 * 1024 * 4 < scores
+    segments = ActivationPlan([("full", number) for number in range(4)])  # control: kept within a layer's replay
+    assert activation_bytes(config, [1024], 4, segments).recomputed > recomputed("elementwise", True) + scores

@@ -23,6 +23,9 @@ _IN_FLIGHT = 10
 """Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
 _BASE_WIDTHS = 3
 """[T, D] tensors beside the layers: the embedding's output, the final norm's, and the gradient that runs backwards."""
+_BLOCK_ROWS = 128
+"""Queries whose probabilities are there at a time where attention computes them again (`models.block_attention`)."""
+_COMPUTES_SCORES_AGAIN = ("elementwise", "selective")
 _SLACK_CPU = 1.3
 """Blocks of attention reach over the diagonal, and the backward pass of a layer has temporaries of its own. A GPU keeps
 no scores, and what is counted was 1.06 to 1.09 of the peak there already (LoRA and QLoRA on 8B, nothing recomputed)."""
@@ -99,14 +102,20 @@ def activation_bytes(
     widest = tokens * max(kind.widest for kind in config.kinds) / plan.tensor
     recomputes = any(kind != "none" for kind, _ in layers)
     recomputed: float = 0.0
+    # Of probabilities that are computed again in the backward pass only those of a block are there at a time.
+    again = [kind in _COMPUTES_SCORES_AGAIN for kind, _ in layers]
     if recomputes or plan.offload:
         # Nothing is freed meanwhile for the gradients of gate and up, and of attention's probabilities.
-        recomputed = 2 * widest + max(sizes["scores"] for sizes in by_layer)
+        scores = (sizes["block" if blocks else "scores"] for sizes, blocks in zip(by_layer, again, strict=True))
+        recomputed = 2 * widest + max(scores)
     if recomputes:
         kind, segment = layers[-1]
         # The layer in its backward pass keeps nothing beside all that it makes.
         own = by_layer[-1][kind] if segment is None and not plan.offload else 0.0
-        recomputed += max(0.0, max(sizes["none"] for sizes in by_layer) - own)
+        elements = (
+            sizes["none"] - (sizes["scores"] if blocks else 0.0) for sizes, blocks in zip(by_layer, again, strict=True)
+        )
+        recomputed += max(0.0, max(elements) - own)
         recomputed += max(segments.values(), default=0) * by_layer[0]["full"]  # the inputs of a segment's layers
     if plan.offload:
         kept = min(kept + inputs_kept, _IN_FLIGHT * widest) if plan.in_flight else 0.0
@@ -120,18 +129,20 @@ def activation_bytes(
 
 
 def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: ActivationPlan) -> Mapping[str, float]:
-    """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), and those of attention's
-    probabilities alone (`scores`)."""
+    """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), those of attention's
+    probabilities alone (`scores`), and of a block of them and its gradients (`block`)."""
     tokens = sum(lengths)
     width = hidden_size / (plan.tensor if plan.sequence else 1)
     mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(hidden_size, plan.tensor)
     documents = [length for length in lengths if plan.keeps_scores(length, layer.mixer)]
     heads = 0 if isinstance(layer.mixer, Delta) else layer.mixer.heads
     scores = heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
+    seen = max((min(length, (layer.mixer.window or length) + _BLOCK_ROWS) for length in documents), default=0)
     return {
         "none": tokens * (4 * width + mixer["none"] + feed["none"]) + scores,
         "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]),
         "selective": tokens * (2 * width + mixer["selective"] + feed["selective"]),
         "full": tokens * width,
         "scores": scores,
+        "block": min(scores, 2 * heads / plan.tensor * _BLOCK_ROWS * seen),
     }
