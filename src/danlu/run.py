@@ -278,8 +278,8 @@ def _build(
     generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
     optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
-    total_steps, total_packs = _length(recipe, material)
-    micro = _micro(recipe, reader, placed, optimizer, start)
+    total_steps, total_packs = _total_steps(recipe, material)
+    micro = _micro_batch_size(recipe, reader, placed, optimizer, start)
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,
@@ -317,7 +317,7 @@ def _build(
     )
     if not ranks.alone:
         track_modules(placed.model)
-    lines = 0 if start is None else _go_on(run, start, say)
+    lines = 0 if start is None else _resume(run, start, say)
     placed.check_weights()
     run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
     if metrics is not None:
@@ -329,7 +329,7 @@ def _build(
     return run
 
 
-def _length(recipe: Recipe, material: Material) -> tuple[int, int | None]:
+def _total_steps(recipe: Recipe, material: Material) -> tuple[int, int | None]:
     """(steps of the run, packs of it), the second None where the recipe counts steps.
 
     Raises RecipeError for a schedule that needs more steps.
@@ -345,7 +345,9 @@ def _length(recipe: Recipe, material: Material) -> tuple[int, int | None]:
     return total_steps, total_packs
 
 
-def _micro(recipe: Recipe, reader: Reader, placed: PlacedModel, optimizer: Optimizers, start: Start | None) -> int:
+def _micro_batch_size(
+    recipe: Recipe, reader: Reader, placed: PlacedModel, optimizer: Optimizers, start: Start | None
+) -> int:
     """Packs of a micro-batch: those of the run that goes on, or as many as are asked for or fit into memory.
 
     Raises RecipeError where the pipeline's schedule cannot do a step of so many micro-batches.
@@ -376,8 +378,8 @@ def _micro(recipe: Recipe, reader: Reader, placed: PlacedModel, optimizer: Optim
     return micro
 
 
-def _go_on(run: Run, start: Start, say: Say) -> int:
-    """Puts the run back to `start`, from which on nothing stays; how many lines of metrics there were then."""
+def _resume(run: Run, start: Start, say: Say) -> int:
+    """Restores the run from `start` and deletes later checkpoints; the lines of metrics that there were then."""
     lines: int = restore(run, start.path)["metrics_lines"]
     later = run.store.discard_after(run.state.step)
     if later:

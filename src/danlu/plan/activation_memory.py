@@ -26,6 +26,7 @@ _BASE_WIDTHS = 3
 _BLOCK_ROWS = 128
 """Queries whose probabilities are there at a time where attention computes them again (`models.block_attention`)."""
 _COMPUTES_SCORES_AGAIN = ("elementwise", "selective")
+"""Kinds of recomputation whose layers keep no probabilities, and have only a block's in the backward pass."""
 _SLACK_CPU = 1.3
 """Blocks of attention reach over the diagonal, and the backward pass of a layer has temporaries of its own. A GPU keeps
 no scores, and what is counted was 1.06 to 1.09 of the peak there already (LoRA and QLoRA on 8B, nothing recomputed)."""
