@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("training", ["full", "lora"])
+@pytest.mark.parametrize("training", ["full", "lora", "full, adamw"])
 @pytest.mark.parametrize(("model", "layout", "parallel"), CASES, ids=[f"{model}, {name}" for model, name, _ in CASES])
 def test_a_layout_of_several_axes_is_one_process(
     model: str, layout: str, parallel: str, training: str, tmp_path: Path
@@ -63,7 +63,9 @@ def test_a_layout_of_several_axes_is_one_process(
     write_model(read_config_values({**MODELS[model], "vocab_size": 400}), tmp_path / "base", 0)
     shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
     changes = {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}}
-    overrides = [f"parallel={parallel}", SGD]
+    overrides = [f"parallel={parallel}"]
+    if training != "full, adamw":
+        overrides.append(SGD)
     if training == "lora":
         overrides.append(LORA[model])
     elif model == "MLA with experts":
@@ -74,6 +76,7 @@ def test_a_layout_of_several_axes_is_one_process(
     report, rows = verify("r.yaml", recipe, Options(steps=steps, traffic=True))
     assert report.finding is None and all(check.holds for check in report.checks), report.finding
     errors = {check.what: check.error for check in report.checks}
-    assert worst_error([errors["loss"], errors["evaluation"], errors["gradients"]]) < 1e-6
+    assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6
+    assert errors["gradients"] < (1e-5 if training == "full, adamw" else 1e-6)
     assert errors["saved weights, loaded"] == 0
     assert rows and all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)
