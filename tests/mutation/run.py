@@ -30,10 +30,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from mutation.table import MUTATIONS, Mutation
-from mutation.table_rl import MUTATIONS as RL_MUTATIONS
+from mutation import table, table_data, table_models, table_rewards, table_rl, table_run, table_serving, table_verify
+from mutation.table import Mutation
 
-EVERY_MUTATION = (*MUTATIONS, *RL_MUTATIONS)
+TABLES = (table, table_data, table_models, table_rewards, table_rl, table_run, table_serving, table_verify)
+EVERY_MUTATION = tuple(mutation for each in TABLES for mutation in each.MUTATIONS)
 ROOT = Path(__file__).resolve().parents[2]
 WANTED = 0.95
 LIMIT_S = 240.0  # for one mutation: tests that do not come to an end have noticed it as well
