@@ -34,6 +34,7 @@ LAYERS: dict[str, int] = {
     "layer_types": 0,
     "types": 0,
     "weight_gradients": 0,
+    "stop_signals": 0,
     "worker_process": 0,
     "adapters": 1,
     "basics": 1,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
+import termios
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +44,11 @@ def before(real: Callable[..., Any], *hooks: Callable[..., None], at: int = 1) -
 def test_a_real_process_saves_says_so_and_goes_on(tiny_world: World, tmp_path: Path) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", steps=100_000, checkpoint={"every": 50_000})
     log = tmp_path / "log.txt"
-    for number, code, key in ((signal.SIGINT, 130, "press Ctrl-C"), (signal.SIGTERM, 143, "send SIGTERM")):
+    for number, code, told in (
+        (signal.SIGINT, 130, "stopping after this step; press Ctrl-C again to stop at once"),
+        (signal.SIGTERM, 143, "stopping after this step; send SIGTERM again to stop at once"),
+        (signal.SIGUSR1, 138, "SIGUSR1: stopping after this step; press Ctrl-C twice to stop at once"),
+    ):
         log.unlink(missing_ok=True)
         file = tmp_path / "run" / "metrics.jsonl"
         done = len(metrics(tmp_path / "run")) if file.exists() else 0
@@ -55,11 +63,57 @@ def test_a_real_process_saves_says_so_and_goes_on(tiny_world: World, tmp_path: P
         assert process.exitcode == code, said
         path, _, state = last_state(tmp_path / "run")
         step = state["run"]["step"]
-        assert f"\nstopping after this step; {key} again to stop at once\n" in said
+        assert f"\n{told}\n" in said
         assert f"stopped after step {step}, saved in {tmp_path}/run; the same command goes on from there\n" in said
         assert "Traceback" not in said
         assert path.name == f"step-{step:08d}" and verify(path) == []
         assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, step + 1))
+
+
+def print_into(path: str) -> None:
+    """Leads stdout and stderr of this process into a named pipe, or a terminal, which becomes its own."""
+    os.setsid()
+    file = os.open(path, os.O_WRONLY)  # of a session without a terminal: the first that it opens
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if os.isatty(file):
+        fcntl.ioctl(file, termios.TIOCSCTTY, 0)
+    os.close(file)
+
+
+def read_until(file: int, text: bytes) -> bytes:
+    said = b""
+    while text not in said:
+        part = os.read(file, 4096)
+        assert part, said
+        said += part
+    return said
+
+
+def test_a_run_outlives_whoever_reads_what_it_prints(tiny_world: World, tmp_path: Path) -> None:
+    """`2>&1 | tee log` with Ctrl-C, of which tee dies first; a terminal that is closed, which sends SIGHUP too."""
+    recipe = tiny_world.recipe(tmp_path / "run", steps=100_000, checkpoint={"every": 50_000})
+    os.mkfifo(tmp_path / "pipe")
+    piped = start(["train", recipe], tmp_path / "log.txt", partial(print_into, str(tmp_path / "pipe")))
+    reader_end = os.open(tmp_path / "pipe", os.O_RDONLY)
+    read_until(reader_end, b"step 1/")
+    os.close(reader_end)
+    assert piped.pid is not None
+    os.kill(piped.pid, signal.SIGINT)
+    piped.join()
+    first = last_state(tmp_path / "run")[2]["run"]["step"]
+    assert piped.exitcode == 130 and first
+
+    pane, terminal = pty.openpty()
+    shown = start(["train", recipe], tmp_path / "log.txt", partial(print_into, os.ttyname(terminal)))
+    read_until(pane, b"loss")
+    os.close(terminal)
+    os.close(pane)
+    shown.join()
+    path, _, state = last_state(tmp_path / "run")
+    step = state["run"]["step"]
+    assert shown.exitcode == 129 and step > first and verify(path) == []
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, step + 1))
 
 
 def test_a_second_ctrl_c_stops_at_once_and_leaves_the_last_checkpoint(

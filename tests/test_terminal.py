@@ -7,14 +7,17 @@ import io
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from builders.tiny_world import World
 
+from danlu import terminal
 from danlu.terminal import echo, print_status, print_status_early, printable, wrap_line
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
@@ -151,3 +154,57 @@ def test_danlu_writes_through_these_functions_alone() -> None:
     ]
     assert found == []
     assert raw_writes("def f(x):\n    print(x)\n    typer.echo(x)\n", "a.py") == ["a.py:2: print", "a.py:3: typer.echo"]
+
+
+LASTING = """
+import os, sys
+from danlu.terminal import drop_failed_writes
+drop_failed_writes("stderr", "stdout")
+file = sys.argv[1]
+if file == "pipe":
+    reading, writing = os.pipe()
+    os.close(reading)
+else:
+    writing = os.open(file, os.O_WRONLY)
+os.dup2(writing, 1)
+os.dup2(writing, 2)
+for stream in (sys.stdout, sys.stderr):
+    print("a line of a library", file=stream)
+    stream.write("x" * 100_000)
+    stream.flush()
+"""
+
+
+def test_what_a_pipe_or_a_full_disk_does_not_take_is_dropped() -> None:
+    running = [subprocess.Popen([sys.executable, "-c", LASTING, file]) for file in ("pipe", "/dev/full")]
+    assert [process.wait() for process in running] == [0, 0]  # Python itself would end with 120 at the last flush
+
+
+def test_a_write_waits_where_a_terminal_takes_nothing_for_the_moment() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with terminal._UnfailingFile(writing, "wb") as file, ThreadPoolExecutor(1) as thread:
+        while os.get_blocking(writing) or select.select([], [writing], [], 0)[1]:
+            os.write(writing, b"x" * 4096)  # until it is full
+        waits = thread.submit(file.write, b"later")
+        read = 0
+        while not waits.done():
+            read += len(os.read(reading, 4096))
+        assert waits.result() == 5
+    rest = b""
+    while part := os.read(reading, 1 << 16):
+        rest += part
+    assert rest.endswith(b"later")
+    os.close(reading)
+
+
+def test_streams_of_others_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        for stream in (io.StringIO(), file):
+            monkeypatch.setattr(sys, "stderr", stream)
+            terminal.drop_failed_writes("stderr")
+            assert sys.stderr is stream
+    monkeypatch.setattr(sys, "stdout", None)  # `danlu train >&-`
+    terminal.drop_failed_writes("stdout")
+    print("nowhere", file=sys.stdout)
+    sys.stdout.close()

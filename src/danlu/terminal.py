@@ -2,6 +2,8 @@
 
 Rows, recipes, file names, templates and models are other people's text. Whatever of it goes to a terminal goes through
 `printable` first; what goes to a pipe or a file as a result (`danlu generate ... > out.txt`) stays as it is.
+
+A terminal that was closed, a pipe without a reader or a log on a full disk ends no training: see `drop_failed_writes`.
 """
 
 from __future__ import annotations
@@ -9,10 +11,15 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import sys
 import unicodedata
 from collections.abc import Callable
-from typing import TextIO
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # C0 without tab and newline, DEL, C1 (U+009B begins a sequence as ESC [ does), what turns the direction of writing
 # round (Trojan Source, CVE-2021-42574), line separators, and halves of surrogate pairs, which no encoding takes.
@@ -71,7 +78,55 @@ def escape_unencodable() -> None:
 
 def write_to_stderr(text: str) -> None:
     """Writes a line by write(2): in a signal handler, or beside a progress bar that holds Python's own stderr."""
-    os.write(2, f"\n{text}\n".encode())
+    write_to_descriptor(2, f"\n{text}\n")
+
+
+def write_to_descriptor(descriptor: int, text: str) -> None:
+    """Writes a text by write(2); one that cannot be written is dropped."""
+    with suppress(OSError):
+        os.write(descriptor, text.encode())
+
+
+def drop_failed_writes(*names: str) -> None:
+    """Makes `sys.stderr` or `sys.stdout` drop what cannot be written, where Python would raise an OSError.
+
+    names: "stderr", "stdout". Everything that this process prints through Python is covered, that of libraries too. A
+    stream that stands for another file than the system's own stays as it is; one that is closed becomes os.devnull.
+    """
+    for name in names:
+        stream, descriptor = getattr(sys, name), {"stdout": 1, "stderr": 2}[name]
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
+            continue
+        raw = getattr(getattr(stream, "buffer", None), "raw", getattr(stream, "buffer", None))
+        if type(raw) is not io.FileIO or raw.fileno() != descriptor:
+            continue
+        with suppress(OSError):
+            stream.flush()
+        kept = io.TextIOWrapper(
+            io.BufferedWriter(_UnfailingFile(descriptor, "wb", closefd=False)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, kept)
+
+
+class _UnfailingFile(io.FileIO):
+    """A descriptor in which every write succeeds: bytes that the system does not take are dropped.
+
+    Where it takes none for the moment (O_NONBLOCK, which a shell may set on its terminal), a write waits as it does
+    elsewhere.
+    """
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self.fileno()], [])
+        except (OSError, ValueError):  # ValueError: select takes no descriptor above 1023
+            return memoryview(data).nbytes
+        return written
 
 
 def wrap_to_terminal(text: str, stream: TextIO) -> str:

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO
+
+from danlu.stop_signals import STOP_SIGNALS
+from danlu.terminal import drop_failed_writes
 
 
 def import_paths(modules: Sequence[str]) -> list[str]:
@@ -38,14 +43,24 @@ def python_command(statement: str) -> list[str]:
 def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     """In a worker process: its requests and its replies, both for this process alone.
 
-    What libraries print goes to stderr, and does not land among the replies; what they read is empty.
+    What libraries print goes to stderr, and does not land among the replies; what they read is empty. A stderr that
+    takes nothing any more fails no work. Signals that ask to stop do nothing: a closed terminal and a scheduler send
+    theirs to workers too, and who stops is the caller, who ends this process when its own work is saved.
     """
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _do_nothing)
+    drop_failed_writes("stdout", "stderr")
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
     return requests, replies
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Takes the place of a signal's handler. A program that this process starts has the system's own again."""
 
 
 def end_with_the_caller(requests: BinaryIO, end: Callable[[], None] = lambda: os._exit(0)) -> None:

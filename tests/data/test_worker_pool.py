@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,11 @@ def _square(task: int) -> tuple[int, int]:
         raise KeyError("a bug")
     if task == -3:
         os.kill(os.getpid(), 9)
+    if task == -5:
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        print("nobody reads this")
+        print("nor this", file=sys.stderr, flush=True)
     if task == -4:
         print("a library's chatter")
         time.sleep(30)
@@ -65,6 +71,21 @@ def test_errors_of_the_job_arrive() -> None:
 def test_a_killed_process_is_reported() -> None:
     with WorkerPool(Squares(), 1) as workers, pytest.raises(ResourceError, match=r"want of memory.*data\.workers"):
         list(workers.map([1, -3]))
+
+
+def test_what_a_closed_terminal_sends_and_takes_away_ends_no_work() -> None:
+    """Its signal goes to the whole foreground group; the caller is who stops, and it still needs this process to."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    kept = os.dup(2)
+    os.dup2(writing, 2)
+    try:
+        with WorkerPool(Squares(), 1) as workers:
+            assert [square for square, _ in workers.map([-5, 3])] == [25, 9]
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writing)
 
 
 def test_leaving_ends_processes_at_once() -> None:

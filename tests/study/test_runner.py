@@ -454,8 +454,22 @@ def test_a_signal_that_comes_while_a_run_is_started_reaches_it(
 
     monkeypatch.setattr(runner, "launch", launch)
     outcome = runner.run(planned(tiny_world.recipe(tmp_path / "study"), seeds="0,1"), RecordingObserver())
-    assert told == [signal.SIGTERM]  # a closed terminal is nothing that a run would save for
+    assert told == [signal.SIGTERM]  # the terminal that was closed is the study's
     assert (outcome.signal, outcome.stopped_in) == (signal.SIGTERM, "seed-0")
+
+
+def test_a_repeated_warning_is_forwarded_once_and_sigterm_again() -> None:
+    told: list[int] = []
+
+    class Told(Over):
+        def send_signal(self, number: int) -> None:
+            told.append(number)
+
+    with runner.SignalForwarder() as forwarder:
+        forwarder.forward_to(Told())
+        for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+            signal.raise_signal(number)
+    assert told == [signal.SIGTERM, signal.SIGTERM]  # the second stops the run at once
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from danlu.errors import Stopped
+from danlu.stop_signals import STOP_SIGNALS
 from danlu.train.signals import StopRequest
 
 
@@ -49,6 +50,47 @@ def test_signals_that_come_together_are_one_request(at_once: bool, monkeypatch: 
     assert said == ["stopping after this step; send SIGTERM again to stop at once"]
 
 
+def test_a_warning_and_a_closed_terminal_ask_and_never_insist() -> None:
+    said: list[str] = []
+    with StopRequest(said.append) as stop:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
+            os.kill(os.getpid(), number)  # the SIGTERM is the first: the run goes on saving
+            assert stop.requested and stop.exit_code == 128 + number
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert said == ["SIGUSR1: stopping after this step; press Ctrl-C twice to stop at once"]
+    with StopRequest() as stop:
+        stop.at_once = True  # there is nothing to save
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def test_under_nohup_a_closed_terminal_says_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_announcement_that_nobody_reads_ends_nothing() -> None:
+    reading, writing = os.pipe()
+    kept = os.dup(2)
+    os.close(reading)
+    os.dup2(writing, 2)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writing)
+
+
 def test_at_once_the_first_signal_stops_and_says_its_exit_code() -> None:
     said: list[str] = []
     with StopRequest(said.append) as stop:
@@ -61,10 +103,10 @@ def test_at_once_the_first_signal_stops_and_says_its_exit_code() -> None:
 
 
 def test_handlers_come_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with StopRequest():
         assert signal.getsignal(signal.SIGINT) != before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_the_line_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:

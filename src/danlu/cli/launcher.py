@@ -28,17 +28,15 @@ from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport, FailureCause
 from danlu.parallel.process_group import LAUNCHER
 from danlu.parallel.world import format_ranks
+from danlu.stop_signals import INSISTENT_SIGNALS, STOP_SIGNALS, heeded_signals
 
 GRACE_S = 10.0
 """Seconds in which the other processes may notice by themselves that one is gone; then they are killed."""
 
 LOOPBACK = "127.0.0.1"
-# Signal to the launcher -> signal to its processes. A terminal sends HUP and QUIT too; such a run should be saved.
+# Signal to the launcher -> signal to its processes. A terminal sends QUIT too; such a run should be saved.
 _STOP_SIGNALS = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGQUIT: signal.SIGTERM,
+    number: number if number in INSISTENT_SIGNALS else signal.SIGTERM for number in (*STOP_SIGNALS, signal.SIGQUIT)
 }
 
 
@@ -185,8 +183,7 @@ class Agent(LocalElasticAgent):
         self._progress_s = progress_s  # None once all have started
         self._last_progress_at = time.monotonic()
         self._kill_at: float | None = None  # once processes were asked twice to stop
-        has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._heeded = [number for number in _STOP_SIGNALS if not (has_nohup and number == signal.SIGHUP)]
+        self._heeded = {*heeded_signals(), signal.SIGQUIT}
         self.cause: FailureCause | None = None
         self.stopping: int | None = None
 
@@ -217,6 +214,8 @@ class Agent(LocalElasticAgent):
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """Hands a signal on to processes that are at work. One that has not begun has nothing to save."""
+        if self.stopping is not None and number not in INSISTENT_SIGNALS | {signal.SIGQUIT}:
+            return
         if self.stopping is not None and self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace_s
         self.stopping = number

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from danlu import __version__
 from danlu.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.registry import SUGGESTIONS, VERBS, Verb, resolve
-from danlu.terminal import echo, print_status, printable, wrap_to_terminal
+from danlu.terminal import drop_failed_writes, echo, print_status, printable, wrap_to_terminal
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 INTERRUPTED = 128 + 2
@@ -24,6 +24,9 @@ UsageProblem: type[Exception] = next(kind for kind in typer.BadParameter.__mro__
 
 COMPLETE = "_DANLU_COMPLETE"
 """The environment variable with which a shell's script asks for completions: the name of the shell."""
+
+WORKING_VERBS = ("train", "study", "verify", "demo")
+"""Those that do not end when nobody reads stdout any more: what they print is about the work, and not the work."""
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 HEADINGS = ("Begin", "Train", "Use", "Look")  # of the help page, in order; each verb names its own
@@ -139,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code=ResourceError.exit_code,
         )
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    drop_failed_writes("stderr", *(["stdout"] if given[0] in WORKING_VERBS else []))
     try:
         if COMPLETE in os.environ:  # the shell asks what could be typed next
             from danlu.cli.completion import answer

@@ -17,7 +17,7 @@ from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport
 from danlu.parallel.world import World, format_ranks
-from danlu.terminal import printable
+from danlu.terminal import printable, write_to_descriptor
 
 LOGS = "logs"
 """The folder inside a run's for the output of each process but the first, and for the exit report of each."""
@@ -80,7 +80,7 @@ def redirect_output(world: World, folder: Path) -> Callable[[str], None]:
     def print_to_terminal(text: str) -> None:
         # By write(2): a progress bar of the main thread may hold Python's own stream.
         """Prints a line to the terminal, wherever stderr goes now."""
-        os.write(terminal, printable(f"\n{text}\n").encode())
+        write_to_descriptor(terminal, printable(f"\n{text}\n"))
 
     if not world.rank:
         return print_to_terminal
@@ -168,5 +168,4 @@ def _print_error(world: World, report: ExitReport, terminal: int, *, is_reported
         source = "" if report.kind == "hang" or not report.rank else f"{format_ranks([report.rank])}: "
         if report.kind == "failure":
             text = f"error: {without_traceback(report.said[0], sys.argv[1:])}\n"
-        with suppress(OSError):  # the other end of a pipe is gone
-            os.write(terminal, printable(text.replace("error: ", f"error: {source}", 1)).encode())
+        write_to_descriptor(terminal, printable(text.replace("error: ", f"error: {source}", 1)))

@@ -6,7 +6,6 @@ torch: beside a run that trains, the study itself is small.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,12 +16,13 @@ from typing import Any, Protocol
 
 from danlu.errors import ResourceError
 from danlu.report.study_results import is_finished
+from danlu.stop_signals import INSISTENT_SIGNALS, heeded_signals
 from danlu.study.plan import Plan, PlannedRun, write_plan
+from danlu.terminal import write_to_stderr
 from danlu.train.run_lock import RunLock
 
 POLL_S = 0.2  # between looks at the log of the run under way
 MAX_LOG_LINES = 12  # of a failed run's log, in the message about it
-_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Process(Protocol):
@@ -79,7 +79,7 @@ def launch(run: PlannedRun) -> Process:
 
 
 class SignalForwarder:
-    """While entered, SIGINT, SIGTERM and SIGHUP are forwarded to the run under way, which saves and stops.
+    """While entered, each of `STOP_SIGNALS` is forwarded to the run under way, which saves and stops.
 
     A signal that was ignored before (`nohup`) stays so.
     """
@@ -90,9 +90,8 @@ class SignalForwarder:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
-        for number in _FORWARDED_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+        for number in heeded_signals():
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -110,11 +109,13 @@ class SignalForwarder:
             child.send_signal(self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        effect = b"stops at once" if self.stopping() else b"saves and stops; once more to stop it at once"
-        # A run knows what to do about these two; the terminal that was closed is the study's, not its own.
-        self.received = signal.SIGTERM if number == signal.SIGHUP else number
+        if self.stopping() and number not in INSISTENT_SIGNALS:
+            return
+        effect = "stops at once" if self.stopping() else "saves and stops; once more to stop it at once"
+        # Of INT and TERM a second one stops the run at once; the terminal that was closed is the study's, not its own.
+        self.received = number if number in INSISTENT_SIGNALS else signal.SIGTERM
         if self._child is not None:
-            os.write(2, b"\nthe run under way " + effect + b"\n")  # print may find its own buffer half-written
+            write_to_stderr(f"the run under way {effect}")  # print may find its own buffer half-written
             self._child.send_signal(self.received)
 
 

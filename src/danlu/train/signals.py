@@ -9,20 +9,20 @@ from types import FrameType
 from typing import Any
 
 from danlu.errors import Stopped
+from danlu.stop_signals import INSISTENT_SIGNALS, heeded_signals
 from danlu.terminal import write_to_stderr
 
 TOGETHER_S = 1.0
 """`together_s` of a StopRequest in processes that a launcher has started."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 class StopRequest:
-    """While entered, SIGINT and SIGTERM ask the loop to stop after the step it is in; a second one stops at once.
+    """While entered, each of `STOP_SIGNALS` asks the loop to stop after the step it is in; a second one stops at once.
 
-    The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. The second signal (of either
-    kind) raises Stopped wherever the program is. Handlers that were there before return on exit. Only the main thread
-    can handle signals: entering anywhere else raises RuntimeError.
+    The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. A second signal of
+    `INSISTENT_SIGNALS` (of either kind) raises Stopped wherever the program is; the others only ever ask. Handlers that
+    were there before return on exit. Only the main thread can handle signals: entering anywhere else raises
+    RuntimeError.
 
     Args:
         announce    is called with one line of text when the first signal comes, inside the signal handler
@@ -37,7 +37,7 @@ class StopRequest:
     def __init__(self, announce: Callable[[str], None] = write_to_stderr, *, together_s: float = 0.0) -> None:
         self._announce = announce
         self._together_s = together_s
-        self._first_at = 0.0
+        self._insisted_at: float | None = None  # when the first came of those that can insist
         self._previous: dict[signal.Signals, Any] = {}
         self.signal: signal.Signals | None = None
         self.at_once = False
@@ -54,7 +54,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         try:
-            for number in _SIGNALS:
+            for number in heeded_signals():
                 self._previous[number] = signal.signal(number, self._handle)
         except ValueError as error:
             raise RuntimeError("StopRequest works only in the main thread, where Python runs handlers") from error
@@ -67,12 +67,17 @@ class StopRequest:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.requested
+        is_first, can_insist = not self.requested, number in INSISTENT_SIGNALS
         self.signal = signal.Signals(number)
-        if self.at_once or (again and time.monotonic() >= self._first_at + self._together_s):
+        again = can_insist and self._insisted_at is not None
+        if self.at_once or (again and time.monotonic() >= (self._insisted_at or 0.0) + self._together_s):
             raise Stopped(number)
-        if again:
+        if can_insist and not again:
+            self._insisted_at = time.monotonic()
+        if not is_first:
             return
-        self._first_at = time.monotonic()
-        key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
-        self._announce(f"stopping after this step; {key} again to stop at once")
+        if can_insist:
+            key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
+            self._announce(f"stopping after this step; {key} again to stop at once")
+        else:
+            self._announce(f"{self.signal.name}: stopping after this step; press Ctrl-C twice to stop at once")
