@@ -20,7 +20,6 @@ from danlu.objectives.classification import logits_cross_entropy
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.build import Optimizers
-from danlu.optim.clip import non_finite
 from danlu.parallel import data
 from danlu.parallel.dealing import deal_in_order
 from danlu.parallel.local_parameter import local_parameters_of
@@ -29,6 +28,7 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stage_protocols import HeldOut, LeastSeconds, Material, Stage
+from danlu.train.diagnosis import non_finite_on_any
 from danlu.train.executor import AnyLearner
 from danlu.train.learner import Activation, MicroStep
 from danlu.train.memory_parts import Activations, MemoryParts
@@ -333,8 +333,7 @@ class ClassifierLearner:
 
     def explain(self, batch: ImageBatch, step: int) -> TrainingError:
         """Why the loss of `batch` is not finite: a weight that is not, or the images of which it is not."""
-        everyones = self.parallel.ranks.world.all_gather_objects(non_finite(self.weights().items()))
-        if names := [name for names in everyones for name in names]:
+        if names := non_finite_on_any(self.parallel.ranks.world, self.weights().items()):
             return TrainingError(
                 f"step {step}: the loss is not finite because a weight is not: {', '.join(names[:3])}. The run stopped "
                 "before the update. Go back to an earlier checkpoint with a lower optimizer.learning_rate."

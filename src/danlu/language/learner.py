@@ -39,6 +39,7 @@ from danlu.parallel.context_attention import ContextGroups, context_attend_for
 from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, shares_of
+from danlu.train.diagnosis import non_finite_on_any
 from danlu.train.learner import Activation, MicroStep
 from danlu.train.memory_parts import Activations
 from danlu.train.step import sum_losses
@@ -369,9 +370,7 @@ class DecoderLearner:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
         of_critic = {} if self.critic is None else self.parallel.local_weights(self.critic.tensors())
         named = [*self.model.named_parameters(), *of_critic.items()]
-        everyones = self.parallel.ranks.world.all_gather_objects(non_finite(named))
-        names = list(dict.fromkeys(name for names in everyones for name in names))
-        return self._explained(batch, step, names)
+        return self._explained(batch, step, non_finite_on_any(self.parallel.ranks.world, named))
 
     def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
         filled = pad_to_bucket(batch, self.token_multiple)

@@ -62,7 +62,7 @@ def check_exact(
     if problems:
         raise ResourceError(
             f"numerics: exact does not hold for this model on {next(model.parameters()).device}, with torch "
-            f"{torch.__version__}: {problems[0]}. Use numerics: fast"
+            f"{torch.__version__}: {'; '.join(dict.fromkeys(problems))}. Use numerics: fast"
         )
 
 

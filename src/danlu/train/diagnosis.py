@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from danlu.errors import TrainingError
 from danlu.optim.clip import non_finite
+from danlu.parallel.comm import Group
 from danlu.train.units import first_few
 from danlu.types import Item
 
 
-def explain_gradient(
-    named_gradients: Iterable[tuple[str, Tensor | None]], items: Sequence[Item], step: int
-) -> TrainingError:
-    """Which gradients are not finite, when every loss was."""
-    names = non_finite(named_gradients)
+def non_finite_on_any(world: Group, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """Names of the tensors that are not finite on some process, each once; every process asks with its own part."""
+    return list(dict.fromkeys(name for names in world.all_gather_objects(non_finite(named)) for name in names))
+
+
+def explain_gradient(names: Sequence[str], items: Sequence[Item], step: int) -> TrainingError:
+    """The error of a step in which every loss was finite, and the gradients of these names were not."""
     rows = [row for item in items for row in item.rows]
     return TrainingError(
         f"step {step}: the loss is finite but its gradient is not, in {first_few(names) or 'its global norm'}. "
@@ -25,9 +28,8 @@ def explain_gradient(
     )
 
 
-def explain_weights(weights: Mapping[str, Tensor], step: int) -> TrainingError | None:
-    """Which weights are not finite after the update of `step`; None when all are."""
-    names = non_finite(weights.items())
+def explain_weights(names: Sequence[str], step: int) -> TrainingError | None:
+    """The error of weights of these names, which are not finite after the update of `step`; None for no names."""
     if not names:
         return None
     return TrainingError(

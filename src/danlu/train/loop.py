@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from danlu.errors import DanluError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.watchdog import PHASE
-from danlu.train.diagnosis import explain_gradient, explain_weights
+from danlu.train.diagnosis import explain_gradient, explain_weights, non_finite_on_any
 from danlu.train.evaluation import Scores, evaluate
 from danlu.train.metrics import Value
 from danlu.train.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message
@@ -113,9 +113,8 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
     )
     finite = math.isfinite(gradients.norm)
     if not finite and run.scaler is None:
-        error = run.agreed(explain_gradient(run.optimizer.named_gradients(), items, step))
-        assert error is not None, "each process has one"
-        raise error
+        world = run.learner.parallel.ranks.world
+        raise explain_gradient(non_finite_on_any(world, run.optimizer.named_gradients()), items, step)
     run.optimizer.set_learning_rate(multiplier(step, run.cadence.total, run.schedule))
     run.state.step = step
     updates = finite and not has_spiked(run, gradients)
@@ -190,7 +189,7 @@ def assess(run: Run) -> Scores | None:
             problem = error
         run.learner.parallel.reshard()
     if (agreed := run.agreed(problem)) is not None:
-        failure = type(agreed)(f"step {run.state.step}, while evaluating: {agreed}")
+        failure = agreed.kind(f"step {run.state.step}, while evaluating: {agreed.text}")
         save_before(run, failure)
         raise failure from problem
     run.state.assessed_step = run.state.step
@@ -262,4 +261,5 @@ def save_before(run: Run, error: DanluError) -> None:
 
 def broken_weights(run: Run) -> TrainingError | None:
     """Which weights are not finite, on whichever process they are."""
-    return run.agreed(explain_weights(run.learner.weights(), run.state.step))
+    names = non_finite_on_any(run.learner.parallel.ranks.world, run.learner.weights().items())
+    return explain_weights(names, run.state.step)

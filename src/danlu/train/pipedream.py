@@ -89,7 +89,7 @@ class _Turn:
         self._trained: list[_Step] = []  # of each micro-batch
         self._losses = 0  # how many there are so far, on the last stage
         self._stop_votes: list[PendingSum] = []  # of each micro-batch
-        self._not_finite: str | None = None  # where a gradient of this stage was not
+        self._not_finite: list[str] | None = None  # where a gradient of this stage was not
         self._norm_weights = run.learner.parallel.norm_weights_without_pipeline()
         self._updated_at = time.perf_counter()
 
@@ -149,7 +149,7 @@ class _Turn:
         self._observer.after_clipping()
         self.stash.before_update()
         if not math.isfinite(step.norm) and self._not_finite is None:
-            self._not_finite = first_few(non_finite(run.optimizer.named_gradients())) or "its norm"
+            self._not_finite = non_finite(run.optimizer.named_gradients())
         if self._not_finite is None:
             run.optimizer.set_learning_rate(multiplier(step.number, run.cadence.total, run.schedule))
             run.optimizer.step(free_gradients=True)
@@ -196,14 +196,20 @@ class _Turn:
     def _check_finite(self, losses: Sequence[float], norms: Sequence[float]) -> None:
         """Raises UnfinishedTurn, on all processes, for the first step whose loss or gradient is not finite."""
         run = self._run
-        where = run.learner.parallel.ranks.world.all_gather_objects(self._not_finite)
+        parallel = run.learner.parallel
+        everyones = parallel.ranks.world.all_gather_objects((parallel.ranks.pipeline.index, self._not_finite))
         finite = [math.isfinite(loss) and math.isfinite(norm) for loss, norm in zip(losses, norms, strict=True)]
         if all(finite):
             return
         number = finite.index(False)
-        step, names = self._trained[number], [name for name in where if name is not None]
+        step, by_stage = self._trained[number], dict[int, list[str]]()
+        for stage, names in everyones:
+            if names is not None:  # tensor ranks have different parts of a stage, and perhaps one alone a name
+                by_stage.setdefault(stage, []).extend(names)
         rows = [row for item in step.items for row in item.rows]
-        first = names[-1] if names else "the loss"  # of the last stage, where a gradient begins
+        first = "the loss"
+        if by_stage:  # of the last stage, where a gradient begins
+            first = first_few(list(dict.fromkeys(by_stage[max(by_stage)]))) or "its norm"
         raise UnfinishedTurn(
             f"step {step.number}: its loss ({losses[number]:g}) or its gradient is not finite, first in {first}. The "
             f"step's rows: {first_few(rows)}. {_not_saved(run)} Look at these rows, lower optimizer.learning_rate, or "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from danlu.optim.build import Optimizers
 from danlu.optim.ema import Ema
 from danlu.recipe.sections import EarlyStop, Schedule
 from danlu.shard_box import ShardBox
+from danlu.train.agreement import Failure, one_failure
 from danlu.train.checkpoints.loading import load_checkpoint, read_group
 from danlu.train.checkpoints.state_boxes import state_box
 from danlu.train.checkpoints.store import CheckpointStore
@@ -29,8 +30,6 @@ from danlu.train.timeline import TimelineWriter
 from danlu.train.trained_roles import TrainedRoles
 from danlu.train.watch import Watch
 from danlu.types import Item
-
-E = TypeVar("E", bound=DanluError)
 
 ITEMS = "items"
 """The group of tensors of items that are not trained yet, where the model makes them itself."""
@@ -117,10 +116,11 @@ class Run:
         """Whether a signal asks to stop, on any process; all of them ask at the same places."""
         return self.learner.parallel.any_rank(self.stop_request.requested)
 
-    def agreed(self, error: E | None) -> E | None:
-        """The error of the first process that has one; all of them ask."""
-        errors = self.learner.parallel.ranks.world.all_gather_objects(error)
-        return next((error for error in errors if error is not None), None)
+    def agreed(self, error: DanluError | None) -> Failure | None:
+        """The errors of all processes as one, None where no process has one; all of them ask."""
+        world = self.learner.parallel.ranks.world
+        failures = world.all_gather_objects(None if error is None else Failure.of(error))
+        return one_failure(dict(zip(world.ranks, failures, strict=True)))
 
     def record(self, event: str, **values: Value) -> None:
         for recorder in self.recorders:
