@@ -117,7 +117,7 @@ class RecordedRewards:
         """The recorded rewards. Raises TrainingError for an answer that has none."""
         values = np.array([self._recorded(answer) for answer in answers]).reshape(len(answers), len(self.parts))
         failures = [
-            RewardFailure(self.parts[part].name, answer, "recorded as not given")
+            RewardFailure(self.parts[part].name, answer, "recorded as not given", declined=True)
             for answer, part in np.argwhere(np.isnan(values)).tolist()
         ]
         steps = {

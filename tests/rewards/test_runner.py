@@ -161,6 +161,8 @@ def test_a_failure_is_told_and_costs_only_its_own_answer(runner, text, reason):
     assert np.delete(table.values[:, 0], 1).tolist() == [1, 3, 4]
     (failure,) = table.failures
     assert (failure.reward, failure.answer) == ("fickle", 1) and failure.reason.startswith(reason)
+    # It fails, and what length says of the answer is no sum; None leaves out its own part.
+    assert table.unjudged.tolist() == [False, text != "none", False, False] and failure.declined is (text == "none")
     assert many_rewards.score(judged("a", "bb")).values[:, 0].tolist() == [1, 2], "the runner is of no more use"
 
 

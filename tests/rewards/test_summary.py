@@ -40,6 +40,9 @@ def test_means_over_answers_that_have_a_reward():
     # Two judged answers to the first prompt, one right; three to the second, two right.
     assert summary["part0"]["pass_at"] == pytest.approx({1: (1 / 2 + 2 / 3) / 2, 2: 1, 3: 1})
     assert "pass_at" not in summary["part1"] and "pass_at" not in summary["sum"]
+    left_out = np.array([False] * (len(values) - 1) + [True])
+    failed = summarise(parts(1.0, 2.0), values, prompts, unjudged=left_out)
+    assert failed["sum"]["given"] == summary["sum"]["given"] - 1 and failed["part0"] == summary["part0"]
     passed = summarise(parts(1.0, 2.0), values, prompts, threshold=1.0)
     assert passed["part1"]["pass_at"] == pytest.approx({1: (0 + 2 / 3) / 2, 2: 1, 3: 1})
     assert passed["sum"]["pass_at"][1] == pytest.approx((1 / 2 + 2 / 3) / 2)

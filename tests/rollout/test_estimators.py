@@ -121,6 +121,75 @@ def test_the_coefficient_adapts_and_comes_back():
     assert other.state() == estimator.state() != {"kl": 0.1}
 
 
+def test_an_answer_without_a_reward_is_in_no_mean_of_kl():
+    plain = judged([1, np.nan, 1, 1])
+    data = judged([1, np.nan, 1, 1], token_scores=reference_scores(plain, [-3.0, -1.0]), branch_scores=[{}, {}])
+    estimators = [
+        GroupEstimator(kl=KlPenalty(AdaptiveKl(0.1, 1.0, horizon=100), adapts=True)),
+        GaeEstimator(kl=KlPenalty(AdaptiveKl(0.1, 1.0, horizon=100), adapts=True)),
+    ]
+    with_values = replace(data, **critic_scores(plain, 0.0, 0.0))
+    with_values = replace(with_values, token_scores=[
+        {**scores, **reference}
+        for scores, reference in zip(with_values.token_scores, data.token_scores, strict=True)
+    ])  # fmt: skip
+    for estimator in estimators:
+        _, metrics = estimator.estimate(with_values)
+        assert metrics["kl_in_reward"] == pytest.approx(4 / 3)  # of 2, 1 and 4 tokens; with the other's 3 it is 10 / 4
+        assert estimator.state()["kl"] == pytest.approx(0.1 * (1 + 0.2 * 3 / 100))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("shaped", [None, "overlong", "kl"])
+def test_without_a_greedy_answers_reward_there_is_no_baseline(apart, shaped):
+    """As 0 it would be the worst greedy answer there is, and all answers to its prompt would be taught."""
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 3.0]])
+    plain = judged(rewards)
+    data = judged(rewards, token_scores=reference_scores(plain, [-1.0, -1.0]), branch_scores=[{}, {}])
+    data = replace(data, weights=[1.0, 1.0], greedy_rewards=np.array([[np.nan, np.nan], [0.5, np.nan]]))
+    shaping = RewardShaping(overlong_margin=4, max_new_tokens=9) if shaped == "overlong" else RewardShaping()
+    kl = KlPenalty(AdaptiveKl(0.1, 1.0), adapts=False) if shaped == "kl" else None
+    estimator = GroupEstimator(baseline="greedy", scale="none", apart=apart, shaping=shaping, kl=kl)
+    items, _ = estimator.estimate(data)
+    assert not items[0].samples[0].weights.any() and items[1].samples[0].weights.sum() == 5
+    assert not np.concatenate(of_answers(items, ADVANTAGE)[:2]).any()
+    assert np.concatenate(of_answers(items, ADVANTAGE)[2:]).all()
+
+
+PER_TOKEN = ([1.0, -2.0], [0.5, 0.0, 3.0], [2.0], [-1.0, 0.0, 0.25, 4.0])
+"""log pi - log pi_ref of each token of four answers."""
+
+
+@pytest.mark.parametrize("scale", ["batch", "none"])
+def test_with_the_baseline_batch_each_token_pays_for_its_own_kl_and_for_later_ones(scale):
+    """REINFORCE++ (arXiv:2501.03262, equations 8 to 10): r - beta x sum of KL(i) over i >= t with k1, normalised over
+    the tokens of the global batch, as OpenRLHF's `get_cumulative_returns` and verl's
+    `compute_reinforce_plus_plus_outcome_advantage` do."""
+    rewards, beta, kls = [1.0, 0.0, np.nan, 3.0], 0.2, list(PER_TOKEN)
+    data = judged(rewards)
+    scores = []
+    for number, item in enumerate(data.items):
+        sample = item.samples[0]
+        reference = sample.columns["old"].copy()
+        reference[sample.weights > 0] -= np.concatenate(kls[2 * number : 2 * number + 2])
+        scores.append({REFERENCE: reference})
+    data = replace(data, token_scores=scores, branch_scores=[{}, {}])
+    kl = KlPenalty(AdaptiveKl(beta, 1.0), adapts=False)
+    items, metrics = GroupEstimator(baseline="batch", scale=scale, kl=kl).estimate(data)
+    returns = [
+        [reward - beta * sum(of_answer[place:]) for place in range(len(of_answer))]
+        for reward, of_answer in zip(rewards, kls, strict=True)
+    ]
+    trained = np.concatenate([returns[0], returns[1], returns[3]])
+    deviation = trained.std(ddof=1) + 1e-4 if scale == "batch" else 1.0
+    for column, of_answer in zip(of_answers(items, ADVANTAGE), returns, strict=True):
+        np.testing.assert_allclose(column, np.nan_to_num((np.array(of_answer) - trained.mean()) / deviation), rtol=1e-5)
+    assert metrics["kl_in_reward"] == pytest.approx((-1.0 + 3.5 + 3.25) / 3)
+    # Control: with another baseline an answer is one action, and pays for all of its KL at each token.
+    whole, _ = GroupEstimator(baseline="none", scale="none", kl=kl).estimate(data)
+    assert of_answers(whole, ADVANTAGE)[1] == pytest.approx([-beta * 3.5] * 3)
+
+
 def test_teachers_log_ratios_are_added_to_what_rewards_say():
     plain = judged([1, np.nan, 0, 4])
     scores = [

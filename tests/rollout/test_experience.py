@@ -248,13 +248,67 @@ def test_a_rollout_that_is_refused_leaves_its_prompts_to_be_asked_and_its_answer
 
 @dataclass
 class TwoRewards(SampleRewards):
-    """The sample's number, which counts double, and one that is not given."""
+    """The sample's number, which counts double, and one that some answers do not get: it gives them None, or fails."""
 
     parts: tuple = (RewardPart("sample", None, 2.0), RewardPart("missing", None, 1.0))
+    declined: bool = True
+    without: object = None
+    """(number, sample) of the answers; None: of all."""
 
     def score(self, answers):
         (values,) = super().score(answers).values.T
-        return RewardTable(np.stack([values, np.full(len(values), np.nan)], 1), [])
+        named = [tuple(map(int, answer.text.split(":"))) for answer in answers]
+        lacking = [place for place, name in enumerate(named) if self.without is None or name in self.without]
+        table = np.stack([values, np.ones(len(values))], 1)
+        table[lacking, 1] = np.nan
+        reason = "it gave None" if self.declined else "it raised"
+        return RewardTable(table, [RewardFailure("missing", place, reason, self.declined) for place in lacking])
+
+
+def test_an_answer_that_one_reward_fails_for_is_left_out_whatever_the_others_say(tmp_path):
+    made = experience(tmp_path / "failed", samples=3)
+    made.sampler.rewards = TwoRewards(declined=False, without={(0, 2), (2, 0)})
+    (first,), (second,) = made.at(0).samples, made.at(1).samples
+    assert first.weights.tolist() == [0] * 3 + [1] * 4 + [0] * 2 and second.weights.sum() == 6
+    # Rewards of 1, 3 and (not 4 of 5) none: the mean is of two.
+    assert first.columns[ADVANTAGE][3:].tolist() == [-1, -1, 1, 1, 0, 0]
+    assert second.columns[ADVANTAGE][3:].tolist() == [-2, -2, 0, 0, 2, 2]
+    for name in ("reward", "reward/sample", "reward/missing"):
+        assert np.isnan(first.facts[name]).tolist() == [True, False, False, True], name  # the stem, and the answer
+    assert made.metrics()["unrewarded"] == pytest.approx(2 / 12)
+    line = json.loads((tmp_path / "failed" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert line["answers"][2]["rewards"] == {"sample": None, "missing": None}
+    assert line["answers"][2]["failures"] == ["missing: it raised"]
+    # Control: a reward that gives None leaves out its own part of the sum alone.
+    made = experience(tmp_path / "none", samples=3)
+    made.sampler.rewards = TwoRewards(declined=True, without={(0, 2), (2, 0)})
+    (first,) = made.at(0).samples
+    assert first.weights.tolist() == [0] * 3 + [1] * 6 and made.metrics()["unrewarded"] == 0
+    assert first.facts["reward"][1:].tolist() == [1, 3, 4]
+    np.testing.assert_allclose(first.columns[ADVANTAGE][3::2], np.array([1, 3, 4]) - 8 / 3, rtol=1e-6)
+
+
+def test_a_reward_that_fails_too_often_ends_the_run_whatever_the_others_say():
+    made = experience(failures=0.4)
+    made.sampler.rewards = TwoRewards(declined=False, without={(number, 1) for number in range(4)})
+    with pytest.raises(TrainingError, match=r"50% of the answers to prompts 0 to 3 have no reward.*missing: it raised"):
+        made.at(0)
+    made = experience(failures=0.4)
+    made.sampler.rewards = TwoRewards(declined=True)
+    assert made.at(0)  # control
+
+
+def test_failures_of_one_reward_are_no_signal_and_are_held_out_too():
+    """Of each prompt's two answers one is left out: the other has nothing to be compared with."""
+    made = experience()
+    made.sampler.rewards = TwoRewards(declined=False, without={(number, 1) for number in range(4)})
+    made.at(0)
+    assert made.metrics()["no_signal"] == 1 and made.metrics()["reward_std"] == 0
+    held_out = [Prompt((1, 2, 3), {}, "held out", f"row {number}") for number in range(2)]
+    made.sampler.rewards = TwoRewards(declined=False, without={(1, 0)})
+    items = made.judged_items([0, 1], held_out, SAMPLING["sampling"])
+    assert items[0].samples[0].facts["reward"][1] == 1
+    assert all(np.isnan(items[1].samples[0].facts[name][1]) for name in ("reward", "reward/sample"))
 
 
 def test_a_reward_that_one_of_several_gives_is_one(tmp_path):

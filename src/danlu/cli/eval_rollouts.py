@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,7 +231,7 @@ def evaluate_rollouts(
     runner: RewardRunner, answers: Sequence[Answer], flags: RewardFlags, *, model: str | None
 ) -> None:
     """Judges the answers, and prints what they amount to; with `flags.target`, writes each with its rewards."""
-    values, failures = list[np.ndarray](), list[RewardFailure]()
+    values, unjudged, failures = list[np.ndarray](), list[np.ndarray](), list[RewardFailure]()
     with ExitStack() as stack:
         file = None if flags.target is None else stack.enter_context(opened_new(flags.target, "--scores"))
         progress = stack.enter_context(closing(RowProgress(sys.stderr, doing="judging", units="answers")))
@@ -239,22 +239,23 @@ def evaluate_rollouts(
             part = answers[start : start + ANSWERS_AT_A_TIME]
             table = runner.score([answer.judged for answer in part])
             values.append(table.values)
-            failures += [RewardFailure(each.reward, start + each.answer, each.reason) for each in table.failures]
+            unjudged.append(table.unjudged)
+            failures += [replace(each, answer=start + each.answer) for each in table.failures]
             if file is not None:
                 file.writelines(_lines(runner.parts, part, table.values, table.failures))
             progress(start + len(part), len(answers))
-    table_values = np.concatenate(values)
+    left_out = np.concatenate(unjudged)
     prompts = np.array([answer.prompt for answer in answers])
     result = {
         **({} if model is None else {"model": model}),
         "data": flags.data,
-        "rewards": summarise(runner.parts, table_values, prompts, flags.threshold),
+        "rewards": summarise(runner.parts, np.concatenate(values), prompts, flags.threshold, unjudged=left_out),
         "rows": len(np.unique(prompts)),
         "answers": len(answers),
         "tokens": sum(answer.judged.tokens for answer in answers),
         "finish": dict(sorted(Counter(answer.judged.finish for answer in answers).items())),
         "failures": dict(Counter(failure.reward for failure in failures)),
-        "unjudged": int(np.isnan(table_values).all(axis=1).sum()),
+        "unjudged": int(left_out.sum()),
     }
     if flags.as_json:
         echo(json.dumps(result, ensure_ascii=False))
@@ -334,4 +335,4 @@ def _show(result: dict[str, Any]) -> None:
             echo(f"{'cut':<{width}}  {cut:,} answers {why}")
     if result["failures"]:
         missing = ", ".join(f"{name} {count:,}" for name, count in result["failures"].items())
-        echo(f"{'missing':<{width}}  {missing}; {result['unjudged']:,} answers without any reward")
+        echo(f"{'missing':<{width}}  {missing}; {result['unjudged']:,} answers without a sum")

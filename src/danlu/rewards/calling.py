@@ -20,6 +20,8 @@ LONGEST_REASON = 500
 """Characters of what an exception says; some print whole tensors."""
 LARGEST = 3.4028234e38
 """Of numbers in float32, in which rewards are trained on and logged."""
+GAVE_NONE = "it gave None"
+"""Why there is no number where a reward has nothing to say of an answer, which is no failure."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,16 @@ class Outcome:
     failure: str | None = None
     steps: StepRewards | None = None
 
+    @property
+    def declined(self) -> bool:
+        """Whether the reward gave None: its part is left out of the answer's sum, and the answer is not."""
+        return self.failure == GAVE_NONE
+
 
 def outcome_of(value: float | StepRewards | None) -> Outcome:
     """What a reward gave, as an outcome: None, NaN and what is infinite in float32 are no numbers."""
     if value is None:
-        return Outcome(math.nan, "it gave None")
+        return Outcome(math.nan, GAVE_NONE)
     if isinstance(value, StepRewards):
         failures = [outcome_of(each).failure for each in value.values]
         if first := next((failure for failure in failures if failure is not None), None):

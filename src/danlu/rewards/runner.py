@@ -45,6 +45,8 @@ class RewardFailure:
     answer: int
     """Its number among those that were scored."""
     reason: str
+    declined: bool = False
+    """Whether the reward gave None, which leaves out its part of the sum and not the answer."""
 
     def __str__(self) -> str:
         return f"reward {self.reward}, answer {self.answer}: {self.reason}"
@@ -63,8 +65,9 @@ class RewardTable:
 
     @property
     def unjudged(self) -> np.ndarray:
-        """[M] bool: the answers that no reward has a number for."""
+        """[M] bool: the answers that have no sum: some reward failed, or none has a number."""
         missing: np.ndarray = np.isnan(self.values).all(axis=1)
+        missing[[failure.answer for failure in self.failures if not failure.declined]] = True
         return missing
 
 
@@ -171,7 +174,7 @@ class RewardRunner:
         for number, part in enumerate(self.parts):
             values[:, number] = [outcome.value for outcome in outcomes[number]]
             failures += [
-                RewardFailure(part.name, answer, outcome.failure)
+                RewardFailure(part.name, answer, outcome.failure, outcome.declined)
                 for answer, outcome in enumerate(outcomes[number])
                 if outcome.failure is not None
             ]

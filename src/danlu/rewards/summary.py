@@ -41,13 +41,19 @@ def _some(places: Sequence[str]) -> str:
 
 
 def summarise(
-    parts: Sequence[RewardPart], values: np.ndarray, prompts: np.ndarray, threshold: float | None = None
+    parts: Sequence[RewardPart],
+    values: np.ndarray,
+    prompts: np.ndarray,
+    threshold: float | None = None,
+    *,
+    unjudged: np.ndarray | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The rewards of each part, and "sum", their weighted sum, where there are several or a weight is not 1.
 
     Args:
         values: [M, R] float64, NaN where a reward was not given; an answer's sum is over those that were.
         prompts: [M] int, the number of each answer's prompt.
+        unjudged: [M] bool, answers that have no sum although some reward was given, as `RewardTable` says.
         threshold: an answer whose reward is at least this is right; None: of rewards that are all 0 or 1, 1 is.
 
     Each has `given` answers with a reward, their `mean`, the `standard_error` of the mean over prompts (None of a
@@ -57,7 +63,8 @@ def summarise(
     named = {part.name: values[:, number] for number, part in enumerate(parts)}
     if len(parts) > 1 or any(part.weight != 1 for part in parts):
         weights = np.array([part.weight for part in parts])
-        sums = np.where(np.isnan(values).all(axis=1), np.nan, np.nansum(values * weights, axis=1))
+        without = np.isnan(values).all(axis=1) | (False if unjudged is None else unjudged)
+        sums = np.where(without, np.nan, np.nansum(values * weights, axis=1))
         named["sum"] = sums
     return {name: _summary(column, prompts, threshold) for name, column in named.items()}
 

@@ -56,6 +56,14 @@ class Judged:
         """[M] float64: the weighted sum of each answer's rewards, NaN where there is none."""
         return weighted_reward(torch.from_numpy(self.rewards), self.weights)
 
+    def comparable(self) -> Judged:
+        """The rollout in which an answer has no reward if its prompt's greedy answer should be compared with and has
+        none."""
+        if self.greedy_rewards is None:
+            return self
+        without = np.isnan(self.greedy_rewards).all(1)[self.groups]
+        return replace(self, rewards=np.where(without[:, None], np.nan, self.rewards))
+
     def earned(self, answer: int) -> list[tuple[int, int, float]]:
         """(number of the reward, place among the answer's tokens, reward) of each step; of a reward without steps its
         number, at the last token."""
@@ -155,25 +163,37 @@ class KlPenalty:
     adapts: bool
     estimator: KlEstimator = "k1"
 
-    def of(self, judged: Judged, old: str) -> list[np.ndarray]:
-        """[S] float64 of each item, in nats, without the coefficient; 0 for prompts."""
-        penalties = []
-        for item, scores in zip(judged.items, judged.token_scores, strict=True):
-            sample = item.samples[0]
-            policy, reference = (torch.from_numpy(x).double() for x in (sample.columns[old], scores[REFERENCE]))
-            estimate = kl_estimate(policy, reference, self.estimator).numpy()
-            penalties.append(np.where(sample.weights > 0, estimate, 0.0))
-        return penalties
+    def paid(self, judged: Judged) -> tuple[list[np.ndarray], dict[str, float]]:
+        """What each token pays, [T] float64 of each answer, and the mean KL of an answer in nats, with the coefficient.
 
-    def update(self, kl: float, answers: int) -> None:
-        """Adapts the coefficient to the mean KL of an answer."""
-        if self.adapts:
-            self.coefficient.update(kl, answers)
+        The mean is over answers that have a reward, and the coefficient of the next rollout is adapted to it.
+        """
+        of_answers, used = self._of_answers(judged), self.coefficient.coefficient
+        given = ~judged.total.isnan().numpy()
+        sums = np.array([of_answer.sum() for of_answer in of_answers])[given]
+        mean = float(sums.mean()) if len(sums) else 0.0
+        if self.adapts and len(sums):
+            self.coefficient.update(mean, len(sums))
+        return [used * of_answer for of_answer in of_answers], {"kl_in_reward": mean, "kl_coefficient": used}
+
+    def _of_answers(self, judged: Judged) -> list[np.ndarray]:
+        """[T] float64 of each answer: the estimate of each token in nats."""
+        of_answers = []
+        for number, (item, scores) in enumerate(zip(judged.items, judged.token_scores, strict=True)):
+            columns = item.samples[0].columns
+            policy, reference = (torch.from_numpy(x).double() for x in (columns[OLD], scores[REFERENCE]))
+            estimate = kl_estimate(policy, reference, self.estimator).numpy()
+            of_answers += [estimate[places] for _, places in judged.answers(number)]
+        return of_answers
 
 
 @dataclass
 class GroupEstimator:
     """One advantage for all tokens of an answer, from the rewards of others: the family of GRPO.
+
+    A KL in the reward is that of the whole answer, which is one action (RLOO, arXiv:2402.14740). With the baseline
+    "batch" each token pays for its own and for later ones, and baseline and scale are over the tokens of the rollout
+    (REINFORCE++, arXiv:2501.03262, equations 8 to 10).
 
     Rewards of steps count by their sum; with `process_supervision` by themselves (arXiv:2402.03300, section 4.1.3):
     each reward's steps of all answers to a prompt are normalised together, and a token has the sum of those that end
@@ -190,11 +210,18 @@ class GroupEstimator:
     facts: ClassVar[tuple[str, ...]] = ()
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
-        """With the column `advantage`; a KL in the reward is the sum over the answer's tokens."""
-        judged, metrics = self.shaping.shaped(judged), dict[str, float]()
-        if self.kl is not None:
-            judged, metrics = self._with_kl(judged, self.kl)
-        advantages = self._by_step(judged) if self.process_supervision else self._by_answer(judged)
+        """With the column `advantage`."""
+        judged, metrics = self.shaping.shaped(judged.comparable()), dict[str, float]()
+        advantages: Sequence[np.ndarray]
+        if self.process_supervision:
+            advantages = self._by_step(judged)
+        elif self.kl is None:
+            advantages = self._by_answer(judged)
+        else:
+            paid, metrics = self.kl.paid(judged)
+            advantages = (
+                self._by_token(judged, paid) if self.baseline == "batch" else self._by_answer(_with_kl(judged, paid))
+            )
         items = []
         for number, item in enumerate(judged.items):
             column = np.zeros(len(item.samples[0].tokens), np.float32)
@@ -216,10 +243,23 @@ class GroupEstimator:
                 advantages[answer][: place + 1] += weight * value
         return advantages
 
-    def _by_answer(self, judged: Judged) -> np.ndarray:
-        """[M] float64: one for all tokens of each answer."""
+    def _by_token(self, judged: Judged, paid: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """[T] float64 of each answer: its reward less what each token and later ones pay, compared among all tokens."""
+        returns = [
+            total - of_answer[::-1].cumsum()[::-1] for total, of_answer in zip(judged.total.tolist(), paid, strict=True)
+        ]
+        advantages = answer_advantages(
+            torch.from_numpy(np.concatenate(returns)),
+            torch.from_numpy(np.repeat(judged.groups, judged.lengths)),
+            baseline=self.baseline,
+            scale=self.scale,
+        )
+        return [column.numpy() for column in advantages.split(judged.lengths.tolist())]
+
+    def _by_answer(self, judged: Judged) -> list[np.ndarray]:
+        """[] float64 of each answer: one for all its tokens."""
         greedy = judged.greedy_rewards
-        return combined_advantages(
+        advantages = combined_advantages(
             torch.from_numpy(judged.rewards),
             judged.weights,
             torch.from_numpy(judged.groups),
@@ -227,7 +267,8 @@ class GroupEstimator:
             baseline=self.baseline,
             scale=self.scale,
             greedy_rewards=None if greedy is None else torch.from_numpy(greedy[judged.groups]),
-        ).numpy()
+        )
+        return list(advantages.numpy())
 
     def state(self) -> dict[str, Any]:
         """The coefficient of KL, where it is in the reward."""
@@ -238,18 +279,14 @@ class GroupEstimator:
         if self.kl is not None:
             self.kl.coefficient.coefficient = float(state["kl"])
 
-    def _with_kl(self, judged: Judged, kl: KlPenalty) -> tuple[Judged, dict[str, float]]:
-        sums = np.zeros(len(judged.groups))
-        for number, penalty in enumerate(kl.of(judged, "old")):
-            for answer, places in judged.answers(number):
-                sums[answer] = penalty[places].sum()
-        mean, used = float(sums.mean()), kl.coefficient.coefficient
-        penalised = np.column_stack((judged.rewards, np.where(np.isnan(judged.rewards).all(1), np.nan, -sums)))
-        greedy = judged.greedy_rewards
-        greedy = None if greedy is None else np.column_stack((greedy, np.zeros(len(greedy))))
-        kl.update(mean, len(sums))
-        judged = replace(judged, rewards=penalised, weights=[*judged.weights, used], greedy_rewards=greedy)
-        return judged, {"kl_in_reward": mean, "kl_coefficient": used}
+
+def _with_kl(judged: Judged, paid: Sequence[np.ndarray]) -> Judged:
+    """The rewards with one more, which is what all tokens of an answer pay; a greedy answer pays nothing."""
+    sums = np.array([of_answer.sum() for of_answer in paid])
+    rewards = np.column_stack((judged.rewards, np.where(np.isnan(judged.rewards).all(1), np.nan, -sums)))
+    greedy = judged.greedy_rewards
+    greedy = None if greedy is None else np.column_stack((greedy, np.zeros(len(greedy))))
+    return replace(judged, rewards=rewards, weights=[*judged.weights, 1.0], greedy_rewards=greedy)
 
 
 @dataclass
@@ -270,20 +307,15 @@ class GaeEstimator:
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """With the columns `advantage`, `return` and `value_old`."""
         judged, metrics = self.shaping.shaped(judged), dict[str, float]()
-        penalties = [np.zeros(len(item.samples[0].tokens)) for item in judged.items]
+        paid = [np.zeros(length) for length in judged.lengths.tolist()]
         if self.kl is not None:
-            used = self.kl.coefficient.coefficient
-            estimates = self.kl.of(judged, "old")
-            penalties = [used * estimate for estimate in estimates]
-            mean = float(sum(estimate.sum() for estimate in estimates)) / len(judged.groups)
-            metrics = {"kl_in_reward": mean, "kl_coefficient": used}
-            self.kl.update(mean, len(judged.groups))
+            paid, metrics = self.kl.paid(judged)
         terminal, rewards, values, last, offsets = judged.total.numpy(), [], [], [], [0]
         for number, scores in enumerate(judged.token_scores):
             of_branches = judged.branch_scores[number][LAST_VALUE]  # without the stem's, where prompts are repeated
             branches = judged.last_branches(number)
             for (answer, places), branch in zip(judged.answers(number), branches, strict=True):
-                earned = -penalties[number][places]
+                earned = -paid[answer]
                 for part, place, reward in judged.earned(answer):
                     earned[place] += judged.weights[part] * reward
                 rewards.append(earned)

@@ -54,7 +54,7 @@ class ExperienceSettings:
     resample: int = 0
     """How often prompts whose answers all have the same reward are replaced (DAPO's dynamic sampling)."""
     failures: float = 0.5
-    """The largest share of answers without any reward; past it the run ends."""
+    """The largest share of answers that are left out for want of a reward; past it the run ends."""
     vocab_size: int = 0
     seed: int = 0
     rotary_length: Callable[[int], int] | None = None
@@ -113,7 +113,7 @@ class Answered:
     numbers: tuple[int, ...]  # of the prompts in the run
     prompts: tuple[Prompt, ...]
     completions: tuple[tuple[Completion, ...], ...]  # of each prompt
-    rewards: np.ndarray  # [prompts, samples, R], NaN where there is none
+    rewards: np.ndarray  # [prompts, samples, R], NaN where there is none, and in all of an answer that is left out
     greedy_rewards: np.ndarray | None  # [prompts, R]
     steps: tuple[tuple[Mapping[int, StepRewards], ...], ...] = ()
     """Of each answer to each prompt: rewards of its steps, by the number of the reward; nothing where none has any."""
@@ -387,15 +387,18 @@ class RolloutSampler:
             self.failures.setdefault((completion.number, completion.sample), []).append(
                 f"{failure.reward}: {failure.reason}"
             )
-        values = table.values
-        steps: list[dict[int, StepRewards]] = [{} for _ in completions]
-        for (answer, reward), of_steps in table.steps.items():
-            steps[answer][reward] = of_steps
+        left_out = table.unjudged
         for place, completion in enumerate(completions):
             if isinstance(completion, Episode) and completion.failure is not None:
                 self.failures[completion.number, completion.sample] = [f"environment: {completion.failure}"]
-                values[place] = np.nan  # whatever other rewards say of an episode that was not played to its end
-                steps[place] = {}
+                left_out[place] = True
+        # Whatever the other rewards say of an answer that one failed for, or of an episode that was not played to its
+        # end: without a number of all parts it is in no baseline and no mean.
+        values = np.where(left_out[:, None], np.nan, table.values)
+        steps: list[dict[int, StepRewards]] = [{} for _ in completions]
+        for (answer, reward), of_steps in table.steps.items():
+            if not left_out[answer]:
+                steps[answer][reward] = of_steps
         return values, steps
 
 

@@ -179,4 +179,5 @@ class RewardLimits(Section):
     workers: PositiveInt | Literal["auto"] = "auto"
     """Processes that call functions and patterns; auto takes one per core, and at most 8."""
     failures: Share = 0.5
-    """The share of a rollout's answers without any reward, above which the run stops."""
+    """The share of a rollout's answers that are left out, since a reward failed or none was given, above which the run
+    stops."""
