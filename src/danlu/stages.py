@@ -129,7 +129,7 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         normalise=section.normalise,
         constant_tokens=recipe.rollout.max_new_tokens,
         kl=0.0 if kl is None else kl.coefficient,
-        kl_estimator="k3" if kl is None else kl.estimator,
+        kl_estimator="k3" if kl is None else kl.kl_estimator,
         kl_with_ratio=kl is not None and kl.ratio,
         entropy=section.entropy,
         importance=None if section.importance is None else ImportanceBounds(**section.importance.model_dump()),

@@ -645,4 +645,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         "np.isnan(values).all(axis=1)",
         "rewards/test_summary.py",
     ),
+    Mutation(
+        "recipe/default_mappings.py",
+        "given.items() if name not in value}",
+        "given.items()}",
+        "recipe/test_rl_rules.py",
+        "short_forms",
+    ),
+    Mutation(
+        "recipe/default_mappings.py",
+        "default.model_fields_set - {*section.one_of}",
+        "default.model_fields_set",
+        "recipe/test_rl_rules.py",
+        "rest_of_a_default",
+    ),
+    Mutation(
+        "recipe/default_mappings.py",
+        "if isinstance(default, section):",
+        "if False:",
+        "recipe/test_rl_rules.py",
+        "short_forms",
+    ),
+    Mutation(
+        "recipe/sections/policy_gradient.py",
+        '"k1" if self.in_reward else "k3"',
+        '"k3"',
+        "recipe/test_rl_rules.py",
+        "short_forms",
+    ),
+    Mutation(
+        "recipe/rules/rl.py",
+        'kl.estimator == "k1" and kl.coefficient and not (kl.in_reward or kl.ratio)',
+        'kl.estimator == "k1" and kl.coefficient and not kl.in_reward',
+        "recipe/test_rl_rules.py",
+    ),
 )

@@ -124,7 +124,7 @@ def test_kl_estimates_have_the_mean_and_the_gradient_that_is_said():
     assert (kl_estimate(policy.detach(), reference, "k3") >= 0).all()
 
     def mean_gradient(loss):
-        return torch.autograd.grad((p * loss).sum(), policy)[0]
+        return torch.autograd.grad((p * loss).sum(), policy, retain_graph=True)[0]
 
     def through_softmax(by_logprob):
         return by_logprob - p * by_logprob.sum()
@@ -136,6 +136,29 @@ def test_kl_estimates_have_the_mean_and_the_gradient_that_is_said():
     torch.testing.assert_close(corrected, kl_gradient)
     plain = through_softmax(mean_gradient(kl_estimate(policy, reference, "k3")))
     assert not torch.allclose(plain, kl_gradient, rtol=0.05)
+    torch.testing.assert_close(
+        through_softmax(mean_gradient(ratio * kl_estimate(policy, reference, "k1"))), kl_gradient
+    )
+    k1_alone = through_softmax(mean_gradient(kl_estimate(policy, reference, "k1")))
+    torch.testing.assert_close(k1_alone, torch.zeros_like(k1_alone))  # which the recipe's rules refuse
+
+
+def test_in_the_reward_k1_alone_has_kls_gradient():
+    """Over draws of a softmax the gradient of E[-estimate x log pi] is the policy gradient of an estimate in the reward
+    (arXiv:2510.01555); near the reference k3 grows with the square of the distance, and points elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(200, 9, generator=generator, dtype=torch.float64).requires_grad_()
+    policy = scores.log_softmax(-1)
+    reference = (scores.detach() + 0.01 * torch.randn(200, 9, generator=generator)).log_softmax(-1)
+    p = policy.detach().exp()
+    (kl_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), scores, retain_graph=True)
+    cosines = {}
+    for estimator in ("k1", "k2", "k3"):
+        surrogate = (p * kl_estimate(policy.detach(), reference, estimator) * policy).sum()
+        (gradient,) = torch.autograd.grad(surrogate, scores, retain_graph=True)
+        cosines[estimator] = float(torch.nn.functional.cosine_similarity(gradient.flatten(), kl_gradient.flatten(), 0))
+    assert cosines["k1"] == pytest.approx(1, abs=1e-9)
+    assert abs(cosines["k2"]) < 0.2 and abs(cosines["k3"]) < 0.2
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

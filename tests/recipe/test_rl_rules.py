@@ -10,6 +10,7 @@ import pytest
 
 from danlu.errors import RecipeError
 from danlu.recipe import Recipe, load, resolved_yaml, schema
+from danlu.recipe.default_mappings import with_default_mappings
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.rules import language_stage
 from danlu.recipe.sections import (
@@ -29,9 +30,12 @@ from danlu.recipe.sections import (
     Reinforce,
     Remax,
     Rloo,
+    Section,
     Value,
 )
+from danlu.recipe.sections.base import VariantSection
 from danlu.recipe.stage_names import OBJECTIVE_NAMES
+from danlu.recipe.type_hints import field_types, subsection_types
 
 Write = Callable[..., str]
 
@@ -56,6 +60,8 @@ def problems(read: Callable[..., Recipe], **changed: str) -> list[str]:
         return error.problems
     return []
 
+
+IN_REWARD: dict[str, Any] = {"in": "reward", "estimator": "k1", "coefficient": 0.05}
 
 KINDS = {
     "dapo": Dapo(), "dr-grpo": DrGrpo(), "grpo": Grpo(), "gspo": Gspo(), "ppo": Ppo(), "reinforce": Reinforce(),
@@ -118,7 +124,25 @@ def test_what_kinds_set() -> None:
             ],
         ),
         ("objective: {kl: 0.1}", "objective", [Grpo(kl=Kl(coefficient=0.1))]),
-        ("objective: {kl: {in: reward}}", "objective", [Grpo(kl=Kl(coefficient=0.05, **{"in": "reward"}))]),
+        (
+            "objective: {kl: {in: reward}}",
+            "objective",
+            [Grpo(kl=Kl(coefficient=0.05, estimator="k1", **{"in": "reward"}))],
+        ),
+        ("objective: {kl: 0.1}", "objective.0.kl", Kl(coefficient=0.1, estimator="k3", **{"in": "loss"})),
+        ("objective: {kl: {in: reward, estimator: k3}}", "objective.0.kl.estimator", "k3"),
+        # What a mapping says leaves the rest of what the kind's own default says.
+        *(
+            (f"stage: ppo\nobjective: {given}", "objective.0.kl", Kl(**{**IN_REWARD, **keys}))
+            for given, keys in (
+                ("{kl: 0.02}", {"coefficient": 0.02}),
+                ("{kl: {target: 6}}", {"target": 6.0}),
+                ("{kl: {estimator: k2}}", {"estimator": "k2"}),
+                ("{kl: {in: loss}}", {"in": "loss", "estimator": "k3"}),
+                ("{kind: grpo, kl: 0.02}", {"coefficient": 0.02, "in": "loss", "estimator": "k3"}),
+            )
+        ),
+        ("stage: ppo\nobjective: {kl: null}", "objective.0.kl", None),
         ("objective: {overlong: 9}", "objective", [Grpo(overlong=Overlong(margin=9))]),
         ("value: policy\nstage: ppo", "value", Value()),
         ("batch: {updates: 4}", "batch", BatchSize(prompts=16, updates=4)),
@@ -129,8 +153,48 @@ def test_short_forms(read: Callable[..., Recipe], line: str, key: str, value: ob
     changed = dict(part.split(": ", 1) for part in line.split("\n"))
     found: Any = read(**changed)
     for part in key.split("."):
-        found = getattr(found, part)
+        found = found[int(part)] if part.isdecimal() else getattr(found, part)
     assert found == value
+
+
+def test_overrides_too_leave_the_rest_of_a_kinds_default(write: Write) -> None:
+    Path("my.py").write_text("def short(completion, **row): return 0.0")
+    (objective,) = load(write(text(stage="ppo")), ["objective.kl.coefficient=0.3"]).recipe.objective or ()
+    assert isinstance(objective, Ppo) and objective.kl == Kl(**{**IN_REWARD, "coefficient": 0.3})
+    assert "estimator: k1" in resolved_yaml(load(write(text(stage="ppo"))).recipe)
+
+
+def test_no_mapping_takes_the_rest_of_a_default_away() -> None:
+    """For every key of a recipe whose default is a mapping: one that gives a key has the default's others."""
+    filled = {}
+    for section in sections_below(Recipe):
+        for name, field in section.model_fields.items():
+            if isinstance(field.default, Section) and (own := field.default.model_fields_set - left_out(field.default)):
+                kind = {"kind": field.default.kind} if isinstance(field.default, VariantSection) else {}
+                found = with_default_mappings({name: {**kind}}, section)[name]
+                assert {key: found[key] for key in own} == field.default.model_dump(include=own), (section, name)
+                filled[section.__name__, name] = found
+    assert filled == {("Ppo", "kl"): {"coefficient": 0.05, "in": "reward"}}
+    # Control: keys of which one is to be given stay out, and so do those of a mapping that is none.
+    partial = {"batch": {"micro": 9}, "log": None}
+    assert with_default_mappings(partial, Recipe) == partial
+    assert Recipe.model_fields["batch"].default.model_fields_set == {"sequences"}
+
+
+def left_out(section: Section) -> set[str]:
+    """What is never taken from a default: its kind, and keys that exclude each other."""
+    return {"kind", *section.one_of}
+
+
+def sections_below(section: type[Section]) -> set[type[Section]]:
+    """A section's class and all that its fields, and theirs, admit."""
+    found, waiting = set[type[Section]](), [section]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting += [below for hint in field_types(each).values() for below in subsection_types(hint)]
+    return found
 
 
 def test_a_recipe_that_is_written_out_reads_as_the_same(write: Write, read: Callable[..., Recipe]) -> None:
@@ -139,7 +203,10 @@ def test_a_recipe_that_is_written_out_reads_as_the_same(write: Write, read: Call
     )
     written = resolved_yaml(recipe)
     assert load(write(written)).recipe == recipe and "in: reward" in written
-    assert load(write(written.replace("in: reward", "in: loss"))).recipe != recipe
+    assert (
+        load(write(written.replace("in: reward", "in: loss").replace("estimator: k1", "estimator: k3"))).recipe
+        != recipe
+    )
 
 
 def test_items_of_a_step() -> None:
@@ -378,6 +445,10 @@ BROKEN = [
         {"objective": "{kl: {in: reward, ratio: true}}"},
         "objective.0.kl.ratio: rewards are computed at the policy that drew the answers, where the ratio is 1. Leave",
     ),
+    (
+        {"objective": "{kl: {estimator: k1}}"},
+        "objective.0.kl.estimator: k1: the mean of its gradient in the loss is 0, so nothing would hold the policy to",
+    ),
     ({"objective": "{kl: {target: 6}}"}, "objective.0.kl.target: the coefficient is adapted from rollout to rollout"),
     (
         {"objective": "{kl: {in: reward, target: 6, coefficient: 0}}"},
@@ -502,6 +573,7 @@ SOUND = [
     },
     {"objective": "{dual_clip: 3, off_policy: 0.1, importance: {level: sequence, low: 0.5, masks: true}}"},
     {"objective": "{rewards_apart: true}", "rewards": "[my.py:short, {kind: length, most: 100, weight: -0.1}]"},
+    {"objective": "{kl: {ratio: true, estimator: k1}}"},
     {"objective": "{kl: {ratio: true, estimator: k3}}", "reference": "{kind: frozen, every: 10}"},
     {"rollout": "{max_new_tokens: 1023, top_k: 20, min_p: 0.1}", "numerics": "exact"},
     {"rollout": "{engine: vllm, url: 'http://a:1', samples: 16, temperature: 0.7}"},

@@ -229,7 +229,7 @@ def _estimator_of_rewards(recipe: Recipe) -> Estimator:
     if section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0:
         target = section.kl.target
         coefficient = AdaptiveKl(section.kl.coefficient, target or 1.0, section.kl.horizon)
-        kl = KlPenalty(coefficient, target is not None, section.kl.estimator)
+        kl = KlPenalty(coefficient, target is not None, section.kl.kl_estimator)
     if isinstance(section, Ppo):
         return GaeEstimator(section.discount, section.gae, section.whiten, section.bootstrap_truncated, shaping, kl)
     return GroupEstimator(

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from danlu.recipe.default_mappings import with_default_mappings
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
@@ -19,7 +20,7 @@ def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
     """The recipe of a tree in full form and no problems, or None and all that do not fit the types."""
     try:
         # Checked as JSON, where a list may fill a tuple although the sections are strict.
-        return Recipe.model_validate_json(json.dumps(tree.plain)), []
+        return Recipe.model_validate_json(json.dumps(with_default_mappings(tree.plain, Recipe))), []
     except ValidationError as error:
         kinds: dict[str, str] = {}  # of pydantic's errors, by dotted key
         for detail in error.errors(include_url=False, include_input=False, include_context=False):

@@ -270,6 +270,12 @@ def _kl_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
     if kl.ratio and kl.in_reward:
         message = "rewards are computed at the policy that drew the answers, where the ratio is 1. Leave it out"
         yield Problem(f"{key}.ratio", message, reads=(f"{key}.in",))
+    if kl.estimator == "k1" and kl.coefficient and not (kl.in_reward or kl.ratio):
+        message = (
+            "k1: the mean of its gradient in the loss is 0, so nothing would hold the policy to the reference. Use k2 "
+            "or k3, set ratio: true, or set in: reward"
+        )
+        yield Problem(f"{key}.estimator", message, reads=(f"{key}.in", f"{key}.ratio"))
     if kl.target is not None and not kl.in_reward:
         message = "the coefficient is adapted from rollout to rollout, so it is for in: reward. Leave it out"
         yield Problem(f"{key}.target", message, reads=(f"{key}.in",))

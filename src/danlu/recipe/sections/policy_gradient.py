@@ -7,9 +7,9 @@ drew it. The names of the choices are those of `objectives/advantages.py` and `o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from danlu.recipe.sections.adapters import Adapter
 from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, VariantSection
@@ -28,9 +28,10 @@ class _KlKeys(Section):
 
     coefficient: NonNegative = 0.05
     """What the estimate is multiplied by (beta), in rewards or in the loss; with a target it starts as this."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3"] | None = None
     """With x the log-probability under the reference less that under the policy: -x (k1), x^2 / 2 (k2), e^x - x - 1
-    (k3). As a term of the loss k2 has the gradient of KL, and k3 has it with ratio: true."""
+    (k3). By default k1 with in: reward, where it alone has the gradient of KL, and k3 with in: loss. As a term of the
+    loss k2 has the gradient of KL, k1 and k3 have it with ratio: true, and k1 has none without it."""
     ratio: bool = False
     """in: loss: multiply by the ratio of each token, as DeepSeek-V3.2 does (arXiv:2512.02556, section 3.1)."""
     target: Positive | None = None
@@ -38,6 +39,19 @@ class _KlKeys(Section):
     (arXiv:1909.08593, section 2.2); null: it stays what it is."""
     horizon: PositiveInt = 10_000
     """With a target: answers over which the coefficient changes by a fifth at most."""
+
+    @model_validator(mode="after")
+    def _with_estimator(self) -> Self:
+        """Writes the default of `estimator` down, so that a resolved recipe says which one it is."""
+        if self.estimator is None:
+            vars(self)["estimator"] = "k1" if self.in_reward else "k3"  # not among the fields that were set
+        return self
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """`estimator`, or the default of the place that the KL is in."""
+        assert self.estimator is not None, "written down when the section was made"
+        return self.estimator
 
     @property
     def in_reward(self) -> bool:
@@ -220,7 +234,7 @@ class Remax(PolicyGradientSection):
 
 class Reinforce(PolicyGradientSection):
     """REINFORCE++ (arXiv:2501.03262): advantages normalised over the whole rollout. The paper's KL penalty is
-    kl: {in: reward, estimator: k1}."""
+    kl: {in: reward}, which each token pays for itself and for later ones."""
 
     kind: Literal["reinforce"] = "reinforce"
     baseline: Baseline = "batch"
@@ -234,7 +248,7 @@ class Ppo(PolicyGradientSection):
     kind: Literal["ppo"] = "ppo"
     baseline: Baseline = "none"
     scale: Scale = "none"
-    kl: Kl | None = Kl(coefficient=0.05, estimator="k1", **{"in": "reward"})
+    kl: Kl | None = Kl(coefficient=0.05, **{"in": "reward"})
     discount: Share = 1.0
     """What the reward of the next token is worth (gamma)."""
     gae: Share = 0.95
