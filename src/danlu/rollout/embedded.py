@@ -26,6 +26,7 @@ from danlu.rollout.model_runner import ModelRunner, gib
 from danlu.rollout.pipelined_decoder import PipelinedDecoder
 from danlu.rollout.prompts import prompt_problem
 from danlu.rollout.request import Completion, OnToken, Request
+from danlu.rollout.sampling import check_allowed_ids
 from danlu.rollout.scheduler import Counters, Scheduler
 from danlu.rollout.sequence_state import SequenceState
 from danlu.rollout.stopping import Decode
@@ -279,6 +280,7 @@ class EmbeddedEngine:
         virtual_tokens = len(self._virtual_tokens(request.adapter))
         if problem := prompt_problem(self._config, request.prompt, virtual_tokens):
             raise DataError(f"{where} {problem}")
+        check_allowed_ids(request.sampling, self._config.vocab_size)
         if request.number in self._live or any(number == request.number for number, _ in self._done):
             raise DataError(f"{where}: a request with this number is unfinished. Give each its own")
         # The last token is not cached: nothing comes after it.

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from danlu.errors import DataError
 from danlu.rollout.episode import Episode
 from danlu.rollout.recorded_routes import routes_from_json, routes_to_json
 from danlu.rollout.request import Completion, Request, SamplingOptions
 from danlu.rollout.support import Support
 
+# By the dataclasses' own fields, so that none is left out that is added to them. `source` has no type that JSON has.
+_HINTS: dict[type, dict[str, Any]] = {
+    Request: typing.get_type_hints(Request, localns={"Prompt": object}),
+    SamplingOptions: typing.get_type_hints(SamplingOptions),
+}
+del _HINTS[Request]["source"]
+
 
 def request_to_json(request: Request) -> dict[str, Any]:
     """The fields of a request, of the types that JSON has; without `source`."""
-    names = [field.name for field in dataclasses.fields(request) if field.name != "source"]
-    fields = {name: getattr(request, name) for name in names}
-    return {
-        **fields,
-        "prompt": list(request.prompt),
-        "sampling": dataclasses.asdict(request.sampling),
-        "stop_ids": sorted(request.stop_ids),
-        "stop_strings": list(request.stop_strings),
-    }
+    return _fields_to_json(request)
 
 
 def request_with_source(request: Request) -> dict[str, Any]:
@@ -31,20 +34,61 @@ def request_with_source(request: Request) -> dict[str, Any]:
     return {**request_to_json(request), "source": request.source}
 
 
-def request_from_json(fields: dict[str, Any]) -> Request:
-    """The request that `request_to_json` or `request_with_source` was given, from what JSON or a pickle gave back."""
-    sampling = dict(fields["sampling"])
-    if sampling["allowed_ids"] is not None:
-        sampling["allowed_ids"] = tuple(sampling["allowed_ids"])
-    return Request(
-        **{
-            **fields,
-            "prompt": tuple(fields["prompt"]),
-            "sampling": SamplingOptions(**sampling),
-            "stop_ids": frozenset(fields["stop_ids"]),
-            "stop_strings": tuple(fields["stop_strings"]),
-        }
+def request_from_json(fields: Mapping[str, Any], *, complete: bool = False) -> Request:
+    """The request that `request_to_json` or `request_with_source` was given, from what JSON or a pickle gave back.
+
+    complete: whether every field has to be there; else a missing one has its default, as in the state of a release
+    that had no such field.
+
+    Raises DataError for a field that a request does not have, lacks, or has with another type, and RecipeError for
+    sampling options that make no sense.
+    """
+    own = {name: value for name, value in fields.items() if name != "source"}
+    request: Request = _dataclass_from_json(Request, own, "request", complete=complete)
+    return dataclasses.replace(request, source=fields["source"]) if "source" in fields else request
+
+
+def _fields_to_json(value: Any) -> dict[str, Any]:
+    return {name: _to_json(getattr(value, name)) for name in _HINTS[type(value)]}
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _fields_to_json(value)
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _dataclass_from_json(kind: type, fields: Any, where: str, *, complete: bool) -> Any:
+    hints = _HINTS[kind]
+    if not isinstance(fields, Mapping):
+        raise DataError(f"{where}: expected a mapping of its fields")
+    if unknown := [name for name in fields if name not in hints]:
+        raise DataError(f"{where}: there is no field {unknown[0]!r}: both sides need the same release of danlu")
+    if missing := [name for name in hints if name not in fields] if complete else []:
+        raise DataError(f"{where}: the field {missing[0]!r} is missing: both sides need the same release of danlu")
+    return kind(
+        **{name: _from_json(hints[name], value, f"{where}.{name}", complete=complete) for name, value in fields.items()}
     )
+
+
+def _from_json(hint: Any, value: Any, where: str, *, complete: bool) -> Any:
+    """A value of the type that a field's annotation names. Raises DataError for another one."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):  # with None; there are no other unions
+        if value is None:
+            return None
+        (hint,) = (argument for argument in arguments if argument is not type(None))
+        return _from_json(hint, value, where, complete=complete)
+    if origin in (tuple, frozenset):
+        if isinstance(value, list | tuple | frozenset) and all(type(item) is arguments[0] for item in value):
+            return origin(value)
+    elif hint in _HINTS:
+        return _dataclass_from_json(hint, value, where, complete=complete)
+    elif type(value) is hint or (hint is float and type(value) is int):
+        return value
+    raise DataError(f"{where}: {value!r:.100} is not of the type {hint if origin else hint.__name__}")
 
 
 def fresh_answer_state(sample: int) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from danlu.recipe.sections.adapters import Lora
 from danlu.rollout.completion_bytes import to_bytes
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
+from danlu.rollout.load_model import load_chat_tokenizer
 from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.servers.danlu_protocol import continuation_to_json
 from danlu.rollout.servers.danlu_server import DanluServer
 from danlu.rollout.servers.detect import Demands, detect_server
 from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, HandOver, folder_weights
 from danlu.rollout.servers.http_engine import HTTPEngine
-from danlu.rollout.servers.server_interface import ServerOptions
+from danlu.rollout.servers.server_interface import Continuation, ServerOptions
 
 pytestmark = pytest.mark.usefixtures("torch_products")
 
@@ -233,11 +237,11 @@ def test_what_a_server_is_not_started_for_is_said(tiny_world: World, tmp_path: P
     with serving_rollouts(tiny_world.base) as served:
         exact = detect_server(HTTPClient(served.root, 20), Demands(exact="bfloat16"))
         with pytest.raises(ModelError, match="fast in float32. Start it with --numerics exact --dtype bf16"):
-            exact.check(model.config.vocab_size)
+            exact.check(model.config)
         smaller = replace(model.config, vocab_size=model.config.vocab_size - 1)
         server = detect_server(HTTPClient(served.root, 20), Demands())
         with pytest.raises(ModelError, match="larger than that of the model in training"):
-            server.check(smaller.vocab_size)
+            server.check(smaller)
         with pytest.raises(RequestRefused, match="no such folder on the server's machine.*push: true"):
             server.load_folder(tmp_path / "missing", "1")
         with pytest.raises(RequestRefused, match="either a folder or an upload"):
@@ -275,3 +279,109 @@ def test_a_server_that_a_killed_trainer_left_asleep_answers_the_next_one(tiny_wo
         with engine_at(served.url, model) as engine:
             again = engine.generate(requests())
     assert [answer.tokens for answer in again] == [answer.tokens for answer in expected]
+
+
+# -- every field of a request crosses the process ----------------------------------------------------------------------
+
+DEFAULT = Request(0, (3, 9, 4), SamplingOptions(seed=4), max_new_tokens=8)
+SAMPLING_CASES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.3,
+    "top_k": 2,
+    "min_p": 0.4,
+    "repetition_penalty": 3.0,
+    "presence_penalty": None,  # refused: the rest of an answer would count its own tokens alone
+    "frequency_penalty": None,
+    "seed": 5,
+    "allowed_ids": (5, 6, 7),
+}
+CASES: dict[str, Any] = {
+    "number": 5,
+    "prompt": (7, 8),
+    "max_new_tokens": 12,
+    "samples": 2,
+    "stop_ids": None,  # of the answer to `DEFAULT`; see below
+    "stop_strings": None,
+    "adapter": "none",
+    "top_logprobs": 3,
+    "first_sample": 1,
+    "draw_number": 7,
+    "draw_sample": 3,
+    "rotary_length": 40,
+}
+LEFT_OUT = {"sampling", "prompt_logprobs", "source"}
+"""The first is in `SAMPLING_CASES`, the second refused, and the third has no type that JSON has."""
+
+
+@pytest.fixture(scope="module")
+def longrope_folder(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base with LongRoPE that takes its long factors for texts of more than 16 tokens."""
+    folder = tmp_path_factory.mktemp("longrope") / "base"
+    shutil.copytree(tiny_world.base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    pairs = config["hidden_size"] // config["num_attention_heads"] // 2
+    config["rope_scaling"] = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * pairs,
+        "long_factor": [1.0, *[6.0] * (pairs - 1)],
+        "original_max_position_embeddings": 16,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_every_field_of_a_request_reaches_the_server(longrope_folder: Path) -> None:
+    """Each alone gives what the embedded engine answers with it, which is another answer than without it."""
+    assert set(CASES) | LEFT_OUT == {field.name for field in fields(Request)}
+    assert set(SAMPLING_CASES) == {field.name for field in fields(SamplingOptions)}
+    model = load(longrope_folder)
+    own = embedded(model, exact=True)
+    decode = load_chat_tokenizer(longrope_folder).decode
+    own.decode = decode
+    (plain,) = own.generate([DEFAULT])
+    values = CASES | {"stop_ids": frozenset({plain.tokens[2]}), "stop_strings": (decode(plain.tokens)[2:4],)}
+    asked = {name: replace(DEFAULT, **{name: value}) for name, value in values.items()}
+    for name, value in SAMPLING_CASES.items():
+        if value is not None:
+            asked[name] = replace(DEFAULT, sampling=replace(DEFAULT.sampling, **{name: value}))
+    with serving_rollouts(longrope_folder, exact=True) as served, engine_at(served.url, model) as engine:
+        engine._decode = decode
+        for name, request in asked.items():
+            without_adapters = replace(request, adapter=None)
+            expected = own.generate([without_adapters])
+            assert to_bytes(engine.generate([request])) == to_bytes(expected), name
+            if name != "adapter":  # control: the field matters
+                told = [replace(answer, number=0, sample=0) for answer in expected]
+                assert to_bytes(told) != to_bytes([plain]), name
+
+
+def test_a_field_that_one_side_does_not_know_is_refused(longrope_folder: Path) -> None:
+    model = load(longrope_folder)
+    with serving_rollouts(longrope_folder) as served, engine_at(served.url, model) as engine:
+        continuation = Continuation("a", DEFAULT, DEFAULT.prompt, 4, None, 0)
+        body = continuation_to_json(continuation)
+        assert engine.server.client.post("/rollouts/answer", body)["tokens"]
+        more = {**body, "request": {**body["request"], "mood": 1}}
+        less = {**body, "request": {name: value for name, value in body["request"].items() if name != "draw_sample"}}
+        wrong = {**body, "request": {**body["request"], "prompt": "abc"}}
+        outside = {**body, "request": {**body["request"], "sampling": {**body["request"]["sampling"], "top_k": -1}}}
+        for changed_body, said in (
+            (more, "no field 'mood'"),
+            (less, "the field 'draw_sample' is missing"),
+            (wrong, "request.prompt: 'abc' is not of the type"),
+            (outside, "top_k: -1 is out of range"),
+            ({**body, "request": {**body["request"], "samples": 0}}, "one answer of one token or more"),
+        ):
+            with pytest.raises(RequestRefused, match=said) as refused:
+                engine.server.client.post("/rollouts/answer", changed_body)
+            assert refused.value.status == 400
+
+
+def test_later_turns_of_the_samples_of_a_prompt_differ_as_with_the_embedded_engine(longrope_folder: Path) -> None:
+    """As an environment asks them: one request for each sample, with the number of its draws."""
+    model = load(longrope_folder)
+    turns = [replace(DEFAULT, number=number, draw_number=0, draw_sample=number) for number in range(4)]
+    with serving_rollouts(longrope_folder, exact=True) as served, engine_at(served.url, model) as engine:
+        answers = engine.generate(turns)
+    assert bits(answers) == bits(embedded(model, exact=True).generate(turns))
+    assert len({tuple(answer.tokens) for answer in answers}) == 4

@@ -12,6 +12,7 @@ from builders.remote_engines import KINDS, answer_in_part, scores, serving
 from builders.rollout_servers import TIMEOUT_S
 
 from danlu.errors import DataError, ModelError, ResourceError
+from danlu.models.rope_config import DynamicScaling, LongRopeScaling
 from danlu.rollout.request import Request, SamplingOptions
 from danlu.rollout.servers.http_engine import FRUITLESS_ATTEMPTS, HTTPEngine
 from danlu.rollout.servers.server_interface import ServerOptions, check_version
@@ -447,3 +448,21 @@ def test_an_answer_that_never_comes_is_not_asked_for_without_end(small_decoder, 
         ):
             engine.generate([Request(0, (3,))])
         assert len(asked) == FRUITLESS_ATTEMPTS
+
+
+LONGROPE = LongRopeScaling((1.0,) * 4, (1.0, 3.0, 6.0, 8.0), 16, 8.0)
+
+
+@both
+@pytest.mark.parametrize("scaling", [LONGROPE, DynamicScaling(4.0)], ids=["longrope", "dynamic"])
+def test_a_model_that_is_rotated_by_the_length_of_each_text_needs_a_short_context_there(small_decoder, kind, scaling):
+    model = small_decoder(context=128, rope_scaling=scaling)
+    short = model.config.fixed_rotation_length
+    refusal = f"started for {short + 1} tokens.*--max-model-len {short}; SGLang: --context-length {short}"
+    with pytest.raises(ModelError, match=refusal), serving(kind, model, context=short + 1):
+        pass
+    with serving(kind, model, context=short) as (engine, _):  # control
+        assert engine.generate(requests(GREEDY, 2))
+    plain = small_decoder(context=128)
+    with serving(kind, plain, context=short + 1) as (engine, _):  # control
+        assert engine.generate(requests(GREEDY, 2))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from danlu.rollout.engine_adapters import BASE
+from danlu.rollout.engine_state import request_to_json
 from danlu.rollout.recorded_routes import routes_from_json, routes_to_json
 from danlu.rollout.request import Completion
 from danlu.rollout.servers.server_interface import Continuation, ServerAnswer
@@ -22,7 +24,7 @@ from danlu.safetensors_format import raw_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Counts changes after which one side no longer understands the other."""
 PREFIX = "/rollouts"
 """Of the paths of all endpoints."""
@@ -31,19 +33,17 @@ PREFIX = "/rollouts"
 def continuation_to_json(continuation: Continuation, *, routes: bool = False) -> dict[str, Any]:
     """What a server is asked; `serving.rollout_endpoints.AnswerBody` reads it. routes: whether they are wanted."""
     request = continuation.request
-    return {
-        "request_id": continuation.request_id,
-        "prompt": list(continuation.tokens),
-        "sample": continuation.sample,
-        "random_number": request.random_number,
-        "max_new_tokens": continuation.max_new_tokens,
-        "sampling": dataclasses.asdict(request.sampling),
-        "stop_ids": sorted(request.stop_ids),
-        "stop_strings": list(request.stop_strings),
-        "adapter": continuation.adapter,
-        "top_logprobs": request.top_logprobs,
-        "routes": routes,
-    }
+    asked = dataclasses.replace(
+        request,
+        prompt=continuation.tokens,
+        max_new_tokens=continuation.max_new_tokens,
+        samples=1,
+        first_sample=continuation.sample,
+        adapter=BASE if continuation.adapter is None else continuation.adapter,
+        draw_number=request.random_number,  # the server numbers requests by itself
+        rotary_length=request.text_length,  # of the whole text, whatever part of it is there
+    )
+    return {"request_id": continuation.request_id, "request": request_to_json(asked), "routes": routes}
 
 
 def completion_to_json(completion: Completion, label_of: Callable[[int], str], *, routes: bool) -> dict[str, Any]:

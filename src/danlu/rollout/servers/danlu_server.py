@@ -33,6 +33,8 @@ from danlu.rollout.servers.server_interface import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from danlu.models.config import ModelConfig
+
 
 class DanluServer(ServerClient, TakesFiles):
     """A `RolloutServer`.
@@ -55,14 +57,14 @@ class DanluServer(ServerClient, TakesFiles):
         self._dtype = exact
         self._push = push
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, config: ModelConfig) -> None:
         url, info = self.client.url, self._info()
         if info.get("protocol") != PROTOCOL:
             raise ModelError(
                 f"{url}: danlu {info.get('version')} there and {__version__} here do not speak the same rollout "
                 f"protocol ({info.get('protocol')} and {PROTOCOL}): install the same release"
             )
-        check_vocabulary(self.name, url, vocab_size, lambda token: token < info["vocab_size"])
+        check_vocabulary(self.name, url, config.vocab_size, lambda token: token < info["vocab_size"])
         self.context = info["context"]
         if info["paused"]:  # by a trainer that was killed
             self.pause("abort")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from danlu.models.config import ModelConfig
+
 POLL_S = 0.5
 """How often a server that is gone is looked for."""
 HEALTH_TIMEOUT_S = 5.0
@@ -90,7 +92,7 @@ class ServerFleet(TakesFiles):
         self.exact = exact
         self.context = 0
         self._connect = connect
-        self._vocab_size = 0
+        self._config: ModelConfig | None = None
         self._weights = Weights()
         self._is_idle = False
         """Whether answers are not wanted: while paused, and while asleep."""
@@ -131,13 +133,13 @@ class ServerFleet(TakesFiles):
         with self._changed:
             return self._changed.wait_for(lambda: any(replica.is_usable for replica in self.replicas), timeout_s)
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, config: ModelConfig) -> None:
         """As each server's own. Later ones are checked before they are used."""
-        self._vocab_size = vocab_size
+        self._config = config
         for replica in self.usable:
             if replica.server is None:
                 server = self._connect(replica.client)
-                server.check(vocab_size)
+                server.check(config)
                 replica.server = server
         self.context = min(replica.connected.context for replica in self.replicas if replica.server is not None)
         if not self._watcher.is_alive() and not self._closing.is_set():
@@ -182,7 +184,8 @@ class ServerFleet(TakesFiles):
     def _prepare(self, replica: Replica) -> None:
         """Raises ModelError for a server of another kind, TrainingError for one that does not pass the canary."""
         server, weights = self._connect(replica.client), self._weights
-        server.check(self._vocab_size)
+        assert self._config is not None, "servers that were there at first have been checked"
+        server.check(self._config)
         if server.context < self.context:
             raise ModelError(
                 f"{replica.url}: started for {server.context} tokens, and the others for {self.context}: start it with "

@@ -74,7 +74,7 @@ class HTTPEngine:
                 f"{server.address}: no rollout server answers GET /health there within {options.reconnect_s:g} s "
                 "(reconnect_s). Start it first, or give its url"
             )
-        server.check(config.vocab_size)
+        server.check(config)
         server.label_version(str(version))
         self._context = min(config.context_length, server.context)
         self._in_flight = RequestsInFlight(server, options.connections)
@@ -381,7 +381,7 @@ class HTTPEngine:
             raise ConnectionLost(
                 f"{lost}. The server was not back within {reconnect_s:g} s (reconnect_s). {self._unfinished_text()}"
             )
-        self.server.check(self.config.vocab_size)
+        self.server.check(self.config)
         label = self.server.version_label()
         if label != str(self.version):
             raise ResourceError(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from danlu.models.config import ModelConfig
+
 Route = Literal["group", "folder", "adapter"]
 """How weights reach a server: over a process group that it joins, as a model folder, or the adapter alone as a
 folder."""
@@ -122,10 +124,11 @@ class RolloutServer(Protocol):
 
     def wait_until_there(self, timeout_s: float) -> bool: ...  # whether it answers at some moment of these seconds
 
-    def check(self, vocab_size: int) -> None: ...
+    def check(self, config: ModelConfig) -> None: ...
 
     # Raises ModelError for a version that is not supported, a setting that log-probabilities could not be trusted with,
-    # and a model with another vocabulary. Nothing but questions is sent before the version is known.
+    # and a model with another vocabulary, or one that the server may rotate otherwise. Nothing but questions is sent
+    # before the version is known.
 
     def problem(self, request: Request) -> str | None: ...  # why the server cannot answer as a Completion promises
 
@@ -267,6 +270,23 @@ def check_vocabulary(name: str, url: str, vocab_size: int, accepts: Callable[[in
         raise ModelError(
             f"{url}: the vocabulary of the model that {name} serves is {smaller} than that of the model in training, "
             f"which has {vocab_size} tokens: start the server with the model that training starts from"
+        )
+
+
+def check_rotation(name: str, url: str, config: ModelConfig, context: int) -> None:
+    """Raises ModelError where a server may rotate a text otherwise than training does.
+
+    LongRoPE and dynamic scaling rotate a text by the length that it has at last. vLLM takes the long factors for all
+    texts where its context is longer than the short ones reach, SGLang where any text of a batch is. Up to that length
+    all of them take the short factors, for which the canary's short texts are enough.
+    """
+    short = config.fixed_rotation_length
+    if short is not None and context > short:
+        raise ModelError(
+            f"{url}: this model's rotary scaling (LongRoPE, dynamic) depends on how long each text gets, and {name}, "
+            f"which was started for {context} tokens, goes by its context or its batch: answers would be drawn with "
+            f"other rotations than they are trained with. Start it for at most {short} tokens (vLLM: --max-model-len "
+            f"{short}; SGLang: --context-length {short}), or use danlu serve --rollouts"
         )
 
 

@@ -28,6 +28,7 @@ from danlu.rollout.servers.server_interface import (
     ServerAnswer,
     ServerClient,
     WeightGroup,
+    check_rotation,
     check_version,
     check_vocabulary,
     during,
@@ -37,6 +38,8 @@ from danlu.rollout.support import Support
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from danlu.models.config import ModelConfig
 
 COMPARED_ROWS = 2
 """Rows of a matrix that are compared; one alone would do for weights that were trained."""
@@ -59,16 +62,17 @@ class SGLangServer(ServerClient):
         self._scales_by_temperature = True
         self._adapters: set[str] = set()
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, config: ModelConfig) -> None:
         url = self.client.url
         info = self.client.get("/server_info")
         check_version(self.name, url, info.get("version"))
-        self._vocab_size = vocab_size
+        self._vocab_size = config.vocab_size
         self._workers, self._replicas = info["tp_size"], info["dp_size"] * info["pp_size"]
         cards = self.client.get("/v1/models")["data"]
         self.context = next(card["max_model_len"] for card in cards if card.get("parent") is None)
         self._adapters = {card["id"] for card in cards if card.get("parent") is not None}
-        check_vocabulary(self.name, url, vocab_size, self._accepts)
+        check_vocabulary(self.name, url, config.vocab_size, self._accepts)
+        check_rotation(self.name, url, config, self.context)
         logprobs = [self._probe(temperature, 0) for temperature in _PROBE_TEMPERATURES]
         # Equal where SGLANG_RETURN_ORIGINAL_LOGPROB leaves out the temperature, which no question tells.
         self._scales_by_temperature = abs(logprobs[0] - logprobs[1]) > 1e-3

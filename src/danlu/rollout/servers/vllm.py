@@ -29,6 +29,7 @@ from danlu.rollout.servers.server_interface import (
     ServerAnswer,
     ServerClient,
     WeightGroup,
+    check_rotation,
     check_version,
     check_vocabulary,
     during,
@@ -38,6 +39,8 @@ from danlu.safetensors_format import raw_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from danlu.models.config import ModelConfig
 
 OpenGroup = Callable[[str, int], tuple[dict[str, Any], Callable[[], WeightGroup]]]
 """(this machine's address, processes of the group) -> what the server is told of the group, and a function that joins
@@ -73,11 +76,11 @@ class VLLMServer(ServerClient):
         self._model = ""
         self._logprobs_mode = ""
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, config: ModelConfig) -> None:
         url = self.client.url
         check_version(self.name, url, self.client.get("/version").get("version"))
         try:
-            config = self.client.get("/server_info", {"config_format": "json"})["vllm_config"]
+            settings = self.client.get("/server_info", {"config_format": "json"})["vllm_config"]
         except RequestRefused as error:
             if error.status != 404:
                 raise
@@ -85,7 +88,7 @@ class VLLMServer(ServerClient):
                 f"{url}: vLLM was started without VLLM_SERVER_DEV_MODE=1, so its weights cannot be replaced: start it "
                 "with that variable, where nobody but the trainer can reach it"
             ) from None
-        self._logprobs_mode = config["model_config"]["logprobs_mode"]
+        self._logprobs_mode = settings["model_config"]["logprobs_mode"]
         if not self._logprobs_mode.endswith("_logprobs"):
             raise ModelError(
                 f"{url}: vLLM was started with --logprobs-mode {self._logprobs_mode}, which gives no "
@@ -93,7 +96,8 @@ class VLLMServer(ServerClient):
             )
         base = next(card for card in self.client.get("/v1/models")["data"] if card.get("parent") is None)
         self._model, self.context = base["id"], base["max_model_len"]
-        check_vocabulary(self.name, url, vocab_size, self._accepts)
+        check_vocabulary(self.name, url, config.vocab_size, self._accepts)
+        check_rotation(self.name, url, config, self.context)
 
     def _accepts(self, token: int) -> bool:
         """Whether a prompt may have a token."""

@@ -10,11 +10,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,11 +22,12 @@ from starlette.routing import Route
 from danlu import __version__
 from danlu.errors import DanluError
 from danlu.rollout import request as engine_request
-from danlu.rollout.request import Completion, SamplingOptions
+from danlu.rollout.engine_state import request_from_json
+from danlu.rollout.request import Completion
 from danlu.rollout.servers.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
 from danlu.rollout.serving.api_endpoints import collect, read_body, unless_gone
 from danlu.rollout.serving.engine_thread import Call, EngineFailed, EngineStopped, EngineThread
-from danlu.rollout.serving.openai_api import ApiError, Body, Positive, TokenId, parse_body
+from danlu.rollout.serving.openai_api import ApiError, Body, parse_body
 from danlu.rollout.serving.rollout_control import RolloutControl
 from danlu.rollout.stopping import Decode
 
@@ -39,38 +40,18 @@ class AnswerBody(Body):
     """One answer, or the rest of one; see `servers.server_interface.Continuation`."""
 
     request_id: str
-    prompt: Annotated[list[TokenId], Field(min_length=1)]
-    sample: Annotated[int, Field(ge=0)]
-    random_number: Annotated[int, Field(ge=0)]
-    max_new_tokens: Positive
-    sampling: dict[str, Any]
-    stop_ids: list[TokenId]
-    stop_strings: list[str]
-    adapter: str | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] = 0
+    request: dict[str, Any]
+    """As `engine_state.request_to_json` writes it."""
     routes: bool = False
 
     def engine_request(self, number: int) -> engine_request.Request:
-        """What the engine is asked. Raises ApiError for sampling options that there are none of."""
-        fields = dict(self.sampling)
-        if (allowed := fields.get("allowed_ids")) is not None:
-            fields["allowed_ids"] = tuple(allowed)
+        """What the engine is asked. Raises ApiError for fields or values that there are none of."""
+        if self.request.get("samples") != 1 or self.request.get("max_new_tokens", 0) == 0:
+            raise ApiError("request: one answer of one token or more is asked for", param="request")
         try:
-            sampling = SamplingOptions(**fields)
-        except (TypeError, DanluError) as error:
-            raise ApiError(f"sampling: {error}", param="sampling") from None
-        return engine_request.Request(
-            number=number,
-            prompt=tuple(self.prompt),
-            sampling=sampling,
-            max_new_tokens=self.max_new_tokens,
-            stop_ids=frozenset(self.stop_ids),
-            stop_strings=tuple(self.stop_strings),
-            adapter="none" if self.adapter is None else self.adapter,
-            top_logprobs=self.top_logprobs,
-            first_sample=self.sample,
-            draw_number=self.random_number,
-        )
+            return replace(request_from_json(self.request, complete=True), number=number)
+        except DanluError as error:
+            raise ApiError(str(error), param="request") from None
 
 
 class PauseBody(Body):
