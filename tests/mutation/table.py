@@ -1837,8 +1837,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/servers/danlu_protocol.py",
-        '"sample": continuation.sample,',
-        '"sample": 0,',
+        "        first_sample=continuation.sample,",
+        "        first_sample=0,",
         "rollout/servers/test_danlu_server.py",
     ),
     Mutation(
