@@ -330,6 +330,10 @@ CASES |= {
 }
 """Families with mixtures of experts."""
 
+CASES["minimax-m2-as-published"] = {  # its features are said, not their share of a head
+    **{key: value for key, value in CASES["minimax-m2"].items() if key != "partial_rotary_factor"},
+    "rotary_dim": 4,
+}
 CASES |= {
     "gpt-oss": {
         "model_type": "gpt_oss",

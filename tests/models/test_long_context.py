@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,38 @@ def test_a_model_that_is_scaled_already_goes_on_from_its_own_length(
     assert scaled.max_position_embeddings == 128
     with pytest.raises(ModelError, match=r"method: ntk, but the model's rotary embedding is scaled already \(yarn\)"):
         with_long_context(config, LongContext(method="ntk"), 128)
+
+
+def test_an_attention_factor_follows_the_stretch_that_it_is_made_of(
+    tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """OLMo 3's folders say 0.1 ln 8 + 1 for a factor of 8; stretched further, the model has that of the new factor."""
+    from transformers import AutoModelForCausalLM
+
+    own = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": TRAINED, "attention_factor": 1.5}
+    values = tiny_values("olmo3") | {"rope_scaling": own}
+    model = decoder(values, LongContext(method="yarn"))  # for LENGTH, three times TRAINED
+    (scaled,) = [rope.scaling for rope in model.config.ropes if rope.scaling is not None]
+    assert scaled == YarnScaling(3.0, TRAINED) and scaled.attention_scaling == pytest.approx(1 + 0.1 * math.log(3))
+    save(model, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    tokens = tokens_of(LENGTH)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, tokens), theirs(tokens[None]).logits[0], atol=1e-5, rtol=0)
+    # Up to the length that the factor was given for it stays.
+    same = with_long_context(read_config_values(values), LongContext(method="yarn"), 2 * TRAINED)
+    assert [rope.scaling for rope in same.ropes if rope.scaling] == [YarnScaling(2.0, TRAINED, attention_factor=1.5)]
+
+
+def test_a_temperature_of_queries_has_the_length_that_the_model_is_stretched_from(
+    tiny_values: Callable[[str], dict[str, Any]],
+) -> None:
+    """Ministral 3 has one key for both, so that a config with two lengths could not be written."""
+    config = read_config_values(tiny_values("ministral3"))
+    scaled = with_long_context(config, LongContext(method="yarn", original_length=12), LENGTH)
+    rope = scaled.ropes[0]
+    assert rope.temperature is not None and rope.temperature.length == 12
+    assert read_config_values(config_values(scaled, torch_dtype="float32")) == scaled
 
 
 def test_factors_are_one_for_each_pair(tiny_values: Callable[[str], dict[str, Any]]) -> None:

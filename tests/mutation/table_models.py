@@ -4,4 +4,83 @@ from __future__ import annotations
 
 from mutation.table import Mutation
 
-MUTATIONS: tuple[Mutation, ...] = ()
+MUTATIONS: tuple[Mutation, ...] = (
+    # -- config.json of published models
+    Mutation(
+        "models/hf_rope.py",
+        "return values.integer(rules.dim_key) / head_dim",
+        "return 1.0",
+        "models/test_published_configs.py",
+        only="minimax",
+    ),
+    Mutation(
+        "models/hf_rope.py",
+        'key = "rope_scaling" if values.section("rope_scaling") else "rope_parameters"',
+        'key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"',
+        "models/test_published_configs.py",
+        only="converts",
+    ),
+    Mutation(
+        "models/hf_rope.py",
+        "given[_ORIGINAL] = original or given.get(_ORIGINAL, longest)",
+        "given[_ORIGINAL] = given.get(_ORIGINAL, original or longest)",
+        "models/test_published_configs.py",
+        only="converts",
+    ),
+    Mutation(
+        "models/hf_rope.py",
+        "rope = HFValues({**by_type.section(layer_type), **scaling}",
+        "rope = HFValues(by_type.section(layer_type) or scaling",
+        "models/test_published_configs.py",
+        only="converts",
+    ),
+    Mutation(
+        "models/hf_rope.py",
+        "if share != 1 and not rules.rotates_part:",
+        "if False:",
+        "models/test_families.py",
+        only="would_be_computed",
+    ),
+    Mutation(
+        "models/hf_rope.py",
+        'rope.get("attn_factor") is not None',
+        "False",
+        "models/test_published_configs.py",
+        only="under_another_name",
+    ),
+    Mutation(
+        "models/families/phi.py",
+        '"original_max_position_embeddings": 4096,',
+        "",
+        "models/test_published_configs.py",
+        only="phi",
+    ),
+    Mutation(
+        "models/families/minimax.py",
+        '"rotary_dim": None if rope is None else rope.dim',
+        '"rotary_dim": None',
+        "models/test_published_configs.py",
+        only="minimax",
+    ),
+    Mutation(
+        "models/hf_config.py",
+        "hf = HFValues({**values, **renamed}",
+        "hf = HFValues({**renamed, **values}",
+        "models/test_published_configs.py",
+        only="converts",
+    ),
+    Mutation(
+        "models/long_context.py",
+        "attention_factor = yarn.attention_factor if is_same else None",
+        "attention_factor = yarn.attention_factor",
+        "models/test_long_context.py",
+        only="attention_factor",
+    ),
+    Mutation(
+        "models/long_context.py",
+        "rope.temperature and replace(rope.temperature, length=original)",
+        "rope.temperature",
+        "models/test_long_context.py",
+        only="temperature",
+    ),
+)

@@ -14,7 +14,7 @@ from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
-from danlu.models.hf_folder import find_config, read_config, tensors_fingerprint
+from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
@@ -147,11 +147,15 @@ def _named(model: Mapping[str, Any]) -> str:
 
 
 def doubts(model: sections.Model) -> list[str]:
-    """Warnings for the console: adapters of other tools that name another base than the recipe does."""
-    if not model.adapters or model.path is None:
+    """Warnings for the console: settings of the base that are ignored, and adapters of other tools that name another
+    base than the recipe does."""
+    if model.path is None:
         return []
+    ignored = ignored_settings(resolve_folder(model.path))
+    if not model.adapters:
+        return ignored
     base = find_base(model.path)
-    return [
+    return ignored + [
         f"{folder.path}: was trained on {folder.base}, and here it is put on {base.named}: the shapes fit, but if they "
         "are two models its result makes no sense"
         for folder in named_stack(model.adapters)

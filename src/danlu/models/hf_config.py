@@ -42,7 +42,8 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
         raise ModelError(
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    hf = HFValues(values, {**DEFAULTS, **family.defaults}, where)
+    renamed = {other: values[key] for key, other in family.aliases.items() if values.get(key) is not None}
+    hf = HFValues({**values, **renamed}, {**DEFAULTS, **family.defaults}, where)
     _refuse_unsupported(hf, family)
     layers = hf.integer("num_hidden_layers")
     if layers > MAX_LAYERS:  # before lists of so many are made

@@ -15,7 +15,8 @@ from typing import Any
 from danlu.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
-from danlu.models.multimodal import language_name
+from danlu.models.hf_rope import ignored_rope_settings
+from danlu.models.multimodal import TEXT_CONFIG, language_name
 from danlu.output_folder import shortened
 from danlu.safetensors_format import TensorLocation, read_header
 from danlu.small_files import check_regular_entries, parse_json, read_small_text
@@ -125,6 +126,13 @@ def read_config(folder: str | Path) -> ModelConfig:
         names = {language_name(name) for name in read_tensors(Path(folder))} if _has_weights(Path(folder)) else set()
         return replace(config, tie_word_embeddings="lm_head.weight" not in names)
     return config
+
+
+def ignored_settings(folder: Path) -> list[str]:
+    """Remarks on settings of a model folder's config.json that change nothing, and that other programs apply."""
+    values = read_json(folder / CONFIG)
+    parts = [part for part in (values, values.get(TEXT_CONFIG)) if isinstance(part, dict)]
+    return [f"{folder / CONFIG}: {remark}" for part in parts for remark in ignored_rope_settings(part)]
 
 
 def _has_weights(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
@@ -25,9 +26,10 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 }
 # Read elsewhere, or notes of whoever made the file that change nothing.
 _NOT_OF_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings"}
-_NOT_OF_SCALING |= {"mrope_section", "mrope_interleaved"}
+_NOT_OF_SCALING |= {"mrope_section", "mrope_interleaved", "attn_factor"}
 _TYPES = ("full_attention", "sliding_attention")
 _TEMPERATURE = "llama_4_scaling_beta"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class RopeRules:
     """Whether queries may grow with their position (`llama_4_scaling_beta`)."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Other names of scalings that folders of the family have: (name, the scaling's)."""
+    rotates_part: bool = False
+    """Whether transformers rotates a part of a head where a config says so (`partial_rotary_factor`)."""
+    dim_key: str | None = None
+    """The key by which published folders say how many features of a head are rotated, in place of their share."""
 
 
 def read_rope(values: HFValues, head_dim: int, rules: RopeRules) -> Rope:
@@ -48,11 +54,11 @@ def read_rope(values: HFValues, head_dim: int, rules: RopeRules) -> Rope:
     Raises ModelError for a scaling the family cannot have or danlu does not know, and for a share of a head that cannot
     be rotated.
     """
-    key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
+    key = "rope_scaling" if values.section("rope_scaling") else "rope_parameters"  # an empty one counts as absent
     rope = HFValues(values.section(key), {}, f"{values.where}: {key}")
     if _is_by_type(rope):
         raise values.error(key, "this family has the same rotary embedding in every layer")
-    return _read(values, rope, head_dim, rules, ("rope_theta", key))
+    return _read(values, rope, head_dim, rules, ("rope_theta", key), values.optional_integer(_ORIGINAL))
 
 
 def read_ropes_by_type(
@@ -61,8 +67,9 @@ def read_ropes_by_type(
     """The rotary settings of each type of attention layer, `full_attention` and `sliding_attention`.
 
     They are in `rope_parameters`, by type (transformers 5); or, as transformers 4 wrote them, `rope_theta` and
-    `rope_scaling` are of `full_attention`, and `sliding_attention` has only a theta. local_theta: the key of that one,
-    and what holds where it is not given. Raises as `read_rope`.
+    `rope_scaling` are of `full_attention`, and `sliding_attention` has only a theta. Where a config has both forms,
+    `rope_scaling` changes what `rope_parameters` says. local_theta: the key of that theta, and what holds where it is
+    not given. Raises as `read_rope`.
     """
     by_type = HFValues(values.section("rope_parameters"), {}, f"{values.where}: rope_parameters")
     if by_type.keys() and not _is_by_type(by_type):
@@ -72,13 +79,10 @@ def read_ropes_by_type(
         of_type, theta_key = rules, "rope_theta"
         if layer_type == "sliding_attention":
             of_type, theta_key = replace(rules, theta=local_theta[1]), local_theta[0]
-        if by_type.keys():
-            given, where = by_type.section(layer_type), f"rope_parameters: {layer_type}"
-        else:
-            given = values.section("rope_scaling") if layer_type == "full_attention" else {}
-            where = "rope_scaling"
-        rope = HFValues(given, {}, f"{values.where}: {where}")
-        ropes[layer_type] = _read(values, rope, head_dim, of_type, (theta_key, where))
+        where = f"rope_parameters: {layer_type}" if by_type.keys() else "rope_scaling"
+        scaling = values.section("rope_scaling") if layer_type == "full_attention" else {}
+        rope = HFValues({**by_type.section(layer_type), **scaling}, {}, f"{values.where}: {where}")
+        ropes[layer_type] = _read(values, rope, head_dim, of_type, (theta_key, where), None)
     return ropes
 
 
@@ -92,17 +96,17 @@ def _read(
     head_dim: int,
     rules: RopeRules,
     keys: tuple[str, str],
+    original: int | None,
 ) -> Rope:
     """The embedding that `rope` and, where that is silent, `values` describe. keys: of theta in `values`, and where
-    `rope` is, for messages."""
+    `rope` is, for messages. original: the length before scaling, where it is not what `rope` says."""
     longest = values.integer("max_position_embeddings")
     theta_key, key = keys
     if "rope_theta" in rope:
         theta = rope.number("rope_theta")
     else:
         theta = values.number(theta_key) if theta_key in values else rules.theta
-    source = rope if "partial_rotary_factor" in rope else values
-    share = source.number("partial_rotary_factor") if "partial_rotary_factor" in source else 1.0
+    share = _read_share(values, rope, head_dim, rules)
     if theta <= 1 or not 0 < share <= 1:
         raise values.error(key, f"rope_theta {theta} must be above 1 and partial_rotary_factor {share} in (0, 1]")
     kind = rope.text("rope_type") if "rope_type" in rope else rope.text("type") if "type" in rope else "default"
@@ -114,16 +118,32 @@ def _read(
             f"(partial_rotary_factor {share}) is not a positive even number"
         )
     if kind == "default":
-        return Rope(theta, dim, longest, None, _read_temperature(rope, rules, longest), _read_sections(rope))
+        temperature = _read_temperature(rope, rules, original, longest)
+        return Rope(theta, dim, longest, None, temperature, _read_sections(rope))
     if kind not in rules.scalings:
         supported = ", ".join(("default", *rules.scalings))
         raise values.error(key, f"rotary scaling {kind!r} is not supported for this family; supported: {supported}")
-    trained = values.optional_integer("original_max_position_embeddings") or longest
     known = {_TEMPERATURE} if rules.has_temperature else set[str]()
-    scaling = _read_scaling(rope, SCALINGS[kind], trained, longest, known)
+    scaling = _read_scaling(rope, SCALINGS[kind], original, longest, known)
     if isinstance(scaling, LongRopeScaling):
         _check_factors(rope, scaling, dim)
-    return Rope(theta, dim, longest, scaling, _read_temperature(rope, rules, trained), _read_sections(rope))
+    temperature = _read_temperature(rope, rules, original, longest)
+    return Rope(theta, dim, longest, scaling, temperature, _read_sections(rope))
+
+
+def _read_share(values: HFValues, rope: HFValues, head_dim: int, rules: RopeRules) -> float:
+    """The share of a head that is rotated: as `rope` has it, else `values`, else by the family's own key."""
+    source = rope if "partial_rotary_factor" in rope else values
+    if "partial_rotary_factor" in source:
+        share = source.number("partial_rotary_factor")
+        if share != 1 and not rules.rotates_part:
+            raise source.error(
+                "partial_rotary_factor", "transformers reads it for this family and rotates the whole head all the same"
+            )
+        return share
+    if rules.dim_key is not None and rules.dim_key in values:
+        return values.integer(rules.dim_key) / head_dim
+    return 1.0
 
 
 def _read_sections(rope: HFValues) -> tuple[int, ...]:
@@ -135,29 +155,31 @@ def _read_sections(rope: HFValues) -> tuple[int, ...]:
     return tuple(sections)
 
 
-def _read_temperature(rope: HFValues, rules: RopeRules, trained: int) -> QueryTemperature | None:
+def _read_temperature(rope: HFValues, rules: RopeRules, original: int | None, longest: int) -> QueryTemperature | None:
     if not rules.has_temperature or _TEMPERATURE not in rope:
         return None
-    length = rope.optional_integer("original_max_position_embeddings") or trained
+    length = original or rope.optional_integer(_ORIGINAL) or longest
     if length < 1:
-        raise rope.error("original_max_position_embeddings", f"{length} is no length")
+        raise rope.error(_ORIGINAL, f"{length} is no length")
     return QueryTemperature(rope.number(_TEMPERATURE), length)
 
 
 def _read_scaling(
-    rope: HFValues, scaling: type[RopeScaling], trained: int, longest: int, known_besides: set[str]
+    rope: HFValues, scaling: type[RopeScaling], original: int | None, longest: int, known_besides: set[str]
 ) -> RopeScaling:
+    """original: a length before scaling that stands beside `rope`, and counts more than what it says there."""
     known = {field.name: field for field in fields(scaling)}
     given = {name: rope.raw(name) for name in known if name in rope}
-    if "original_max_position_embeddings" in known:
-        trained = given.setdefault("original_max_position_embeddings", trained)
+    if _ORIGINAL in known:
+        given[_ORIGINAL] = original or given.get(_ORIGINAL, longest)
+    trained = given.get(_ORIGINAL)
     if scaling in (YarnScaling, LongRopeScaling) and "factor" not in given and isinstance(trained, int) and trained > 0:
         given["factor"] = longest / trained
     problems = [f"{name} is missing" for name, field in known.items() if name not in given and field.default is MISSING]
     for name, value in given.items():
         if name == "truncate":
             fits = isinstance(value, bool)
-        elif name == "original_max_position_embeddings":
+        elif name == _ORIGINAL:
             fits = isinstance(value, int) and value > 0
         elif name in ("short_factor", "long_factor"):
             fits = isinstance(value, list) and all(_is_number(factor) and factor > 0 for factor in value)
@@ -175,6 +197,21 @@ def _read_scaling(
     if problems:
         raise ModelError(f"{rope.where}: {scaling.kind}: " + "; ".join(problems))
     return scaling(**given)
+
+
+def ignored_rope_settings(values: Mapping[str, Any]) -> list[str]:
+    """Remarks on rotary settings of a config.json that transformers ignores, and danlu with it."""
+    remarks = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key)
+        if isinstance(rope, dict) and rope.get("attn_factor") is not None:
+            own = YarnScaling(float(rope.get("factor") or 1.0), 1).attention_scaling
+            remarks.append(
+                f"{key}: attn_factor {rope['attn_factor']:g} is ignored, as transformers does: its key is "
+                f"attention_factor. Queries and keys are scaled by {own:.4f}. vLLM multiplies that by attn_factor, and "
+                "computes another model of the same folder. The config.json of the result has no attn_factor"
+            )
+    return remarks
 
 
 def _check_factors(rope: HFValues, scaling: LongRopeScaling, dim: int) -> None:
@@ -206,7 +243,7 @@ def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
         settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
         written["rope_scaling"] = {"rope_type": scaling.kind, **settings}
     if rope.temperature is not None:
-        length = {"original_max_position_embeddings": rope.temperature.length, _TEMPERATURE: rope.temperature.beta}
+        length = {_ORIGINAL: rope.temperature.length, _TEMPERATURE: rope.temperature.beta}
         written["rope_scaling"] = {"rope_type": "default", **written.get("rope_scaling", {}), **length}
     if rope.sections:
         sections = {"mrope_section": list(rope.sections), "mrope_interleaved": True}

@@ -136,8 +136,14 @@ def _scaled(rope: Rope, section: LongContext, original: int, length: int) -> Rop
             return replace(rope, theta=theta, max_position_embeddings=length)
         case "yarn":
             yarn = rope.scaling if isinstance(rope.scaling, YarnScaling) else YarnScaling(factor, original)
-            yarn = replace(yarn, factor=factor, original_max_position_embeddings=original)
-            return replace(rope, max_position_embeddings=length, scaling=yarn)
+            is_same = (yarn.factor, yarn.original_max_position_embeddings) == (factor, original)
+            # The attention factor of a config is that of its own stretch: of another it follows from the new factor.
+            attention_factor = yarn.attention_factor if is_same else None
+            yarn = replace(
+                yarn, factor=factor, original_max_position_embeddings=original, attention_factor=attention_factor
+            )
+            temperature = rope.temperature and replace(rope.temperature, length=original)  # which have one key
+            return replace(rope, max_position_embeddings=length, scaling=yarn, temperature=temperature)
         case _:
             raise AssertionError(f"no method {section.method}")
 

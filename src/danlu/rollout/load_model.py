@@ -14,7 +14,7 @@ from danlu.assembly.stored_quantization import stored_quantization
 from danlu.data.tokenizer import load_tokenizer
 from danlu.errors import ResourceError
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import check_vocabulary, read_config
+from danlu.models.hf_folder import check_vocabulary, ignored_settings, read_config
 from danlu.models.loading import load, stored_dtype
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.rollout.chat_tokenizer import ChatTokenizer
@@ -49,8 +49,10 @@ class LoadedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Remarks for the console: why 4-bit weights are not unpacked by the fastest kernels, where they are not."""
-        return [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.kind == "torch"]
+        """Remarks for the console: settings of config.json that are ignored, and why 4-bit weights are not unpacked by
+        the fastest kernels, where they are not."""
+        unpacked = [kernel.note for kernel in unpack_kernels(self.model, self.dtype) if kernel.kind == "torch"]
+        return [*ignored_settings(self.folder), *unpacked]
 
     @property
     def engine_adapters(self) -> EngineAdapters | None:

@@ -158,6 +158,7 @@ def deepseek_keys(config: ModelConfig) -> dict[str, Any]:
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         architecture="DeepseekV2",
+        aliases={"num_experts": "n_routed_experts"},
         architectures={"token-classification": None},
         has_experts=True,
         read=read_deepseek_v2,
@@ -185,6 +186,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         architecture="DeepseekV3",
+        aliases={"num_local_experts": "n_routed_experts"},
         has_experts=True,
         has_mtp=True,
         mtp_keys=("num_nextn_predict_layers",),

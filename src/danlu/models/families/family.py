@@ -75,6 +75,9 @@ class Family:
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""
     has_experts: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that transformers takes for another one (`attribute_map`): it -> the other, which it
+    outweighs."""
     architectures: Mapping[Task, str | None] = field(default_factory=dict)
     """Classes of transformers by task that are not called by `architecture`; None: it has none."""
     has_mtp: bool = False

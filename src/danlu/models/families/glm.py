@@ -9,6 +9,7 @@ from danlu.models.families.deepseek import DEEPSEEK_MOE_MODULES, deepseek_feeds,
 from danlu.models.families.expert_keys import STACKED_MODULES, with_feeds
 from danlu.models.families.family import GENERATION_ONLY, Family
 from danlu.models.families.layer_keys import with_windows
+from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
 
@@ -28,6 +29,7 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         architecture="Glm4Moe",
+        aliases={"num_local_experts": "n_routed_experts"},
         architectures=GENERATION_ONLY,
         has_experts=True,
         read=read_glm4_moe,
@@ -35,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         modules=DEEPSEEK_MOE_MODULES,
         stacked_modules=STACKED_MODULES,
         has_mtp=True,
+        rope=RopeRules(rotates_part=True),
         mtp_keys=("num_nextn_predict_layers",),
         defaults={
             "first_k_dense_replace": 1,

@@ -18,7 +18,7 @@ def read_mfa(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
     mixer = Factorized(
         heads=hf.integer("num_attention_heads"),
         head_dim=head_dim,
-        rope=read_rope(hf, head_dim, RopeRules()),
+        rope=read_rope(hf, head_dim, RopeRules(rotates_part=True)),
         query_rank=hf.integer("query_rank") if "query_rank" in hf else head_dim,
         key_reuse=hf.flag("key_reuse"),
         query_norm=hf.flag("query_norm"),

@@ -19,7 +19,7 @@ from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
 
-MINIMAX_ROPE = RopeRules(theta=5_000_000.0)
+MINIMAX_ROPE = RopeRules(theta=5_000_000.0, rotates_part=True, dim_key="rotary_dim")
 
 
 def read_minimax_m2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -29,7 +29,9 @@ def read_minimax_m2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, An
 
 
 def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
-    return local_expert_keys(config)
+    rope = config.layers[0].attention.rope
+    # Beside the share of a head that transformers reads: vLLM and the published code read this key alone.
+    return {**local_expert_keys(config), "rotary_dim": None if rope is None else rope.dim}
 
 
 FAMILIES: dict[str, Family] = {

@@ -119,6 +119,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         architecture="Olmoe",
+        aliases={"num_local_experts": "num_experts"},
         architectures=GENERATION_ONLY,
         has_experts=True,
         read=read_olmoe,

@@ -19,7 +19,7 @@ PHI3_MODULES: dict[str, str] = {
     "mlp.gate_proj": "mlp.gate_up_proj",
     "mlp.up_proj": "mlp.gate_up_proj",
 }
-PHI3_ROPE = RopeRules(("longrope",), aliases=(("su", "longrope"), ("yarn", "longrope")))
+PHI3_ROPE = RopeRules(("longrope",), aliases=(("su", "longrope"), ("yarn", "longrope")), rotates_part=True)
 
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
@@ -43,6 +43,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 32000,
             "max_position_embeddings": 4096,
             "num_key_value_heads": None,
+            "original_max_position_embeddings": 4096,
             "pad_token_id": 32000,
             "rms_norm_eps": 1e-5,
         },

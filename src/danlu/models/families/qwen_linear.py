@@ -14,7 +14,7 @@ from danlu.models.families.expert_keys import QWEN_MOE_MODULES, STACKED_MODULES,
 from danlu.models.families.family import GENERATION_ONLY, Family, Stored
 from danlu.models.families.layer_keys import interval_of, layer_types
 from danlu.models.families.qwen_moe import gated_shared_experts, gated_shared_keys, sparse_layers
-from danlu.models.hf_rope import write_rope_parameters
+from danlu.models.hf_rope import RopeRules, write_rope_parameters
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec, Mixer
 
@@ -79,6 +79,7 @@ LINEAR_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "partial_rotary_factor": 0.25,
 }
+LINEAR_ROPE = RopeRules(rotates_part=True)
 MTP_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 _TYPES = ("full_attention", "linear_attention")
 
@@ -174,6 +175,7 @@ FAMILIES: dict[str, Family] = {
         read=read_qwen3_5_moe,
         write=write_qwen3_5_moe,
         modules=GATED_HEADS_MODULES,
+        rope=LINEAR_ROPE,
         linear_modules=QWEN3_5_DELTA_MODULES,
         stacked_modules=STACKED_MODULES,
         has_mtp_module=True,
@@ -189,6 +191,7 @@ FAMILIES: dict[str, Family] = {
         read=read_linear,
         write=write_linear,
         modules=GATED_HEADS_MODULES,
+        rope=LINEAR_ROPE,
         linear_modules=QWEN3_5_DELTA_MODULES,
         has_mtp_module=True,
         mtp_keys=MTP_KEYS,
@@ -201,6 +204,7 @@ FAMILIES: dict[str, Family] = {
         read=read_linear_moe,
         write=write_linear_moe,
         modules=GATED_HEADS_MODULES,
+        rope=LINEAR_ROPE,
         linear_modules=QWEN3_NEXT_DELTA_MODULES,
         stacked_modules=STACKED_MODULES,
         has_mtp_module=True,
