@@ -15,6 +15,7 @@ from builders.tiny_adapters import logits
 from builders.tiny_world import World, danlu
 
 from danlu.assembly.quantizing import quantize
+from danlu.cli.train import suggested_commands
 from danlu.models.loading import load
 from danlu.recipe import sections
 
@@ -50,6 +51,34 @@ def test_one_adapter(tiny_world: World, tmp_path: Path, folders: list[Path], sai
     assert (out / "tokenizer.json").read_bytes() == (tiny_world.tokenizer / "tokenizer.json").read_bytes()
     assert "is there already. Choose an empty or new folder" in said(folders[0], out, code=6)
     assert danlu("generate", out, "--prompt", "Hi", "--max-new-tokens", 2) == 0
+
+
+def test_a_reward_model_is_to_be_evaluated(tiny_world: World, tmp_path: Path, said: Callable[..., str]) -> None:
+    folder = adapter_folder(tiny_world.base, tmp_path / "reward", sections.Lora(rank=4), scores=True)
+    out = tmp_path / "out"
+    assert said(folder, out).endswith(f"model in {out}: try `danlu eval {out} --data FILE`\n")
+
+
+def test_what_peft_does_not_see_of_an_adapter_upon_another_is_told(
+    tiny_world: World, tmp_path: Path, folders: list[Path], said: Callable[..., str]
+) -> None:
+    section = sections.Lora(rank=2)
+    upon = [
+        adapter_folder(tiny_world.base, tmp_path / f"upon{seed}", section, seed=seed, below=(folders[0],))
+        for seed in (3, 4)
+    ]
+    told = suggested_commands(upon[0])  # the end of a run, and of `danlu checkpoint export`
+    assert told == (
+        f"try `danlu chat {upon[0]}` or `danlu merge {upon[0]} MODEL_FOLDER`\n"
+        f"  warning: it was trained upon {folders[0].resolve()}, which adapter_config.json cannot say: PEFT and vLLM "
+        f"put it on {tiny_world.base.resolve()} alone, which is another model. For them use what `danlu merge` writes, "
+        "all of it merged"
+    )
+    assert "warning: it was trained upon" in said(*upon, tmp_path / "both", "--as-adapter")
+    assert "warning" not in suggested_commands(folders[0])
+    said(upon[0], tmp_path / "merged")
+    expected = adapted_logits(tiny_world.base, folders[0], upon[0])
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_base_in_4_bits_and_rounding(

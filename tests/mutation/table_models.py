@@ -83,4 +83,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_long_context.py",
         only="temperature",
     ),
+    # -- exported folders
+    Mutation(
+        "models/saving.py",
+        "if missing := [token for token in dict.fromkeys(stop_ids) if token not in known]:",
+        "if missing := [token for token in dict.fromkeys(stop_ids) if not known]:",
+        "test_exported_folders.py",
+    ),
+    Mutation(
+        "models/saving.py",
+        "dict.fromkeys([*shape.eos_token_ids, *stop_ids])",
+        "dict.fromkeys(shape.eos_token_ids)",
+        "test_exported_folders.py",
+    ),
+    Mutation(
+        "assembly/adapter_training.py",
+        "write_stop_ids(fresh, [*model.config.eos_token_ids, *stop_ids])",
+        "pass",
+        "test_exported_folders.py",
+    ),
+    Mutation(
+        "assembly/quantizing.py",
+        "dict.fromkeys([*config.eos_token_ids, *stop_ids])",
+        "dict.fromkeys(config.eos_token_ids)",
+        "test_exported_folders.py",
+    ),
+    Mutation(
+        "assembly/merging.py",
+        "else end_of_turn_ids(str(tokenizer)),",
+        "else (),",
+        "test_exported_folders.py",
+    ),
+    Mutation("cli/train.py", "    if not adapter.below:", "    if True:", "cli/test_merge_cli.py", only="upon_another"),
+    Mutation(
+        "cli/train.py",
+        'if read_config(folder).task != "causal-lm":',
+        "if False:",
+        "cli/test_merge_cli.py",
+        only="evaluated",
+    ),
 )

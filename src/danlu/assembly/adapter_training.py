@@ -27,7 +27,7 @@ from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config, read_json
 from danlu.models.loading import load
 from danlu.models.rotation import same_rotation
-from danlu.models.saving import copy_tokenizer, write_json, write_pad_token, write_template
+from danlu.models.saving import copy_tokenizer, write_json, write_pad_token, write_stop_ids, write_template
 from danlu.models.score_head import head_tensors
 from danlu.models.untouched import with_untouched_values
 from danlu.output_folder import replace_folder
@@ -123,6 +123,7 @@ def write_result(
     writes: bool = True,
     score_head: nn.Linear | None = None,
     pad_token: tuple[str, int] | None = None,
+    stop_ids: Sequence[int] = (),
     name: str = TRAINED,
     task: Task | None = None,
 ) -> None:
@@ -131,7 +132,7 @@ def write_result(
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
     value, writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes.
-    score_head, pad_token: as `models.saving.save` has them.
+    score_head, pad_token, stop_ids: as `models.saving.save` has them.
     name: of the adapter in the set. task: what it is for, where that is not what the model is for.
     """
     model = adapters.model
@@ -166,6 +167,8 @@ def write_result(
         copy_tokenizer(tokenizer_from, fresh)
         if pad_token is not None:
             write_pad_token(fresh, pad_token[0])
+        if stop_ids:
+            write_stop_ids(fresh, [*model.config.eos_token_ids, *stop_ids])
         if chat_template is not None:
             write_template(fresh, chat_template)
 

@@ -38,13 +38,14 @@ from danlu.adapters.peft_lora import Factors, for_original_base, peft_of_factors
 from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
 from danlu.assembly.merging import common_below, find_tokenizer
+from danlu.data.tokenizer_export import end_of_turn_ids
 from danlu.errors import ModelError
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
 from danlu.models.rotation import same_rotation
-from danlu.models.saving import copy_tokenizer
+from danlu.models.saving import copy_tokenizer, write_stop_ids
 from danlu.numerics.relative_error import RelativeErrors
 from danlu.output_folder import refuse_existing, replace_folder
 
@@ -260,5 +261,6 @@ def _write(
         write_files(fresh, config, own, tensors)
         if tokenizer_folder is not None:
             copy_tokenizer(tokenizer_folder, fresh)
+            write_stop_ids(fresh, end_of_turn_ids(str(tokenizer_folder)))
         if first.rotation_folder is not None:
             shutil.copyfile(first.rotation_folder / MODEL_CONFIG, fresh / MODEL_CONFIG)

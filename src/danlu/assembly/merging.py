@@ -21,6 +21,7 @@ from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.score_head import required_score_head
 from danlu.data.padding_token import padding_token
 from danlu.data.tokenizer import load_tokenizer
+from danlu.data.tokenizer_export import end_of_turn_ids
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DataError, ModelError
 from danlu.models.decoder import Decoder
@@ -121,6 +122,7 @@ def merge(
         pad_token=None
         if head is None or tokenizer is None
         else padding_token(load_tokenizer(str(tokenizer)), config.eos_token_ids),
+        stop_ids=() if head is not None or tokenizer is None else end_of_turn_ids(str(tokenizer)),
     )
     quantized = any(getattr(site.module, "quantized", None) is not None for site in adapted.adapters.sites)
     paths = tuple(stack[-1].path for stack in stacks)

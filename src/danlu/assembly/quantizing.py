@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
 from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.merging import find_tokenizer
 from danlu.assembly.stored_quantization import refuse_quantized
+from danlu.data.tokenizer_export import end_of_turn_ids
 from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import is_of_router
@@ -27,7 +28,7 @@ from danlu.models.hf_parts import HFTensor
 from danlu.models.hf_validation import untouched_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
-from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json
+from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json, write_stop_ids
 from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
 from danlu.numerics.four_bit_weight import FourBitWeight
@@ -82,7 +83,7 @@ def quantize(
     """
     refuse_existing(target)
     refuse_quantized(folder, ADVICE)
-    config = read_config(folder)
+    config, tokenizer_folder = read_config(folder), find_tokenizer([folder])
     if config.task != "causal-lm":
         raise ModelError(f"{folder}: a reward model is not quantized; quantize the language model that it starts from")
     if untouched := untouched_tensors(folder, config):
@@ -90,6 +91,9 @@ def quantize(
             f"{folder}: has {len(untouched)} tensors beside the language model, {next(iter(untouched))} among them, "
             "which would be left out. Train from it with `quantization: nf4`, which quantizes while it reads"
         )
+    if tokenizer_folder is not None:
+        stop_ids = end_of_turn_ids(str(tokenizer_folder))
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stop_ids])))
     model = meta_decoder(config)
     sites = (site for site in adapter_sites(model) if site.is_linear or (experts and site.experts is not None))
     linears = {f"{site.name}.weight" for site in sites}
@@ -105,10 +109,12 @@ def quantize(
     with replace_folder(target, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)
         write_json(fresh / ORIGIN, {"version": __version__, ORIGIN_KEY: fingerprint(folder)})
-        if (tokenizer_folder := find_tokenizer([folder])) is not None:
+        if tokenizer_folder is not None:
             copy_tokenizer(tokenizer_folder, fresh)
         if (folder / GENERATION_CONFIG).is_file():
             (fresh / GENERATION_CONFIG).write_bytes((folder / GENERATION_CONFIG).read_bytes())
+        if tokenizer_folder is not None:
+            write_stop_ids(fresh, config.eos_token_ids)
         with ExitStack() as closing:
             streams: dict[str, TensorStream] = {}  # by tensor
             for file, shard in shard_files(sized, shard_bytes).items():

@@ -87,6 +87,7 @@ def write_model(
 ) -> None:
     """Merges adapters into a base, and prints the result and its rounding errors."""
     from danlu.assembly import merging
+    from danlu.cli.train import suggested_commands
     from danlu.plan.precision import DTYPES
 
     section = quantization_section(quantization)
@@ -102,7 +103,7 @@ def write_model(
     print_status(f"{', '.join(map(str, merged.adapters))}{how} merged into {merged.base}")
     for line in rounding_lines(merged):
         print_status(line)
-    print_status(f"model in {out}: try `danlu generate {out} --prompt ...` or `danlu chat {out}`")
+    print_status(f"model in {out}: {suggested_commands(out)}")
 
 
 def rounding_lines(merged: Merged) -> list[str]:
@@ -123,6 +124,7 @@ def rounding_lines(merged: Merged) -> list[str]:
 def write_adapter(sources: list[str], out: Path, combination: Combination, rank: int | None, into: str | None) -> None:
     """Combines adapters into one, and prints how far that is from the combination of their changes."""
     from danlu.assembly import combining
+    from danlu.cli.train import suggested_commands
 
     combined = combining.combine(sources, out, combination, rank=rank, into=into)
     print_status(f"{', '.join(map(str, combined.adapters))} ({describe(combination)}) in one adapter")
@@ -133,7 +135,7 @@ def write_adapter(sources: list[str], out: Path, combination: Combination, rank:
             f"({worst}); ||difference|| / ||change||, Frobenius norms. Merging into the base has no such error"
             + (", nor has --method cat" if combination.method == "linear" else "")
         )
-    print_status(f"adapter in {out}: try `danlu chat {out}` or `danlu merge {out} MODEL_FOLDER`")
+    print_status(f"adapter in {out}: {suggested_commands(out)}")
 
 
 def check_options(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu import recipe as recipes
-from danlu.adapters.adapter_config import is_adapter, read_adapter_config
+from danlu.adapters.adapter_config import AdapterFolder, is_adapter, read_adapter_config
 from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
 from danlu.errors import RecipeError
 from danlu.machine import total_memory_bytes, usable_cores
@@ -221,16 +221,27 @@ def print_outcome(outcome: Outcome, say: Callable[[str], None]) -> None:
 
 
 def suggested_commands(folder: Path) -> str:
-    """What can be done with a result, a model's or an adapter's folder."""
-    if is_adapter(folder) and read_adapter_config(folder).task != "causal-lm":
-        return f"try `danlu eval {folder} --data FILE` or `danlu merge {folder} MODEL_FOLDER`"
+    """Commands for a result, a model's or an adapter's folder, and what other programs do not see of it."""
     if is_adapter(folder):
-        return f"try `danlu chat {folder}` or `danlu merge {folder} MODEL_FOLDER`"
+        adapter = read_adapter_config(folder)
+        use = f"chat {folder}" if adapter.task == "causal-lm" else f"eval {folder} --data FILE"
+        return f"try `danlu {use}` or `danlu merge {folder} MODEL_FOLDER`{_unseen_below(adapter)}"
     if model_type(folder) == LENET:
         return f"try `danlu eval {folder} --data FOLDER_OF_IMAGES`"
     if read_config(folder).task != "causal-lm":
         return f"try `danlu eval {folder} --data FILE`"
     return f"try `danlu generate {folder} --prompt ...` or `danlu chat {folder}`"
+
+
+def _unseen_below(adapter: AdapterFolder) -> str:
+    """A line on an adapter that was trained upon others, of which its adapter_config.json has no word."""
+    if not adapter.below:
+        return ""
+    below = ", ".join(map(str, adapter.below))
+    return (
+        f"\n  warning: it was trained upon {below}, which adapter_config.json cannot say: PEFT and vLLM put it on "
+        f"{adapter.base} alone, which is another model. For them use what `danlu merge` writes, all of it merged"
+    )
 
 
 def silent(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from danlu.data.tokenizer_folder import (
 )
 from danlu.data.worker_pool import WorkerPool
 from danlu.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,20 @@ def exported_tokenizer(path: str, model_type: str | None) -> ExportedTokenizer:
         return ExportedTokenizer(folder)
     with WorkerPool(ExportJob(), 1) as workers:
         return next(iter(workers.map([(folder, model_type)])))
+
+
+def end_of_turn_ids(path: str, chat_template: str | None = None) -> tuple[int, ...]:
+    """The tokens that end an answer, for the configs of a result: those by which the chat template closes turns, and
+    the end-of-text token.
+
+    chat_template: as `load_tokenizer` has it. Of a tokenizer that cannot be read there are none, with a warning: its
+    files are copied all the same, and nothing that has been trained may be lost for it.
+    """
+    try:
+        return load_tokenizer(path, chat_template).end_of_turn_ids
+    except DataError as error:
+        log.warning("which tokens end an answer is not known, and the result names the base's alone: %s", error)
+        return ()
 
 
 def _depends_on_type(folder: Path, model_type: str | None) -> bool:

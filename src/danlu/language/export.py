@@ -12,7 +12,7 @@ from torch import nn
 from danlu.assembly.adapter_training import write_result
 from danlu.assembly.parameter_roles import TRAINED
 from danlu.data.padding_token import padding_token
-from danlu.data.tokenizer_export import exported_tokenizer
+from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.errors import DanluError
 from danlu.language.reader import tokenizer_of, tokenizer_path
@@ -48,6 +48,7 @@ def write(
         task = "sequence-classification"
     classifies = task != "causal-lm"
     pad_token = _pad_token(subject, recipe) if writes and classifies else None
+    stop_ids = end_of_turn_ids(tokenizer_path(recipe), template) if writes and not classifies else ()
     template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         write_result(
@@ -63,6 +64,7 @@ def write(
             writes=writes,
             score_head=score_head if classifies else None,
             pad_token=pad_token,
+            stop_ids=stop_ids,
             name=adapter,
             task=task,
         )
@@ -78,6 +80,7 @@ def write(
         writes=writes,
         score_head=score_head if classifies else None,
         pad_token=pad_token,
+        stop_ids=stop_ids,
         origin=None if recipe.model.path is None else resolve_folder(recipe.model.path),
     )
 

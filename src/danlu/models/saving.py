@@ -51,6 +51,7 @@ def save(
     writes: bool = True,
     score_head: nn.Linear | None = None,
     pad_token: tuple[str, int] | None = None,
+    stop_ids: Sequence[int] = (),
     origin: Path | None = None,
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
@@ -63,6 +64,8 @@ def save(
 
     score_head: of a model that classifies, which has no generation config.
     pad_token: (text, id) that the tokenizer is to pad with, in its config too.
+    stop_ids: tokens that end an answer beside those of the config, as the chat template ends turns with one; config
+    and generation config name them all, so that transformers and vLLM stop there. A model that classifies has none.
     origin: the folder that the model comes from, of whose tensors those that danlu does not train are copied byte for
     byte, with the config of a multimodal model and its processor. Without it a multimodal model's language part alone
     is written, and so is what classifies.
@@ -75,6 +78,8 @@ def save(
     kept = None if origin is None or shape.task != "causal-lm" else Kept.of(origin, shape)
     if kept is None:
         shape = replace(shape, multimodal=None)
+    if shape.task == "causal-lm":
+        shape = replace(shape, eos_token_ids=tuple(dict.fromkeys([*shape.eos_token_ids, *stop_ids])))
     tensors = hf_tensors(shape)
     value_of = value or (lambda name, box=None: _box_of(model.get_parameter(name), box))
     if not writes:
@@ -109,6 +114,8 @@ def save(
             copy_tokenizer(tokenizer_from, fresh)
         if shape.task != "causal-lm":
             (fresh / GENERATION_CONFIG).unlink(missing_ok=True)  # that of the tokenizer's folder
+        elif stop_ids:
+            write_stop_ids(fresh, shape.eos_token_ids)
         if kept is not None:
             kept.copy_processor(fresh)
         if pad_token is not None and tokenizer_from is not None:
@@ -149,6 +156,20 @@ def write_pad_token(folder: Path, text: str) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             write_json(folder / name, read_json(folder / name) | {"pad_token": text})
+
+
+def write_stop_ids(folder: Path, stop_ids: Sequence[int]) -> None:
+    """Adds tokens that end an answer to those of a folder's generation_config.json, which it makes where there is none.
+
+    transformers stops at these alone, and vLLM at these and the tokenizer's eos_token.
+    """
+    file = folder / GENERATION_CONFIG
+    values = read_json(file) if file.is_file() else {}
+    given = values.get("eos_token_id")
+    known = [] if given is None else given if isinstance(given, list) else [given]
+    if missing := [token for token in dict.fromkeys(stop_ids) if token not in known]:
+        ids = [*known, *missing]
+        write_json(file, values | {"eos_token_id": ids if len(ids) > 1 else ids[0]})
 
 
 def write_template(folder: Path, source: str) -> None:
