@@ -59,6 +59,7 @@ LAYERS: dict[str, int] = {
     "demo_recipes": 4,
     "export": 4,
     "images": 4,
+    "input_fingerprints": 4,
     "language": 4,
     "memory_estimate": 4,
     "memory_preview": 4,

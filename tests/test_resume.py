@@ -7,11 +7,13 @@ import shutil
 import signal
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from builders.stale_copies_worker import edit_json
 from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
 from danlu import memory_estimate, run
@@ -451,3 +453,70 @@ def test_the_data_may_not_change_behind_the_recipe(
     said = capsys.readouterr().err
     assert "the recipe of the run there does not hold any more:" in said
     assert f"no file or folder '{rows}'" in said
+
+
+def test_files_that_a_resumed_run_reads_again_may_not_change(
+    tiny_world: World, tmp_path: Path, in_step: Callable[[int, Hook], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base's config.json, the file of `model.config`, rows of a stream, rows of an evaluation."""
+    base, config = tmp_path / "base", tmp_path / "config.json"
+    shutil.copytree(tiny_world.base, base)
+    config.write_text(json.dumps(CONFIG))
+    rows = write_rows(tmp_path / "rows.jsonl", list(conversations(1, 40)))
+    held_out = write_rows(tmp_path / "held_out.jsonl", list(conversations(2, 4)))
+    for name, changes, file, edit, said in (
+        (
+            "base",
+            {"model": {"path": str(base), "config": None}},
+            base / "config.json",
+            partial(edit_json, values={"rope_theta": 5e5}),
+            f"model.path (config.json): {base}/config.json: rope_theta",
+        ),
+        (
+            "config",
+            {"model": {"config": str(config)}},
+            config,
+            partial(edit_json, values={"rms_norm_eps": 1e-3}),
+            f"model.config: {config}: rms_norm_eps is new",
+        ),
+        (
+            "stream",
+            {"data": {"train": str(rows), "streaming": True, "shuffle_buffer": 25}},
+            rows,
+            lambda file: write_rows(file, list(conversations(3, 40))),
+            f"data.train.0: {rows}: rows.jsonl is another",
+        ),
+        (
+            "evaluation",
+            {"data": {"eval": [str(held_out)]}, "evaluation": {"every": 6}},
+            held_out,
+            lambda file: write_rows(file, list(conversations(3, 4))),
+            f"data.eval.0: {held_out}: held_out.jsonl is another",
+        ),
+    ):
+        recipe, content = tiny_world.recipe(tmp_path / "runs" / name, steps=4, **changes), file.read_bytes()
+        in_step(2, send(signal.SIGINT))
+        assert danlu("train", recipe) == 130, name
+        edit(file)
+        capsys.readouterr()
+        assert danlu("train", recipe) == 5, name
+        told = capsys.readouterr().err
+        assert said in told and "Put back what was there; or, " in told, told
+        file.write_bytes(content)
+        if name == "base":  # what says nothing of the model, and nothing of how the file is written
+            edit_json(file, {"transformers_version": "99.0"})
+        assert danlu("train", recipe) == 0, name
+
+
+def test_a_checkpoint_of_an_earlier_danlu_says_nothing_of_its_inputs(
+    tiny_world: World, tmp_path: Path, in_step: Callable[[int, Hook], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {"path": str(tiny_world.base), "config": None}
+    recipe = tiny_world.recipe(tmp_path / "run", steps=4, model=base)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "check_resumed", lambda checkpoint, inputs: {})
+        in_step(2, send(signal.SIGINT))
+        assert danlu("train", recipe) == 130
+    assert "inputs" not in last_state(tmp_path / "run")[2]
+    assert danlu("train", recipe) == 0
+    assert "hidden_size" in last_state(tmp_path / "run")[2]["inputs"]["model.path (config.json)"]["parts"]

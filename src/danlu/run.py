@@ -25,6 +25,7 @@ from danlu.atomic_write import write_atomically
 from danlu.auto_values import with_date, with_factors, with_precision, with_reference
 from danlu.errors import RecipeError, ResourceError, Stopped
 from danlu.export import export_result
+from danlu.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
 from danlu.memory_report import MemoryReport
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.deterministic import deterministic
@@ -192,6 +193,12 @@ def _train(
     stage.criterion(recipe)  # a metric that the stage lacks is told before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)
+    inputs = same_on_all_ranks(
+        ranks.world,
+        lambda: recipe_inputs(recipe, stage, resumed=start is not None),
+        barrier=lambda: untimed_barrier("inputs"),
+    )
+    known_inputs = check_resumed(None if start is None else start.path, inputs)
     material = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data"))
     program = resident_bytes(device)
     with ExitStack() as closing:
@@ -205,6 +212,7 @@ def _train(
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
             say(line)
         run = _build(recipe, stage, reader, material, placed, device, into, start, say)
+        run.inputs = known_inputs
         closing.callback(run.store.close)
         closing.callback(run.feed.close)
         memory_report.began(run, placed)

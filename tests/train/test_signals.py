@@ -54,7 +54,11 @@ def test_a_warning_and_a_closed_terminal_ask_and_never_insist() -> None:
     said: list[str] = []
     with StopRequest(said.append) as stop:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
-            os.kill(os.getpid(), number)  # the SIGTERM is the first: the run goes on saving
+            assert signal.getsignal(number) == stop._handle
+            try:
+                os.kill(os.getpid(), number)  # the SIGTERM is the first: the run goes on saving
+            except Stopped:
+                pytest.fail(f"{number} insisted")
             assert stop.requested and stop.exit_code == 128 + number
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGTERM)

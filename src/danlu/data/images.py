@@ -206,12 +206,9 @@ def held_out(dataset: ImageDataset, share: float | int, seed: int) -> tuple[Imag
 
 def _read(source: Source, side: int, classes: int) -> tuple[str, np.ndarray, np.ndarray]:
     """(name, pixels [N, H, W], labels [N]) of one source."""
-    path, limit = split_row_limit(source.path)
+    _, limit = split_row_limit(source.path)
     rows = int(limit) if limit else source.rows
-    file = _images_file(Path(path).expanduser(), source.split)
-    labels_file = file.with_name(file.name.replace(IMAGES, LABELS))
-    if not labels_file.is_file():
-        raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} beside it")
+    file, labels_file = image_files(source)
     pixels, labels = read_idx(file), read_idx(labels_file)
     if pixels.ndim != 3 or pixels.shape[1:] != (side, side):
         raise DataError(f"{file}: images of {' x '.join(map(str, pixels.shape[1:]))}; the model takes {side} x {side}")
@@ -224,6 +221,15 @@ def _read(source: Source, side: int, classes: int) -> tuple[str, np.ndarray, np.
             f"0 to {classes - 1}"
         )
     return str(file), pixels[:rows], labels[:rows]
+
+
+def image_files(source: Source) -> tuple[Path, Path]:
+    """The files of images and of their labels that a source means. Raises DataError for one that is missing."""
+    file = _images_file(Path(split_row_limit(source.path)[0]).expanduser(), source.split)
+    labels_file = file.with_name(file.name.replace(IMAGES, LABELS))
+    if not labels_file.is_file():
+        raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} beside it")
+    return file, labels_file
 
 
 def _images_file(path: Path, split: str) -> Path:

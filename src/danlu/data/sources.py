@@ -110,6 +110,27 @@ def fingerprint(source: Source, memory: Path | None = None) -> str:
     return digest.hexdigest()
 
 
+def file_digests(source: Source, memory: Path | None = None) -> dict[str, str]:
+    """The hash of each file of a source by its name, as `fingerprint` has them; of a hub data set its own.
+
+    Raises:
+        DataError: no such file or data set.
+    """
+    files = source_files(source)
+    if files is None:
+        path = str(_path_and_row_limit(source)[0])
+        return {path: str(_hub_rows(path, source.split)._fingerprint)}
+    return {name: _file_digest(file, memory) for name, file in files.items()}
+
+
+def source_files(source: Source) -> dict[str, Path] | None:
+    """The files of a source by name; None of a hub data set. Raises DataError for what is neither."""
+    path, _ = _path_and_row_limit(source)
+    if not _exists(path):
+        return None
+    return {_name_bytes(file, path).decode("utf-8", "backslashreplace"): file for file in _files(path)}
+
+
 def _file_digest(file: Path, memory: Path | None) -> str:
     """A hash of a file's decompressed bytes, from `memory` where the file has not changed since it was hashed."""
     entry = memory and memory / f"{hashlib.blake2b(bytes(file.resolve()), digest_size=16).hexdigest()}.json"

@@ -100,6 +100,7 @@ class Run:
     generate: Generate | None = None
     least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
     base: Mapping[str, Any] | None = None  # of an adapter: what tells its frozen base from another
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # fingerprints of what the run reads, as JSON
     timeline: TimelineWriter = field(default_factory=TimelineWriter)  # when the process does what in a step
     state: RunState = field(default_factory=RunState)
     started: float = field(default_factory=time.perf_counter)
@@ -148,6 +149,8 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         "finished": run.finished,
         "metrics_lines": 0 if run.metrics is None else run.metrics.lines,
     }
+    if run.inputs:
+        state["inputs"] = dict(run.inputs)
     if run.base is not None:
         state["base"] = dict(run.base)
     if run.scaler is not None:
