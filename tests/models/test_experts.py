@@ -75,6 +75,18 @@ def test_the_correction_decides_who_is_chosen_and_not_how_much_they_count() -> N
     assert not moe.router.correction.requires_grad
 
 
+def test_groups_that_are_left_out_stay_out_where_corrected_scores_are_negative() -> None:
+    """DeepSeek-V3's own code fills with zero, above which no score is here: all tokens would go to the other groups."""
+    spec = Experts(8, 2, 8, router=Router("sigmoid", groups=4, top_groups=1, group_score="top-2", bias_correction=True))
+    moe, x = small_moe(spec, WIDTH), tokens(9)
+    assert moe.router.correction is not None
+    with torch.no_grad():
+        moe.router.correction.copy_(torch.tensor([-5.0, -5.0, -2.0, -2.0, -5.0, -5.0, -5.0, -5.0]))
+    routes = moe.router(x)
+    assert routes.experts.sort(-1).values.tolist() == [[2, 3]] * 9
+    assert moe.router.eligible(routes.scores).isneginf().sum(-1).tolist() == [6] * 9
+
+
 def test_experts_without_tokens_have_gradients_of_zero() -> None:
     """And not none: weight decay and moments of theirs go on."""
     spec = Experts(8, 1, 16, router=Router("sigmoid", bias=True))
@@ -128,6 +140,18 @@ def test_rows_lie_by_expert_and_by_token() -> None:
     x = torch.tensor([[1.0], [10.0], [100.0]])
     assert order.rows_of(x).flatten().tolist() == [1.0, 10.0, 10.0, 100.0, 1.0, 100.0]
     assert order.rows_of(x)[order.places].squeeze(-1).tolist() == [[1.0, 1.0], [10.0, 10.0], [100.0, 100.0]]
+
+
+def test_half_precision_is_added_up_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16, and so the small terms of a token with many experts would be lost."""
+    experts, x = torch.tensor([[0, 1, 2]]), torch.ones(1, 1, dtype=torch.bfloat16)
+    order = RowOrder.of(experts, 3)
+    rows = torch.tensor([[256.0], [1.0], [-256.0]], dtype=torch.bfloat16)
+    assert order.weighted_sum(rows, torch.ones(1, 3)).item() == 1.0
+    leaf = x.clone().requires_grad_()
+    order.rows_of(leaf).backward(rows)  # the gradient of a token is the sum of those of its rows
+    assert leaf.grad is not None and leaf.grad.item() == 1.0
+    assert (rows[0] + rows[1] + rows[2]).item() == 0.0  # the control: in bfloat16
 
 
 class Reversed:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders.reference_attention import BOUNDARIES, SIBLINGS, TREES, ReferenceAttention
 from builders.small_config import small_config
+from builders.tiny_adapters import adapter_set, perturb
 from torch import Tensor
 
 from danlu.errors import ModelError
@@ -22,6 +23,7 @@ from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.latent_attention import Absorbed, LatentAttention
 from danlu.models.latent_spec import Latent
+from danlu.recipe.sections import Lora
 
 SIZES: dict[str, Any] = {
     "mixer": Latent,
@@ -96,6 +98,24 @@ def test_the_expanded_form_is_the_absorbed_one(dtype: torch.dtype, limit: float,
     assert not torch.allclose(
         broken.outputs(q.new_ones(4, 4, 12))[..., :7], Absorbed(attention).outputs(q.new_ones(4, 4, 12))
     )
+
+
+def test_the_absorbed_form_has_the_adapter_of_what_it_absorbs() -> None:
+    """What expands the latent is absorbed while tokens are generated: with its adapter, or another model answers."""
+    model = decoder(torch.float32)
+    tokens = torch.arange(40) % 61
+
+    def hidden(attend: Any) -> Tensor:
+        with torch.no_grad():
+            return model(tokens, POSITIONS, attend, torch.float32)
+
+    bare = hidden(OverStored(BOUNDARIES))
+    adapters = adapter_set(model)
+    adapters.add("made", Lora(rank=3, targets=["kv_b_proj"]))
+    perturb(adapters, "made")
+    expanded, absorbed = hidden(ReferenceAttention(BOUNDARIES)), hidden(OverStored(BOUNDARIES))
+    assert (absorbed - expanded).abs().max() <= 2e-5 * expanded.abs().max()
+    assert (absorbed - bare).abs().max() > 1e-2 * expanded.abs().max()  # the control: without it
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -287,6 +287,19 @@ def test_everything_dropped_leaves_the_shared_expert() -> None:
     assert all(each.grad is not None and not each.grad.any() for each in moe.experts.parameters())
 
 
+def test_layers_on_another_device_have_the_tokens_of_each_micro_batch() -> None:
+    _, balancer, _ = balanced(MIXTRAL, EVERYTHING)
+    other = torch.device("meta")
+    for lengths in (LENGTHS, (4, 1), LENGTHS):
+        batch = batch_of(lengths)
+        with balancer.active(batch):
+            moved = balancer.tokens_on(other)
+            assert moved is not None and moved.real.device == other
+            assert moved.real.shape == batch.real.shape  # not those of the micro-batch before
+            assert balancer.tokens_on(other) is moved  # made once for all layers there
+            assert balancer.tokens_on(batch.real.device) is batch
+
+
 def test_outside_of_its_context_nothing_is_counted() -> None:
     _, balancer, moe = balanced(MIXTRAL, replace(EVERYTHING, capacity=0.5))
     x = tokens(12)

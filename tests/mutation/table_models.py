@@ -122,4 +122,53 @@ MUTATIONS: tuple[Mutation, ...] = (
         "cli/test_merge_cli.py",
         only="evaluated",
     ),
+    # -- two features that meet, and state that is used twice
+    Mutation(
+        "models/latent_attention.py",
+        "linear.dense_weight(dtype) if linear.adapter is None else linear.adapter.effective(linear).to(dtype)",
+        "linear.dense_weight(dtype)",
+        "models/test_latent_attention.py",
+        only="adapter",
+    ),
+    Mutation(
+        "models/families/gemma.py",
+        "window if (layer + 1) % every else None",
+        "window if layer % every else None",
+        "models/test_published_configs.py",
+        only="gemma",
+    ),
+    Mutation(
+        "parallel/ring_attention.py",
+        "key = source, window, kernel, dtype",
+        "key = source, kernel, dtype",
+        "parallel/test_ring_attention.py",
+    ),
+    Mutation(
+        "models/router.py",
+        "by_group.masked_fill(left_out.unsqueeze(-1), -torch.inf)",
+        "by_group.masked_fill(left_out.unsqueeze(-1), 0.0)",
+        "models/test_experts.py",
+        only="negative",
+    ),
+    Mutation(
+        "models/load_balancing.py",
+        "if self._copied is not self.tokens:",
+        "if self._copied is None:",
+        "models/test_load_balancing.py",
+        only="micro_batch",
+    ),
+    Mutation(
+        "models/experts.py",
+        "wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype",
+        "wide = rows.dtype",
+        "models/test_experts.py",
+        only="half_precision",
+    ),
+    Mutation(
+        "parallel/gradient_buckets.py",
+        "kind = parameter.dtype, parameter.device",
+        "kind = members[0][1].dtype if members else parameter.dtype, parameter.device",
+        "parallel/test_gradient_buckets.py",
+        only="several_types",
+    ),
 )

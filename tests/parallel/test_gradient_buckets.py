@@ -109,6 +109,23 @@ def test_sums_in_bfloat16_are_rounded_before_and_after() -> None:
         assert not torch.equal(grad, 2 * whole)
 
 
+def test_gradients_of_several_types_are_summed_in_their_own() -> None:
+    """A router and norms in float32 between matrices in bfloat16: each type has buckets of its own."""
+    group = Doubling("data", (0, 1))
+    types = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32)
+    numbers = torch.tensor([1.0009765625, 3.0])  # the first is 1 in bfloat16
+    named = [(f"p{place}", nn.Parameter(torch.ones(2, dtype=dtype))) for place, dtype in enumerate(types)]
+    buckets = GradientBuckets(named, group)
+    buckets.prepare_backward(True)
+    torch.stack([(parameter.float() * numbers).sum() for _, parameter in named]).sum().backward()
+    buckets.finish()
+    assert group.sums == [(torch.float32, 2), (torch.bfloat16, 4), (torch.float32, 2)]
+    for _, parameter in named:
+        assert parameter.grad is not None and parameter.grad.dtype == parameter.dtype
+        assert torch.equal(parameter.grad, 2 * numbers.to(parameter.dtype))
+    assert not torch.equal(numbers, numbers.bfloat16().float())  # so that a sum in another type would show
+
+
 def test_a_parameter_without_a_gradient_is_named() -> None:
     model, group = network(), Doubling("data", (0, 1))
     buckets = GradientBuckets([*model.named_parameters(), ("unused", nn.Parameter(torch.ones(2)))], group)
