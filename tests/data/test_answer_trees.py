@@ -133,6 +133,17 @@ def test_steps_are_a_chain_that_adds_up_to_the_text(tokenizer: Tokenizer, prompt
     assert "5 + 4" not in texts[1] and "5 + 4" in texts[2]
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_steps_that_the_prompt_quotes_are_those_of_the_answer(tokenizer: Tokenizer, as_chat: bool) -> None:
+    steps = ["2 + 3 = 5", "5 + 4 = 9"]
+    question = f"Is this right?\n{steps[0]}\n{steps[1]}\nSay it again.\n"
+    prompt = [{"role": "user", "content": question}] if as_chat else question
+    tree = tree_of(tokenizer, {"prompt": prompt, "completions": steps, "labels": [True, False]}, "stepwise")
+    texts = [tokenizer.decode(tree.tokens[branch.start : branch.stop].tolist()) for branch in tree.branches]
+    assert "Say it again" in texts[0] and "Say" not in texts[1] + texts[2]
+    assert steps[0] in texts[1] and steps[1] not in texts[1] and steps[1] in texts[2]
+
+
 def test_a_judged_answer_and_the_next_rows_behind_its_prompt(tiny_world: World, tmp_path: Path) -> None:
     rows = [{"messages": [ASK, answer], "label": answer is TELL} for answer in (TELL, WORSE, TELL)]
     rows[2]["messages"] = [{"role": "user", "content": "And now?"}, TELL]

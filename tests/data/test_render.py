@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from builders import chat_tokenizers
 from builders.chat_templates import CHATML, NO_TERMINATOR, RAISES, STYLES, TERMINATORS
 from builders.chat_tokenizers import (
     KINDS,
+    MARKS,
     Kind,
     WrongMask,
     check_sample,
@@ -75,7 +77,13 @@ def test_ids_are_those_of_transformers_and_the_trained_ones_what_the_assistant_w
     row = data.draw(chat_tokenizers.rows(tools=style == "qwen3"))
     tokenizer, oracle = tokenizer_and_oracle(style, kind)
     turns, tools = turns_shown(row, tokenizer)
-    _, samples = rendered(style, row, kind=kind)
+    try:
+        _, samples = rendered(style, row, kind=kind)
+    except DataError as error:
+        # A content of odd texts can hold what templates cut, or nothing but the marks that they write themselves.
+        lost = re.search(r"leaves out text of its (\w+), |writes no more than what ends it", str(error))
+        assert lost and any(mark in json.dumps(row) for mark in MARKS)
+        return
     for sample in samples:
         check_sample(oracle, turns, tools, sample, TERMINATORS.get(style))
     trained = sorted(turn for sample in samples for turn in np.unique(sample.turns[sample.weights > 0]).tolist())

@@ -4,4 +4,61 @@ from __future__ import annotations
 
 from mutation.table import Mutation
 
-MUTATIONS: tuple[Mutation, ...] = ()
+SHOWN = "data/test_shown_texts.py"
+TOKENIZING = "data/test_tokenizing.py"
+MUTATIONS: tuple[Mutation, ...] = (
+    # -- text that a template leaves out
+    Mutation(
+        "data/shown_texts.py",
+        "        for piece in _THOUGHT_MARK.split(turn.get(key) or",
+        "        for piece in _SPACES.split(turn.get(key) or",
+        SHOWN,
+    ),
+    Mutation("data/shown_texts.py", "        if not shown_alone:", "        if not alone:", SHOWN),
+    Mutation(
+        "data/shown_texts.py",
+        "        return self._marked is None or _placeholder(number, key) in self._marked",
+        "        return True",
+        SHOWN,
+    ),
+    Mutation(
+        "data/shown_texts.py",
+        "self.text.count(piece) >= self._all_texts.count(piece)",
+        "True",
+        SHOWN,
+    ),
+    Mutation("data/shown_texts.py", "for form in (piece, *escaped)", "for form in (piece,)", SHOWN),
+    Mutation(
+        "data/shown_texts.py",
+        "    return any(_SPACES.sub",
+        "    return False and any(_SPACES.sub",
+        SHOWN,
+    ),
+    Mutation("data/message_spans.py", "_SpanTemplate.of(text, contents[:count])", "_SpanTemplate.of(text, [])", SHOWN),
+    Mutation("data/render.py", "        _require_answers(annotated, trained)", "        pass", SHOWN),
+    Mutation(
+        "data/prompts.py",
+        "            left_out = renderer.keys_left_out(columns)",
+        "            left_out = ()",
+        SHOWN,
+    ),
+    # -- prompts whose tokens are no beginning of the sample
+    Mutation(
+        "data/render.py",
+        "reasons[border] in _PROMPT_ENDS:",
+        "weights[border] == 0:",
+        TOKENIZING,
+    ),
+    Mutation(
+        "data/render.py", "            if weights[border + 1] > 0 and reasons", "            if reasons", TOKENIZING
+    ),
+    Mutation(
+        "data/message_spans.py",
+        "    return _Written(start, stop, start == len(prompt))",
+        "    return _Written(start, stop, True)",
+        TOKENIZING,
+    ),
+    Mutation("data/answer_trees.py", "remarks=Remarks.of(paths_of_row)", "remarks=Remarks()", TOKENIZING),
+    # -- a step that the prompt quotes
+    Mutation("data/render.py", "draft.text.rfind(answer)", "draft.text.find(answer)", "data/test_answer_trees.py"),
+)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from danlu.data.preference_rows import AnswerRow, JudgedAnswer, StepwiseAnswer, answers_of
-from danlu.data.render import RenderedSample, RenderSettings, render_rows
+from danlu.data.render import Remarks, RenderedSample, RenderSettings, render_rows
 from danlu.data.rows import Row
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
@@ -39,7 +39,8 @@ def render_answers(
     for row, where in zip(rows, wheres, strict=True):
         rendered = [next(outcomes) for _ in answers_of(row)]
         try:
-            trees.append(_tree(row, [_whole(outcome) for outcome in rendered], where))
+            paths_of_row = [_whole(outcome) for outcome in rendered]
+            trees.append(replace(_tree(row, paths_of_row, where), remarks=Remarks.of(paths_of_row)))
         except DataError as error:
             trees.append(error)
     return trees

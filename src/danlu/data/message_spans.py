@@ -21,9 +21,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from danlu.data.chat_template import ChatTemplate, Turn
+from danlu.data.shown_texts import LeftOut, texts_left_out
 from danlu.errors import DataError
 
 
@@ -71,6 +72,8 @@ class AnnotatedText:
         turns: of each span, the message it belongs to; -1 for none.
         trained: the assistant turns that stand here as they are to be written.
         closed: whether the template closes the last turn with a token of its own.
+        left_out: what the template shows of a message only while that is the last, and not here.
+        unlike_prompt: trained turns that do not begin with the whole generation prompt that they are drawn from.
     """
 
     text: str
@@ -79,6 +82,8 @@ class AnnotatedText:
     turns: tuple[int, ...]
     trained: frozenset[int]
     closed: bool
+    left_out: tuple[LeftOut, ...] = ()
+    unlike_prompt: frozenset[int] = frozenset()
 
     def in_bytes(self) -> AnnotatedText:
         """The same with stops counted in UTF-8 bytes."""
@@ -120,10 +125,18 @@ def annotate(
     return result
 
 
+class _Written(NamedTuple):
+    """Where in a text, in characters, the assistant's part of a turn stands, and whether its whole prompt is before."""
+
+    start: int
+    stop: int
+    follows_prompt: bool
+
+
 def _assistant_span(
     turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate, i: int, whole: str
-) -> tuple[int, int] | None:
-    """(start, stop) in `whole` of what the assistant writes in turn i, in characters.
+) -> _Written | None:
+    """Where in `whole` that stands which the assistant writes in turn i.
 
     None if it is not there as the assistant has to write it: the template rewrites history.
     """
@@ -138,18 +151,18 @@ def _assistant_span(
     # What a conversation that ends here has beyond one that goes on may only close it (Phi-3 adds an end of text).
     if stop < start or not template.closing.fullmatch(after, stop):
         return None
-    return start, stop
+    return _Written(start, stop, start == len(prompt))
 
 
 def _annotate(
     text: str,
     turns: Sequence[Turn],
     tools: Sequence[Mapping[str, Any]] | None,
-    written: Mapping[int, tuple[int, int]],
+    written: Mapping[int, _Written],
     template: ChatTemplate,
 ) -> AnnotatedText:
-    """`text` with the span of every message. `written`: (start, stop) of what the assistant writes, by turn."""
-    turn_spans = _content_spans(text, turns, tools, template) | dict(written)
+    """`text` with the span of every message. `written`: what the assistant writes, by turn."""
+    turn_spans = _content_spans(text, turns, tools, template) | {i: span[:2] for i, span in written.items()}
     for i in sorted(set(range(len(turns))) - turn_spans.keys()):
         # Searched between its neighbours only: a short content could also be found in another message.
         start = next((turn_spans[j][1] for j in range(i - 1, -1, -1) if j in turn_spans), 0)
@@ -171,7 +184,8 @@ def _annotate(
     starts = (0, *(stop for stop, _, _ in spans))
     nonempty = [span for start, span in zip(starts, spans, strict=False) if span[0] > start]
     stops, reasons, owners = zip(*nonempty, strict=True) if nonempty else ((), (), ())
-    return AnnotatedText(text, stops, reasons, owners, frozenset(written), closed)
+    unlike_prompt = frozenset(i for i, span in written.items() if not span.follows_prompt)
+    return AnnotatedText(text, stops, reasons, owners, frozenset(written), closed, unlike_prompt=unlike_prompt)
 
 
 def _content_spans(
@@ -277,7 +291,11 @@ class SpanRenderer:
     def annotate(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, wanted: tuple[int, ...]
     ) -> list[AnnotatedText]:
-        """What `message_spans.annotate` gives, faster where that is safe."""
+        """What `message_spans.annotate` gives, faster where that is safe, with what the first of them leaves out.
+
+        Raises:
+            DataError: the template refuses the conversation, or leaves out a text of a message wherever that stands.
+        """
         if tools is None and self._template.is_transparent and all(map(self._is_plain, turns)):
             key = (tuple([turn["role"] for turn in turns]), wanted)
             if is_new := key not in self._by_roles:
@@ -292,6 +310,7 @@ class SpanRenderer:
                 self._renderings += 1
                 return result
         texts = annotate(turns, tools, self._template, wanted)
+        texts[0] = replace(texts[0], left_out=texts_left_out(turns, tools, self._template, texts[0].text))
         return [text.in_bytes() for text in texts] if self._offsets_in_bytes else texts
 
     def _is_plain(self, turn: Turn) -> bool:
@@ -314,7 +333,9 @@ class SpanRenderer:
             ambiguous_starts = self._ambiguous_starts(turns)
         except DataError:
             return None  # the slow way says what is wrong, for the real row
-        templates = [_SpanTemplate.of(text, contents) for text in texts]
+        # A text of its own ends with the turn that it is for.
+        shown = [len(turns), *(max(text.trained) + 1 for text in texts[1:])]
+        templates = [_SpanTemplate.of(text, contents[:count]) for text, count in zip(texts, shown, strict=True)]
         complete = tuple(template for template in templates if template is not None)
         return _RoleSequence(complete, ambiguous_starts) if len(complete) == len(templates) else None
 
@@ -352,10 +373,7 @@ class _SpanTemplate:
     @classmethod
     def of(cls, annotated: AnnotatedText, contents: Sequence[str]) -> _SpanTemplate | None:
         literals, starts, position = [], [], 0
-        used = [content for content in contents if content in annotated.text]
-        if used != list(contents[: len(used)]):
-            return None
-        for content in used:
+        for content in contents:
             if annotated.text.count(content) != 1 or (place := annotated.text.find(content, position)) < 0:
                 return None
             literals.append(annotated.text[position:place])

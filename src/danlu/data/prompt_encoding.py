@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.render import half_character, shown_messages
+from danlu.data.shown_texts import texts_left_out
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
 
@@ -39,6 +40,18 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, system
     turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
     # The template writes the beginning-of-text token itself.
     return _encode(tokenizer, template.render(turns, conversation.tools, prompt=True))
+
+
+def keys_left_out(tokenizer: Tokenizer, conversation: Conversation, system: str | None = None) -> tuple[str, ...]:
+    """The keys of messages with text that the prompt of a conversation does not show, as they are not the last.
+
+    Raises DataError for text that the chat template shows of no message.
+    """
+    template = tokenizer.template(bool(conversation.tools))
+    turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
+    text = template.render(turns, conversation.tools, prompt=True)
+    found = texts_left_out(turns, conversation.tools, template, text, prompt=True)
+    return tuple(dict.fromkeys(part.key for part in found))
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -19,7 +19,13 @@ from danlu.data import mixture, sources
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.permutation import Permutation
 from danlu.data.prepare import BadRowPolicy, Progress, worker_count
-from danlu.data.prompt_encoding import encode_conversation, encode_text, shorten_conversation, shorten_text
+from danlu.data.prompt_encoding import (
+    encode_conversation,
+    encode_text,
+    keys_left_out,
+    shorten_conversation,
+    shorten_text,
+)
 from danlu.data.prompt_formats import PromptColumns, parse_prompt
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Format
@@ -218,7 +224,7 @@ def prompt_lines(name: str, statistics: Statistics) -> list[str]:
     ]
     lines += [f"{name}: {count:,} of them {done}: {TOO_LONG}" for done, count in statistics.shortened.items()]
     lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in statistics.dropped.items()]
-    lines += [f"{name}: {line}" for line in statistics.unread_lines()]
+    lines += [f"{name}: {line}" for line in (*statistics.left_out_lines(), *statistics.unread_lines())]
     if statistics.bad_rows:
         plural = "row" if statistics.bad_rows == 1 else "rows"
         lines.append(f"{name}: {statistics.bad_rows:,} bad {plural} skipped, the first: {statistics.bad_examples[0]}")
@@ -298,6 +304,7 @@ def render_prompts(tokenizer: Tokenizer, task: PromptTask) -> PromptChunk:
             continue
         renderer.prepare(columns)
         try:
+            left_out = renderer.keys_left_out(columns)
             fitting = renderer.fitted(columns)
         except DataError as error:
             bad.append(f"{row.where}: {error}")
@@ -308,6 +315,9 @@ def render_prompts(tokenizer: Tokenizer, task: PromptTask) -> PromptChunk:
             statistics.dropped[TOO_LONG] += 1
             continue
         shown, tokens = fitting
+        if left_out:
+            statistics.left_out.update(left_out)
+            statistics.left_out_example = statistics.left_out_example or row.where
         statistics.shortened.update([PROMPT_SHORTENED] if shown is not columns else [])
         prompts.append(Prompt(tokens, row.value, _shown(shown), row.where))
     statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(bad), samples=len(prompts)))
@@ -347,15 +357,24 @@ class _Renderer:
 
     def encoded(self, columns: PromptColumns) -> tuple[int, ...]:
         """The tokens of a prompt. Raises DataError where the template refuses it."""
-        if isinstance(columns, str):
-            if not self._tokenizer.has_template:
-                return tuple(encode_text(self._tokenizer, columns))
-            columns = Conversation((Message("user", columns),))
-        if self._settings.tools:
-            columns = self._with_tools(columns)
-        return tuple(encode_conversation(self._tokenizer, columns, self._settings.system))
+        if isinstance(columns, str) and not self._tokenizer.has_template:
+            return tuple(encode_text(self._tokenizer, columns))
+        return tuple(encode_conversation(self._tokenizer, self._conversation(columns), self._settings.system))
 
-    def _with_tools(self, conversation: Conversation) -> Conversation:
+    def keys_left_out(self, columns: PromptColumns) -> tuple[str, ...]:
+        """The keys of messages with text that the chat template leaves out, as it does of turns that are not the last.
+
+        Raises DataError for text that it shows of no message.
+        """
+        if isinstance(columns, str) and not self._tokenizer.has_template:
+            return ()
+        return keys_left_out(self._tokenizer, self._conversation(columns), self._settings.system)
+
+    def _conversation(self, columns: PromptColumns) -> Conversation:
+        """The prompt as messages, with the tools that can be called."""
+        conversation = Conversation((Message("user", columns),)) if isinstance(columns, str) else columns
+        if not self._settings.tools:
+            return conversation
         if conversation.tools:
             raise DataError("the row has tools of its own, and those that can be called are in environment.tools")
         return replace(conversation, tools=tuple(dict(tool) for tool in self._settings.tools))

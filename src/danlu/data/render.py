@@ -7,7 +7,7 @@ out, the first or last letters of an answer would never be learnt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -22,6 +22,8 @@ from danlu.data.tokenizer import Encoded, Tokenizer
 from danlu.errors import DataError
 from danlu.types import Branch
 
+_ANSWER_BEGINS = (Reason.ASSISTANT, Reason.REASONING, Reason.COMPLETION)
+_PROMPT_ENDS = (Reason.TEMPLATE, Reason.PROMPT)
 _ASSISTANT_REASONS = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assistant turn is made of
 
 
@@ -32,6 +34,31 @@ class RenderSettings:
     train_on: Literal["all", "assistant", "last"] = "assistant"
     system: str | None = None
     append_eos: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Remarks:
+    """What people are told of a sample that can be trained.
+
+    Attributes:
+        left_out: keys of messages with text that the chat template shows only while the message is the last.
+        split_token: the first token that begins in the prompt of a trained answer and ends in the answer; -1: none.
+        unlike_prompt: a trained answer does not stand behind its whole generation prompt.
+    """
+
+    left_out: tuple[str, ...] = ()
+    split_token: int = -1
+    unlike_prompt: bool = False
+
+    @classmethod
+    def of(cls, samples: Sequence[RenderedSample]) -> Remarks:
+        """What is to be told of several samples of one row together."""
+        remarks = [sample.remarks for sample in samples]
+        return cls(
+            tuple(dict.fromkeys(key for each in remarks for key in each.left_out)),
+            next((each.split_token for each in remarks if each.split_token >= 0), -1),
+            any(each.unlike_prompt for each in remarks),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +73,7 @@ class RenderedSample:
             each step of an answer in steps counts as a message.
         where: the row, for messages.
         branches: of a tree (see `danlu.types.Sample`), with the facts [branches] of each.
+        remarks: lost when it is cut.
     """
 
     tokens: np.ndarray
@@ -55,6 +83,7 @@ class RenderedSample:
     where: str
     branches: tuple[Branch, ...] = ()
     facts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    remarks: Remarks = Remarks()
 
     def part(self, start: int, stop: int) -> RenderedSample:
         """Tokens `start` to `stop` as a sample of its own."""
@@ -77,6 +106,7 @@ class _Draft:
     first_token: int | None = None
     last_token: int | None = None
     last_label: tuple[Reason, int, float] = (Reason.EOS, -1, 1.0)
+    remarks: Remarks = Remarks()
 
 
 def render_rows(
@@ -214,7 +244,10 @@ class _Renderer:
         texts = spans.annotate(turns, row.tools, wanted)
         drafts = [self._draft(text, weights, whole=number == 0) for number, text in enumerate(texts)]
         # Turns that are rewritten later on are all trained in samples of their own; the whole may then train nothing.
-        return drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
+        drafts = drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
+        if left_out := tuple(dict.fromkeys(part.key for part in texts[0].left_out)):
+            drafts[0] = replace(drafts[0], remarks=replace(drafts[0].remarks, left_out=left_out))
+        return drafts
 
     def _draft(self, annotated: AnnotatedText, turn_weights: Sequence[float], *, whole: bool) -> _Draft:
         on_template = 1.0 if whole and self._rendering.train_on == "all" else 0.0
@@ -226,6 +259,8 @@ class _Renderer:
                 weights.append(turn_weights[turn] if turn in annotated.trained else 0.0)
             else:
                 weights.append(turn_weights[turn] if whole else 0.0)
+        trained = {turn for turn in annotated.trained if turn_weights[turn] > 0}
+        _require_answers(annotated, trained)
         last = annotated.turns[-1]
         close = not annotated.closed and last in annotated.trained  # the template has no token that closes an answer
         return _Draft(
@@ -236,6 +271,7 @@ class _Renderer:
             weights,
             last_token=self._eos() if close else None,
             last_label=(Reason.TERMINATOR, last, turn_weights[last]),
+            remarks=Remarks(unlike_prompt=not annotated.unlike_prompt.isdisjoint(trained)),
         )
 
 
@@ -261,6 +297,17 @@ def shown_messages(row: Conversation, template: ChatTemplate, system: str | None
             "the chat template leaves out tool calls or results; name one that shows them in model.chat_template"
         )
     return messages
+
+
+def _require_answers(annotated: AnnotatedText, trained: Collection[int]) -> None:
+    """Raises DataError for a trained turn of which the template writes nothing but what ends it."""
+    spans = zip(annotated.reasons, annotated.turns, strict=True)
+    empty = set(trained) - {turn for reason, turn in spans if reason in (Reason.ASSISTANT, Reason.REASONING)}
+    if empty:
+        raise DataError(
+            f"message {min(empty) + 1}: of this answer the chat template writes no more than what ends it, and the "
+            "end alone would be trained. Name a template that shows the answer in model.chat_template"
+        )
 
 
 def half_character(error: UnicodeEncodeError) -> str:
@@ -310,23 +357,26 @@ def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Token
     if not drafts:
         return []
     encoded = tokenizer.encode_many([draft.text for draft in drafts])
-    span_of = _span_of_token(drafts, encoded)
+    span_of, split_tokens = _span_of_token(drafts, encoded)
     weights = np.array([weight for draft in drafts for weight in draft.weights], np.float32)[span_of]
     reasons = np.array([reason for draft in drafts for reason in draft.reasons], np.uint8)[span_of]
     turns = np.array([turn for draft in drafts for turn in draft.turns], np.int32)[span_of]
     result, start = [], 0
-    for draft, where, stop in zip(drafts, wheres, np.cumsum(encoded.counts).tolist(), strict=True):
+    stops = np.cumsum(encoded.counts).tolist()
+    for number, (draft, where, stop) in enumerate(zip(drafts, wheres, stops, strict=True)):
         part = slice(start, stop)
-        result.append(
-            _with_ends(RenderedSample(encoded.ids[part], weights[part], reasons[part], turns[part], where), draft)
-        )
+        sample = RenderedSample(encoded.ids[part], weights[part], reasons[part], turns[part], where)
+        if number in split_tokens or draft.remarks != Remarks():
+            sample = replace(sample, remarks=replace(draft.remarks, split_token=split_tokens.get(number, -1)))
+        result.append(_with_ends(sample, draft))
         result[-1].weights[:1] = 0
         start = stop
     return result
 
 
-def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
-    """[T] int64: for each token the span it belongs to, counted over all drafts."""
+def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> tuple[np.ndarray, dict[int, int]]:
+    """[T] int64: for each token the span it belongs to, counted over all drafts; and by the number of a draft the first
+    token that begins in the prompt of a trained answer and ends in the answer."""
     bases = np.concatenate([[0], np.cumsum(encoded.sizes)[:-1]])
     spans = [len(draft.stops) for draft in drafts]
     borders = np.array([stop for draft in drafts for stop in draft.stops], np.int64) + np.repeat(bases, spans)
@@ -335,13 +385,18 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> np.ndarray:
     after[last] = np.cumsum(encoded.counts)  # the last span takes whatever tokens of its text are left
     span_of = np.repeat(np.arange(len(borders)), np.diff(after, prepend=0))
     # A token across a border was counted to the span it begins in.
-    weights = [weight for draft in drafts for weight in draft.weights]
     crossed = np.flatnonzero((after > 0) & (encoded.stops[np.maximum(after - 1, 0)] > borders))
-    for border in np.setdiff1d(crossed, last).tolist():
-        token = after[border] - 1
-        if weights[border + 1] > 0 and weights[span_of[token]] == 0:
-            span_of[token] = border + 1
-    return span_of
+    split_tokens: dict[int, int] = {}
+    if len(crossed):
+        weights = [weight for draft in drafts for weight in draft.weights]
+        reasons = [reason for draft in drafts for reason in draft.reasons]
+        for border in np.setdiff1d(crossed, last).tolist():
+            token = after[border] - 1
+            if weights[border + 1] > 0 and weights[span_of[token]] == 0:
+                span_of[token] = border + 1
+            if weights[border + 1] > 0 and reasons[border + 1] in _ANSWER_BEGINS and reasons[border] in _PROMPT_ENDS:
+                split_tokens.setdefault(int(np.searchsorted(last, border)), int(encoded.ids[token]))
+    return span_of, split_tokens
 
 
 def _with_ends(rendered: RenderedSample, draft: _Draft) -> RenderedSample:

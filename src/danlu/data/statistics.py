@@ -71,6 +71,12 @@ class Statistics:
     unread: Counter[str] = field(default_factory=Counter)  # rows, by a key of their messages that is not read
     added_thoughts: int = 0  # samples that train a thought which the chat template adds to a row that has none
     added_thought_example: str = ""  # the row of the first of them
+    left_out: Counter[str] = field(default_factory=Counter)  # rows, by a key of turns whose text later turns do not see
+    left_out_example: str = ""  # the first of these rows
+    split_prompts: int = 0  # rows with a trained answer whose generation prompt ends inside a token
+    split_prompt_example: str = ""  # the first of them, and the token
+    unlike_prompts: int = 0  # rows with a trained answer that does not stand behind its whole generation prompt
+    unlike_prompt_example: str = ""  # the first of them
     written_specials: Counter[str] = field(default_factory=Counter)  # samples, by a special token that their text holds
     written_special_example: str = ""  # the row of the first of them
     answers: int = 0  # samples that train an answer
@@ -147,6 +153,8 @@ class Statistics:
                 "that is not meant, give rows their thoughts (reasoning_content) or name a template without them "
                 "(model.chat_template)"
             )
+        lines += self.left_out_lines()
+        lines += self._prompt_lines()
         if self.written_specials:
             examples = [f"{token} in {samples:,}" for token, samples in self.written_specials.most_common(SHOWN_KEYS)]
             more = len(self.written_specials) - len(examples)
@@ -154,6 +162,37 @@ class Statistics:
                 f"special tokens are written out in the text of rows, and count as the tokens themselves: "
                 f"{', '.join(examples)} samples{f' and {more} more tokens' if more else ''}, the first "
                 f"{self.written_special_example}. Take them out where they are not meant"
+            )
+        return lines
+
+    def left_out_lines(self) -> list[str]:
+        """What the chat template shows of a turn only while it is the last; none if nothing."""
+        if not self.left_out:
+            return []
+        keys = " and ".join(f"{key} in {rows:,}" for key, rows in self.left_out.most_common())
+        return [
+            f"the chat template shows text of a turn only while it is the last, and not before later turns: {keys} of "
+            f"{self.rows:,} rows, the first {self.left_out_example}. A turn that is trained is a sample of its own "
+            "with this text; where later turns need it too, name another template (model.chat_template)"
+        ]
+
+    def _prompt_lines(self) -> list[str]:
+        """What is to be told of trained answers for which a model is asked by other tokens than they are trained on."""
+        lines = []
+        if self.split_prompts:
+            lines.append(
+                f"the prompt ends inside a token in {self.split_prompts:,} of {self.rows:,} rows, the first "
+                f"{self.split_prompt_example}: generation goes on behind other tokens than those that are trained, and "
+                "its answers can be garbage. End the prompt before its last space and begin the answer with that, or "
+                "name a chat template whose generation prompt ends in a special token or a line break "
+                "(model.chat_template)"
+            )
+        if self.unlike_prompts:
+            lines.append(
+                f"answers do not begin with the end of the generation prompt in {self.unlike_prompts:,} of "
+                f"{self.rows:,} rows, the first {self.unlike_prompt_example}: generation goes on behind text that was "
+                "not trained. Begin these answers as the generation prompt ends (with a thought, for example), or name "
+                "another chat template (model.chat_template)"
             )
         return lines
 

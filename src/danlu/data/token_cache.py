@@ -43,7 +43,7 @@ from danlu.types import Sample
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # raised whenever rendering, cutting or this layout changes what a row becomes
+FORMAT = 5  # raised whenever rendering, cutting or this layout changes what a row becomes
 CHECK_BYTES = 16 * 2**20  # one checksum for so many bytes
 CHECKED_AT_MOST = 256  # checksums verified when a store is opened: all of it up to 4 GiB, an even sample beyond
 MARKER = "COMPLETE"

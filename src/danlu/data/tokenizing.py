@@ -15,7 +15,7 @@ from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation
 from danlu.data.preference_rows import AnswerRow, JudgedAnswer, Pair, answers_of, parse_answers
 from danlu.data.raw_rows import BadRow, RawRow
-from danlu.data.render import RenderedSample, RenderSettings, render_rows, untrained_terminator
+from danlu.data.render import Remarks, RenderedSample, RenderSettings, render_rows, untrained_terminator
 from danlu.data.rows import Format, Row, Tokenized, parse_row, unread_keys
 from danlu.data.samples import SampleBlock, TreeTable
 from danlu.data.statistics import Statistics
@@ -173,6 +173,8 @@ def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
             bad[place.index] = str(outcome)
             continue
         kept = _fit(outcome, settings, statistics, tokenizer.bos_id)
+        if kept:
+            _count_remarks(Remarks.of(outcome), place.where, tokenizer, statistics)
         samples += kept
         numbers += [place.index] * len(kept)
     messages = tuple(bad[number] for number in sorted(bad))
@@ -194,6 +196,19 @@ def _count_judgement(row: Row | AnswerRow, where: str, statistics: Statistics) -
     elif isinstance(row, Pair):
         statistics.judgements["no margin"] += 1
         statistics.no_margin_example = statistics.no_margin_example or where
+
+
+def _count_remarks(remarks: Remarks, where: str, tokenizer: Tokenizer, statistics: Statistics) -> None:
+    statistics.left_out.update(remarks.left_out)
+    if remarks.left_out:
+        statistics.left_out_example = statistics.left_out_example or where
+    if remarks.split_token >= 0:
+        statistics.split_prompts += 1
+        written = f"{where} (the token {tokenizer.decode([remarks.split_token])!r})"
+        statistics.split_prompt_example = statistics.split_prompt_example or written
+    if remarks.unlike_prompt:
+        statistics.unlike_prompts += 1
+        statistics.unlike_prompt_example = statistics.unlike_prompt_example or where
 
 
 def _fit(

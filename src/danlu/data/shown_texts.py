@@ -1,0 +1,173 @@
+"""Texts of messages that a chat template leaves out of what it renders.
+
+A template that shows no thoughts, cuts a content at `</think>` or takes contents as lists of parts only loses what the
+row holds, and nothing else would tell. So the texts of each message (its content, its thought, the strings of its
+calls) are looked for in the rendered text. Some templates leave out what they show while a message is the last (the
+thoughts of earlier turns): that is what the model sees when it answers later turns, and no error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from danlu.data.chat_template import ChatTemplate, Turn
+from danlu.data.column_values import abbreviate
+from danlu.errors import DataError
+
+_THOUGHT_MARK = re.compile(r"</?think>")  # templates write these themselves, and the white space around them
+_SPACES = re.compile(r"\s+")
+_CERTAIN_LENGTH = 20  # characters of a text that no template has among its own words
+_ADVICE = {
+    "content": "Name a template that shows it in model.chat_template, or take it out of the row",
+    "reasoning_content": (
+        "Name a template that shows thoughts in model.chat_template, write the thought into the content as the model "
+        "is to write it, or take it out of the row"
+    ),
+    "tool_calls": "Name a template that shows it in model.chat_template, or take it out of the row",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A text of message `turn`, from its key `key`, that a rendering does not show."""
+
+    turn: int
+    key: str
+    text: str
+
+
+def texts_left_out(
+    turns: Sequence[Turn],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: ChatTemplate,
+    text: str,
+    prompt: bool = False,
+) -> tuple[LeftOut, ...]:
+    """What `text`, the rendering of these turns, leaves out of turns that the template shows while they are the last.
+
+    Args:
+        prompt: the text ends with the generation prompt.
+
+    Raises:
+        DataError: the template leaves out a text of a message wherever the message stands.
+    """
+    found = _Rendering(turns, tools, template, text, prompt).left_out(range(len(turns)))
+    for part in found:
+        beginning = turns[: part.turn + 1]
+        try:
+            alone = template.render(beginning, tools)
+        except DataError:
+            shown_alone = False
+        else:
+            shown_alone = part not in _Rendering(beginning, tools, template, alone, False).left_out([part.turn])
+        if not shown_alone:
+            raise DataError(
+                f"message {part.turn + 1}: the chat template leaves out text of its {part.key}, "
+                f"{abbreviate(part.text)}, which would be lost. {_ADVICE[part.key]}"
+            )
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Rendering:
+    """A rendered text and what it is of."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[Mapping[str, Any]] | None
+    template: ChatTemplate
+    text: str
+    prompt: bool
+
+    def left_out(self, numbers: Sequence[int]) -> list[LeftOut]:
+        """The texts of these turns that it does not show."""
+        return [
+            LeftOut(number, key, piece)
+            for number in numbers
+            for key, piece in _texts(self.turns[number])
+            if not self._shows(number, key, piece)
+        ]
+
+    def _shows(self, number: int, key: str, piece: str) -> bool:
+        if not _is_in(piece, self.text, self._squeezed):
+            return False
+        if key == "tool_calls" or (
+            len(piece) >= _CERTAIN_LENGTH and self.text.count(piece) >= self._all_texts.count(piece)
+        ):
+            return True
+        # It may be a word of the template's, or of another message: a placeholder in its place cannot be.
+        return self._marked is None or _placeholder(number, key) in self._marked
+
+    def _squeezed(self) -> str:
+        return self._without_spaces
+
+    @cached_property
+    def _without_spaces(self) -> str:
+        return _SPACES.sub("", self.text)
+
+    @cached_property
+    def _all_texts(self) -> str:
+        return "\n".join(piece for turn in self.turns for _, piece in _texts(turn))
+
+    @cached_property
+    def _marked(self) -> str | None:
+        """The rendering with a placeholder for each content and thought; None where the template refuses them."""
+        try:
+            return self.template.render(
+                [_with_placeholders(turn, number) for number, turn in enumerate(self.turns)], self.tools, self.prompt
+            )
+        except DataError:
+            return None
+
+
+def _texts(turn: Turn) -> Iterator[tuple[str, str]]:
+    """The texts of a message with the key that each is from; those around marks of thoughts are texts of their own."""
+    for key in ("content", "reasoning_content"):
+        for piece in _THOUGHT_MARK.split(turn.get(key) or ""):
+            if stripped := piece.strip():
+                yield key, stripped
+    for call in turn.get("tool_calls") or ():
+        function = call["function"]
+        for piece in _strings([function["name"], function["arguments"]]):
+            if stripped := piece.strip():
+                yield "tool_calls", stripped
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings in a value, the keys of objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield key
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _is_in(piece: str, text: str, squeezed: Callable[[], str]) -> bool:
+    """Whether a text stands in another: as it is, as JSON or Python write it within a string, or spaced otherwise."""
+    if piece in text:
+        return True
+    escaped = [json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1], repr(piece)[1:-1]]
+    escaped.append(json.dumps(escaped[0], ensure_ascii=False)[1:-1])  # JSON within a string of JSON
+    return any(_SPACES.sub("", form) in squeezed() for form in (piece, *escaped))
+
+
+def _with_placeholders(turn: Turn, number: int) -> Turn:
+    marked = dict(turn)
+    for key in ("content", "reasoning_content"):
+        if (turn.get(key) or "").strip():
+            marked[key] = _placeholder(number, key)
+    if "thinking" in turn:
+        marked["thinking"] = marked.get("reasoning_content", turn["thinking"])
+    return marked
+
+
+def _placeholder(number: int, key: str) -> str:
+    return f"Zq{number}{key.partition('_')[0]}{number}qZ"
