@@ -77,7 +77,7 @@ USER = ("user", "How do I greet somebody?")
         # A short thought also stands in the answer.
         (CHATML, chat(USER, ("assistant", "hello it is"), reasoning_content="hello"), "its reasoning_content, 'hello'"),
         # A long one that the answer quotes.
-        (CHATML, chat(USER, ("assistant", "Well, a greeting is asked for."), reasoning_content="a greeting is asked for"),
+        (CHATML, chat(USER, ("assistant", "So a greeting is asked for"), reasoning_content="a greeting is asked for"),
          "its reasoning_content, 'a greeting is asked for'"),
         (CHATML, chat(USER, ("assistant", "Say hello."), thinking="A greeting is asked for."), "its reasoning_content"),
         (CUTS_THOUGHTS, chat(USER, ("assistant", "<think>\nA greeting.\n</think>\n\nSay hello.")),

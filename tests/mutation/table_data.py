@@ -59,6 +59,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         TOKENIZING,
     ),
     Mutation("data/answer_trees.py", "remarks=Remarks.of(paths_of_row)", "remarks=Remarks()", TOKENIZING),
+    # -- nested columns
+    Mutation("data/columnar_rows.py", "if inner is not None", "if True", "data/test_columnar_rows.py"),
+    Mutation("data/columnar_rows.py", '== "arrow.json":', '== "json":', "data/test_columnar_rows.py"),
+    Mutation(
+        "data/columnar_rows.py",
+        "        return _list_reader(_read_of(arrow_type.value_type))",
+        "        return None",
+        "data/test_columnar_rows.py",
+    ),
+    Mutation("data/columnar_rows.py", "    if is_too_deep(value):", "    if False:", "data/test_columnar_rows.py"),
+    Mutation(
+        "data/columnar_rows.py",
+        "None if item is None else read_item(item)",
+        "read_item(item)",
+        "data/test_columnar_rows.py",
+    ),
+    Mutation("data/sources.py", '.with_format("arrow")', "", "data/test_columnar_rows.py"),
     # -- a step that the prompt quotes
     Mutation("data/render.py", "draft.text.rfind(answer)", "draft.text.find(answer)", "data/test_answer_trees.py"),
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
+from danlu.data.columnar_rows import numbered_rows
 from danlu.data.compressed_files import DECOMPRESSORS, first_line, open_decompressed
 from danlu.data.raw_rows import BadRow, LocatedContent, decode_utf8, json_row, not_utf8_error, require_object
 from danlu.errors import DataError
@@ -248,7 +249,7 @@ def _read_parquet(file: Path, name: str) -> Iterator[LocatedContent]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            yield from numbered_rows(name, (batch.to_pylist() for batch in parquet.iter_batches(BATCH_ROWS)))
+            yield from numbered_rows(name, parquet.iter_batches(BATCH_ROWS))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name}: not a readable parquet file: {first_line(error)}") from error
 
@@ -266,15 +267,9 @@ def _read_arrow(file: Path, name: str) -> Iterator[LocatedContent]:
                 mapped.seek(0)
                 batches = pyarrow.ipc.open_stream(mapped)
             parts = (batch.slice(at, BATCH_ROWS) for batch in batches for at in range(0, batch.num_rows, BATCH_ROWS))
-            yield from numbered_rows(name, (part.to_pylist() for part in parts))
+            yield from numbered_rows(name, parts)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name}: not a readable arrow file: {first_line(error)}") from error
-
-
-def numbered_rows(name: str, batches: Iterable[list[dict[str, Any]]]) -> Iterator[LocatedContent]:
-    """Rows of a columnar file or data set, which have numbers (from 1) but no lines."""
-    for number, row in enumerate((row for batch in batches for row in batch), 1):
-        yield f"{name} row {number}", row
 
 
 _TEXT_FORMATS = frozenset({".csv", ".json", ".jsonl", ".ndjson", ".tsv", ".txt"})  # read from front to end

@@ -15,8 +15,9 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from danlu.data.columnar_rows import numbered_rows
 from danlu.data.compressed_files import READ_BYTES, first_line, open_decompressed, reading_errors
-from danlu.data.file_formats import BATCH_ROWS, READERS, describe_formats, format_of, numbered_rows
+from danlu.data.file_formats import BATCH_ROWS, READERS, describe_formats, format_of
 from danlu.data.raw_rows import LocatedContent, RawRow
 from danlu.errors import DataError
 from danlu.small_files import check_regular
@@ -230,10 +231,7 @@ def _read_files(files: Iterable[Path], source: Path) -> Iterator[LocatedContent]
 
 
 def _read_hub(path: str, split: str) -> Iterator[LocatedContent]:
-    columns = _hub_rows(path, split).iter(batch_size=BATCH_ROWS)
-    yield from numbered_rows(
-        path, ([dict(zip(part, row, strict=True)) for row in zip(*part.values(), strict=True)] for part in columns)
-    )
+    yield from numbered_rows(path, _hub_rows(path, split).with_format("arrow").iter(batch_size=BATCH_ROWS))
 
 
 def _hub_rows(path: str, split: str) -> Any:
