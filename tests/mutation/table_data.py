@@ -10,8 +10,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- text that a template leaves out
     Mutation(
         "data/shown_texts.py",
-        "        for piece in _THOUGHT_MARK.split(turn.get(key) or",
-        "        for piece in _SPACES.split(turn.get(key) or",
+        "        for passage in _THOUGHT_MARK.split(turn.get(key) or",
+        "        for passage in _SPACES.split(turn.get(key) or",
         SHOWN,
     ),
     Mutation("data/shown_texts.py", "        if not shown_alone:", "        if not alone:", SHOWN),
@@ -23,11 +23,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "data/shown_texts.py",
-        "self.text.count(piece) >= self._all_texts.count(piece)",
+        "self.text.count(passage) >= self._all_texts.count(passage)",
         "True",
         SHOWN,
     ),
-    Mutation("data/shown_texts.py", "for form in (piece, *escaped)", "for form in (piece,)", SHOWN),
+    Mutation("data/shown_texts.py", "for form in (passage, *escaped)", "for form in (passage,)", SHOWN),
     Mutation(
         "data/shown_texts.py",
         "    return any(_SPACES.sub",

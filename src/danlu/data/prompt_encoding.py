@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.render import half_character, shown_messages
@@ -36,10 +37,8 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, system
     Raises DataError where there is no template, or it refuses the conversation or has no place for its tools or calls,
     and for text that has no UTF-8.
     """
-    template = tokenizer.template(bool(conversation.tools))
-    turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
     # The template writes the beginning-of-text token itself.
-    return _encode(tokenizer, template.render(turns, conversation.tools, prompt=True))
+    return _encode(tokenizer, _rendered(tokenizer, conversation, system)[1])
 
 
 def keys_left_out(tokenizer: Tokenizer, conversation: Conversation, system: str | None = None) -> tuple[str, ...]:
@@ -47,11 +46,17 @@ def keys_left_out(tokenizer: Tokenizer, conversation: Conversation, system: str 
 
     Raises DataError for text that the chat template shows of no message.
     """
+    turns, text = _rendered(tokenizer, conversation, system)
+    template = tokenizer.template(bool(conversation.tools))
+    left_out = texts_left_out(turns, conversation.tools, template, text, prompt=True)
+    return tuple(dict.fromkeys(part.key for part in left_out))
+
+
+def _rendered(tokenizer: Tokenizer, conversation: Conversation, system: str | None) -> tuple[list[dict[str, Any]], str]:
+    """The messages of a conversation as the chat template sees them, and what it writes of them for a prompt."""
     template = tokenizer.template(bool(conversation.tools))
     turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
-    text = template.render(turns, conversation.tools, prompt=True)
-    found = texts_left_out(turns, conversation.tools, template, text, prompt=True)
-    return tuple(dict.fromkeys(part.key for part in found))
+    return turns, template.render(turns, conversation.tools, prompt=True)
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -56,8 +56,8 @@ def texts_left_out(
     Raises:
         DataError: the template leaves out a text of a message wherever the message stands.
     """
-    found = _Rendering(turns, tools, template, text, prompt).left_out(range(len(turns)))
-    for part in found:
+    left_out = _Rendering(turns, tools, template, text, prompt).left_out(range(len(turns)))
+    for part in left_out:
         beginning = turns[: part.turn + 1]
         try:
             alone = template.render(beginning, tools)
@@ -70,7 +70,7 @@ def texts_left_out(
                 f"message {part.turn + 1}: the chat template leaves out text of its {part.key}, "
                 f"{abbreviate(part.text)}, which would be lost. {_ADVICE[part.key]}"
             )
-    return tuple(found)
+    return tuple(left_out)
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ class _Rendering:
     def left_out(self, numbers: Sequence[int]) -> list[LeftOut]:
         """The texts of these turns that it does not show."""
         return [
-            LeftOut(number, key, piece)
+            LeftOut(number, key, passage)
             for number in numbers
-            for key, piece in _texts(self.turns[number])
-            if not self._shows(number, key, piece)
+            for key, passage in _texts(self.turns[number])
+            if not self._shows(number, key, passage)
         ]
 
-    def _shows(self, number: int, key: str, piece: str) -> bool:
-        if not _is_in(piece, self.text, self._squeezed):
+    def _shows(self, number: int, key: str, passage: str) -> bool:
+        if not _is_in(passage, self.text, self._squeezed):
             return False
         if key == "tool_calls" or (
-            len(piece) >= _CERTAIN_LENGTH and self.text.count(piece) >= self._all_texts.count(piece)
+            len(passage) >= _CERTAIN_LENGTH and self.text.count(passage) >= self._all_texts.count(passage)
         ):
             return True
         # It may be a word of the template's, or of another message: a placeholder in its place cannot be.
@@ -111,7 +111,7 @@ class _Rendering:
 
     @cached_property
     def _all_texts(self) -> str:
-        return "\n".join(piece for turn in self.turns for _, piece in _texts(turn))
+        return "\n".join(passage for turn in self.turns for _, passage in _texts(turn))
 
     @cached_property
     def _marked(self) -> str | None:
@@ -127,13 +127,13 @@ class _Rendering:
 def _texts(turn: Turn) -> Iterator[tuple[str, str]]:
     """The texts of a message with the key that each is from; those around marks of thoughts are texts of their own."""
     for key in ("content", "reasoning_content"):
-        for piece in _THOUGHT_MARK.split(turn.get(key) or ""):
-            if stripped := piece.strip():
+        for passage in _THOUGHT_MARK.split(turn.get(key) or ""):
+            if stripped := passage.strip():
                 yield key, stripped
     for call in turn.get("tool_calls") or ():
         function = call["function"]
-        for piece in _strings([function["name"], function["arguments"]]):
-            if stripped := piece.strip():
+        for passage in _strings([function["name"], function["arguments"]]):
+            if stripped := passage.strip():
                 yield "tool_calls", stripped
 
 
@@ -150,13 +150,13 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _is_in(piece: str, text: str, squeezed: Callable[[], str]) -> bool:
+def _is_in(passage: str, text: str, squeezed: Callable[[], str]) -> bool:
     """Whether a text stands in another: as it is, as JSON or Python write it within a string, or spaced otherwise."""
-    if piece in text:
+    if passage in text:
         return True
-    escaped = [json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1], repr(piece)[1:-1]]
+    escaped = [json.dumps(passage, ensure_ascii=False)[1:-1], json.dumps(passage)[1:-1], repr(passage)[1:-1]]
     escaped.append(json.dumps(escaped[0], ensure_ascii=False)[1:-1])  # JSON within a string of JSON
-    return any(_SPACES.sub("", form) in squeezed() for form in (piece, *escaped))
+    return any(_SPACES.sub("", form) in squeezed() for form in (passage, *escaped))
 
 
 def _with_placeholders(turn: Turn, number: int) -> Turn:
