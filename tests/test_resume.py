@@ -271,6 +271,29 @@ def test_a_change_that_matters_is_refused(
     assert checkpoints(stopped) == before
 
 
+def test_a_run_keeps_the_defaults_that_it_began_with(
+    tiny_world: World, tmp_path: Path, in_step: Callable[[int, Hook], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its recipe says no rate, and had the one that all stages shared before they had rates of their own."""
+    former = {"optimizer": {"learning_rate": 2e-4, "weight_decay": 0.1}, "schedule": {"warmup": 0.05}}
+    silent = {"optimizer": {"kind": "adamw", "learning_rate": None}, "schedule": {"kind": "cosine", "warmup": None}}
+    in_step(6, send(signal.SIGINT))
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", **former)) == 130
+    capsys.readouterr()
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", **silent)) == 0
+    said = capsys.readouterr().err
+    kept = "schedule.warmup: 0.05, optimizer.weight_decay: 0.1, optimizer.learning_rate: 0.0002"
+    assert f"{kept}: as when the run began, although the stage has other defaults now\n" in said
+    assert metrics(tmp_path / "run")[0]["learning_rate"] == 2e-4
+
+    in_step(6, send(signal.SIGINT))
+    assert (
+        danlu("train", tiny_world.recipe(tmp_path / "other", **{**former, "optimizer": {"learning_rate": 3e-3}})) == 130
+    )
+    assert danlu("train", tiny_world.recipe(tmp_path / "other", **silent)) == 5  # this rate was no default
+    assert "optimizer.learning_rate: 0.003 -> 2e-05" in capsys.readouterr().err
+
+
 def test_changes_that_do_not_matter_are_said_and_allowed(
     tiny_world: World, stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
 """Writes the tables of recipe.md and checkpoints.md from the recipe's types: `python docs/scripts/recipe_tables.py`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is a section of the recipe, `recipe` for
-the keys that are no section, or `harmless` for what may change while a run goes on. The prose around it is left alone.
+the keys that are no section, `stages` for defaults that follow from the stage, or `harmless` for what may change while
+a run goes on. The prose around it is left alone.
 A test fails when a page and the types differ.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from danlu.recipe.diff import HARMLESS
 from danlu.recipe.sections import Recipe, Section
+from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
     entry_type,
     field_types,
@@ -35,6 +37,8 @@ def written(page: str) -> str:
 def _tables(name: str) -> str:
     if name == "harmless":
         return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {why} |" for key, why in HARMLESS.items()), ""])
+    if name == "stages":
+        return _stage_table()
     if name == "recipe":
         simple = [key for key, hint in field_types(Recipe).items() if not subsection_types(hint)]
         return _table((key, _default(Recipe, key), _about(Recipe, key)) for key in simple)
@@ -44,6 +48,19 @@ def _tables(name: str) -> str:
     if variants:
         return "\n".join(_variants(name, variants))
     return _table(_rows(name, section_types(hint)[0]))
+
+
+def _stage_table() -> str:
+    """What each stage has by default, with all weights trained and with an adapter."""
+    lines = ["| stage | learning rate of AdamW | with an adapter | weight decay | schedule | warm-up | batch |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for stage, each in STAGE_DEFAULTS.items():
+        decay = dict(stage_values(stage, has_adapter=False))["optimizer.weight_decay"]
+        rates = f"`{each.rate:.0e}` | `{each.adapter_rate:.0e}`".replace("e-0", "e-")
+        lines.append(
+            f"| {stage} | {rates} | {decay} | {each.schedule} | {each.warmup} | {each.batch} {each.batch_unit} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]:
@@ -71,7 +88,8 @@ def _rows(above: str, section: type[Section], skip: tuple[str, ...] = ()) -> Ite
         if key in skip:
             continue
         dotted = f"{above}.{key}"
-        yield dotted, _default(section, key), _about(section, key)
+        by_stage = " ([by stage](#defaults-by-stage))" if dotted in STAGE_KEYS else ""
+        yield dotted, f"{_default(section, key)}{by_stage}".strip(), _about(section, key)
         if key != "eval":  # its sources are those of `train`
             for below in subsection_types(hint):
                 yield from _rows(dotted, below)

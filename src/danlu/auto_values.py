@@ -14,9 +14,33 @@ import torch
 from danlu.language.longrope_search import searched_factors, summary
 from danlu.language.reader import written_date
 from danlu.plan.precision import fastest, in_gflops, product_speeds
-from danlu.recipe import Recipe
+from danlu.recipe import Loaded, Recipe
 from danlu.recipe.reference import resolve_reference
+from danlu.recipe.sections import value_at
+from danlu.recipe.stage_defaults import former_values, stage_of, with_values
 from danlu.train.run_folder import resumed_run, run_recipe
+
+
+def with_former_defaults(loaded: Loaded, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
+    """The recipe, with the defaults of the run that is resumed where that began before defaults followed the stage.
+
+    A key that the user writes keeps its value, and one that the run's recipe had otherwise than by default is compared
+    as every other key is.
+    """
+    recipe, run = loaded.recipe, resumed_run(folder, resume)
+    if run is None:
+        return recipe
+    saved = run_recipe(run)
+    former = {
+        key: value
+        for key, value in former_values(stage_of(saved), saved.optimizer.kind).items()
+        if not loaded.is_written(key) and value_at(saved, key) == value != value_at(recipe, key)
+    }
+    if not former or saved.optimizer.kind != recipe.optimizer.kind:
+        return recipe
+    kept = ", ".join(f"{key}: {value}" for key, value in former.items())
+    say(f"{kept}: as when the run began, although the stage has other defaults now")
+    return with_values(recipe, former)
 
 
 def with_precision(

@@ -22,7 +22,7 @@ from typing import TextIO
 import torch
 
 from danlu.atomic_write import write_atomically
-from danlu.auto_values import with_date, with_factors, with_precision, with_reference
+from danlu.auto_values import with_date, with_factors, with_former_defaults, with_precision, with_reference
 from danlu.errors import RecipeError, ResourceError, Stopped
 from danlu.export import export_result
 from danlu.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
@@ -171,7 +171,8 @@ def _train(
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
     # Before recipes are compared: the run's own holds what auto chose when it began.
-    recipe = ranks.world.from_first(lambda: with_precision(loaded.recipe, folder, resume, device, say))
+    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, say))
+    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, say))
     recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, say))
     recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, say))
     recipe = ranks.world.from_first(

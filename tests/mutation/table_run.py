@@ -89,6 +89,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:",
         "study/test_runner.py",
         only="forwarded",
+    # -- defaults that follow from the stage
+    Mutation(
+        "recipe/stage_defaults.py",
+        "defaults.adapter_rate if has_adapter else defaults.rate",
+        "defaults.rate",
+        "recipe/test_stage_defaults.py",
+    ),
+    Mutation(
+        "recipe/stage_defaults.py",
+        "decay if defaults.has_weight_decay else 0.0",
+        "decay",
+        "recipe/test_stage_defaults.py",
+    ),
+    Mutation(
+        "recipe/stage_defaults.py",
+        'excluding = BatchSize.one_of if section_name == "batch" else (name,)',
+        "excluding = (name,)",
+        "recipe/test_stage_defaults.py",
+    ),
+    Mutation(
+        "recipe/stage_defaults.py",
+        "    _drop_defaults(tree)",
+        "    pass",
+        "recipe/test_stage_defaults.py",
+    ),
+    Mutation(
+        "auto_values.py",
+        "if not loaded.is_written(key) and value_at(saved, key) == value != value_at(recipe, key)",
+        "if False",
+        "test_resume.py",
+        only="defaults",
+    ),
+    Mutation(
+        "train/summary.py",
+        "if last <= losses[0] + _RISE * abs(losses[0]):",
+        "if True:",
+        "train/test_summary.py",
     ),
     # -- fingerprints of what a run reads
     Mutation(

@@ -27,7 +27,7 @@ def test_four_lines_are_a_recipe(write: Write) -> None:
     recipe = load(write()).recipe
     assert recipe.model.path == "base"
     assert recipe.data.train == [Source(path="rows.json")]
-    assert recipe.batch.sequences == 8
+    assert recipe.batch.sequences == 16
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_four_lines_are_a_recipe(write: Write) -> None:
         ("data: {train: rows.json, packing: true}", "data.packing.kind", "best-fit"),
         ("data: {train: rows.json, packing: false}", "data.packing.kind", "none"),
         ("data: {train: rows.json, packing: none}", "data.packing.kind", "none"),
-        ("optimizer: lion", "optimizer", Lion()),
-        ("optimizer: {kind: adafactor}", "optimizer", Adafactor()),
+        ("optimizer: lion", "optimizer", Lion(learning_rate=2e-6, weight_decay=0.0)),
+        ("optimizer: {kind: adafactor}", "optimizer", Adafactor(learning_rate=6.7e-4)),
         ("optimizer: {learning_rate: 1e-3}", "optimizer.learning_rate", 1e-3),
         ("schedule: linear", "schedule.kind", "linear"),
         ("schedule: {warmup: 0}", "schedule.warmup", 0),

@@ -36,7 +36,7 @@ def refused(write: Write, *overrides: str) -> list[str]:
 def test_values_are_yaml(write: Write) -> None:
     recipe = changed(write, "seed=7", "compile=true", "gradient_clipping=null", "optimizer.betas=[0.5, 0.6]", "ema=0.9")
     assert (recipe.seed, recipe.compile, recipe.gradient_clipping, recipe.ema) == (7, True, None, Ema(decay=0.9))
-    assert recipe.optimizer == AdamW(learning_rate=1e-3, betas=(0.5, 0.6))
+    assert recipe.optimizer == AdamW(learning_rate=1e-3, weight_decay=0.0, betas=(0.5, 0.6))
 
 
 def test_a_key_below_a_short_form_keeps_it(write: Write) -> None:
@@ -72,18 +72,18 @@ def test_keys_that_exclude_each_other(write: Write) -> None:
 
 @pytest.mark.parametrize("override", ["optimizer=lion", "optimizer.kind=lion", "optimizer={kind: lion}"])
 def test_another_kind_starts_anew(write: Write, override: str) -> None:
-    assert changed(write, override).optimizer == Lion()
+    assert changed(write, override).optimizer == Lion(learning_rate=2e-6, weight_decay=0.0)
     recipe = changed(write, "optimizer.learning_rate=5e-5", override, text=TEXT)
-    expected = 3e-5 if "{" in override else 5e-5  # another override stays, unless a mapping replaces it
+    expected = 2e-6 if "{" in override else 5e-5  # another override stays, unless a mapping replaces it
     assert recipe.optimizer.learning_rate == expected
-    assert changed(write, "optimizer=adamw").optimizer == AdamW(learning_rate=1e-3, betas=(0.8, 0.9))
+    assert changed(write, "optimizer=adamw").optimizer == AdamW(learning_rate=1e-3, weight_decay=0.0, betas=(0.8, 0.9))
 
 
 def test_sections_that_the_file_leaves_out(write: Write) -> None:
     text = "stage: sft\nmodel: base\ndata: rows.json\noutput: runs/x\n"
     recipe = changed(write, "batch.micro=4", "optimizer.learning_rate=1e-5", "schedule.warmup=0", text=text)
-    assert (recipe.batch.sequences, recipe.batch.micro) == (8, 4)
-    assert recipe.optimizer == AdamW(learning_rate=1e-5)
+    assert (recipe.batch.sequences, recipe.batch.micro) == (16, 4)
+    assert recipe.optimizer == AdamW(learning_rate=1e-5, weight_decay=0.0)
     nested = changed(write, "evaluation.early_stop.patience=9", "data.eval.0.path=more.jsonl", text=text)
     assert nested.evaluation.early_stop is not None
     assert nested.evaluation.early_stop.patience == 9

@@ -37,5 +37,5 @@ def test_every_key_is_written(write: Write) -> None:
     assert text.splitlines()[:3] == ["stage: sft", "model:", "  path: base"]
     for key in Recipe.model_fields:
         assert f"\n{key}:" in f"\n{text}"
-    assert "learning_rate: 0.0002" in text
+    assert "learning_rate: 2.0e-05" in text
     assert "output: runs/$${x}" in text

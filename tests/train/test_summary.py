@@ -41,7 +41,13 @@ def test_a_loss_that_did_not_fall_is_told() -> None:
     assert "Try another optimizer.learning_rate" in said
     assert flat_loss(losses(*[2.0] * 20, *[2.5] * 20)) is not None
     assert flat_loss(losses(*[2.0] * 20, *[1.9] * 20)) is None
-    assert flat_loss(losses(*[2.0] * 10)) is None  # too few to say
+    assert flat_loss(losses(*[2.0] * 10)) is None and flat_loss(losses(9.0)) is None  # too few to say
+    said = flat_loss(losses(0.693, 13.9, 4.7))  # but a rise is no matter of chance
+    assert said is not None and said.startswith(
+        "the loss rose, from 0.693 in the first logged step to 4.700 in the last"
+    )
+    assert flat_loss(losses(2.0, 2.3, 2.35)) is None and flat_loss(losses(2.0, 2.3, 2.45)) is not None
+    assert flat_loss(losses(-1.0, -0.9, -0.7)) is not None
     assert flat_loss(losses(*[2.0] * 30, math.nan)) is None and flat_loss([]) is None
 
 

@@ -13,7 +13,8 @@ from danlu.errors import RecipeError
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence
-from danlu.recipe.sections import Recipe, Section, value_at
+from danlu.recipe.sections import Optimizer, Recipe, Section, value_at
+from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
 from danlu.registry import suggested_verb
 from danlu.spelling import closest_match
@@ -25,7 +26,7 @@ class Explanation:
 
     key: str
     takes: str
-    defaults: dict[str, str]  # variant, or "" -> default as YAML has it, or "required"
+    defaults: dict[str, str]  # variant, stage or "" -> default as YAML has it, or "required"
     allowed: tuple[str, ...]  # the literal values or kinds that it takes, if it takes such
     about: str
     short: str | None  # the key that a bare value fills, for a section
@@ -52,10 +53,13 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     value = origin = None
     if loaded is not None:
         value, origin = _as_yaml(value_at(loaded.recipe, key)), loaded.origin(key)
+    defaults = {variant: _default(owner, name) for owner, name, variant in owners}
+    if key in STAGE_KEYS:
+        defaults = _by_stage(key)
     return Explanation(
         key=key,
         takes=describe_type(hint) if len(owners) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
-        defaults={variant: _default(owner, name) for owner, name, variant in owners},
+        defaults=defaults,
         allowed=allowed,
         about=" ".join((section.model_fields[name].description or "").split()),
         short=classes[0].short if classes else None,
@@ -111,6 +115,24 @@ def _owners(key: str) -> tuple[tuple[type[Section], str, str], ...]:
 def _variant_name(hint: Hint, section: type[Section]) -> str:
     """The `kind` that chooses a section class among the variants of a type; "" for a type without variants."""
     return next((kind for kind, variant in variants_of(hint).items() if variant is section), "")
+
+
+def _by_stage(key: str) -> dict[str, str]:
+    """The default of a key in each stage, of the optimizer `adamw` or else the first that has the key."""
+    name = key.rpartition(".")[2]
+    kinds = [kind for kind, variant in variants_of(Optimizer).items() if name in variant.model_fields]
+    found: dict[str, str] = {}
+    for stage in STAGE_DEFAULTS:
+        full, adapter = (
+            dict(stage_values(stage, has_adapter=each, optimizer=kinds[0] if kinds else "adamw"))
+            for each in (False, True)
+        )
+        if key in full:
+            same = full[key] == adapter[key]
+            found[stage] = (
+                _as_yaml(full[key]) if same else f"{_as_yaml(full[key])}, of an adapter {_as_yaml(adapter[key])}"
+            )
+    return found
 
 
 def _default(section: type[Section], name: str) -> str:

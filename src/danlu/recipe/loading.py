@@ -16,6 +16,7 @@ from danlu.recipe import rules
 from danlu.recipe.overrides import Override
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import expand
+from danlu.recipe.stage_defaults import expand_defaults
 from danlu.recipe.stage_names import expand_stage
 from danlu.recipe.staged_lengths import expand_lengths
 from danlu.recipe.validation import validate
@@ -32,12 +33,17 @@ class Loaded:
     """A recipe, and where each of its values came from."""
 
     recipe: Recipe
-    origins: Mapping[str, Origin]  # by dotted key, of every value that was written; the other keys have their default
+    origins: Mapping[str, Origin]  # by dotted key, of what was written and of what the stage decides
     notes: tuple[str, ...]  # remarks for the console
 
     def origin(self, key: str) -> str:
-        """`sft.yaml:4:3`, `override 'steps=10'`, `environment $DATA (sft.yaml:3:7)` or `default`."""
+        """`sft.yaml:4:3`, `override 'steps=10'`, `environment $DATA (sft.yaml:3:7)`, `default of stage sft, ...` or
+        `default`."""
         return str(self.origins.get(key, "default"))
+
+    def is_written(self, key: str) -> bool:
+        """Whether the user gave the value at a key, which otherwise is a default."""
+        return key in self.origins and not self.origins[key].default_of
 
     @contextmanager
     def naming_places(self) -> Iterator[None]:
@@ -134,10 +140,12 @@ def complete(tree: Node, overrides: Sequence[Override], problems: list[Problem])
     """Brings the mapping `tree` to its full form with the overrides in it, in place."""
     expand_stage(tree)
     tree.value = expand(tree, Recipe).value
+    expand_defaults(tree)  # an override such as batch.micro=2 leaves the others of its section
     overriding.put(tree, overrides, problems)
     expand_stage(tree)
     tree.value = expand(tree, Recipe).value
     expand_lengths(tree)
+    expand_defaults(tree)
 
 
 def check(tree: Node, problems: list[Problem], to_come: Collection[str] = ()) -> Recipe | None:

@@ -1,8 +1,7 @@
-"""Names of stages that stand for a stage with an objective, and what a stage has by default."""
+"""Names of stages that stand for a stage with an objective, and the objective of a stage that names none."""
 
 from __future__ import annotations
 
-from danlu.recipe.sections import BatchSize
 from danlu.recipe.yaml_tree import Node, Origin
 
 OBJECTIVE_NAMES = {
@@ -24,12 +23,12 @@ OBJECTIVE_NAMES = {
 """`stage: dpo` means `{stage: preference, objective: sigmoid}`, and so on."""
 DEFAULT_OBJECTIVES = {"distill": "forward", "preference": "sigmoid", "reward": "bradley-terry", "rl": "grpo"}
 """By stage, the kind of an objective that says none."""
-DEFAULT_BATCHES = {"preference": ("pairs", 8), "reward": ("pairs", 8), "rl": ("prompts", 16)}
-"""By stage, what a batch counts and how many of it, where the recipe does not say."""
+TREES = ("preference", "reward", "rl")
+"""Stages in which a row is a tree of tokens: a prompt with its answers."""
 
 
 def expand_stage(tree: Node) -> None:
-    """Writes the short name of a stage, the kind of its objective and its batch in full, in place."""
+    """Writes the short name of a stage and the kind of its objective in full, in place."""
     assert isinstance(tree.value, dict), "a recipe is a mapping"
     stage = tree.child("stage")
     if stage is None or not isinstance(stage.value, str):
@@ -45,8 +44,7 @@ def expand_stage(tree: Node) -> None:
         for term in objective.value if isinstance(objective.value, list) else [objective]:
             if isinstance(term.value, dict) and "kind" not in term.value:
                 term.value = {"kind": Node(kind, term.origin), **term.value}
-    if name in DEFAULT_BATCHES:
-        _count_in(tree, *DEFAULT_BATCHES[name], stage.origin)
+    if name in TREES:
         _without_packing(tree, stage.origin)  # a row is a tree, and stays by itself
     on_policy = tree.child("on_policy")
     if name == "distill" and on_policy is not None and on_policy.value:
@@ -58,13 +56,3 @@ def _without_packing(tree: Node, origin: Origin) -> None:
     data = tree.child("data")
     if data is not None and isinstance(data.value, dict) and data.child("packing") is None:
         data.value["packing"] = Node("none", origin)
-
-
-def _count_in(tree: Node, unit: str, default: int, origin: Origin) -> None:
-    """Writes the batch of a stage that counts in `unit`, unless the recipe says what it counts in."""
-    assert isinstance(tree.value, dict), "a recipe is a mapping"
-    batch = tree.child("batch")
-    if batch is None:
-        tree.value["batch"] = Node({unit: Node(default, origin)}, origin)
-    elif isinstance(batch.value, dict) and not any(batch.child(name) for name in BatchSize.one_of):
-        batch.value[unit] = Node(default, origin)

@@ -21,6 +21,7 @@ class Origin:
     place: str  # "sft.yaml:4:3" or "override 'optimizer.learning_rate=1e-4'"
     order: tuple[int, int, int] = (0, 0, 0)  # (0, line, column) of a file; (1, index of the override, 0)
     variables: tuple[str, ...] = ()  # names of the environment variables that the value came from
+    default_of: str = ""  # "stage sft, an adapter trained": a default that follows from what stands at `place`
 
     @property
     def is_override(self) -> bool:
@@ -28,6 +29,8 @@ class Origin:
         return self.order[0] == 1
 
     def __str__(self) -> str:
+        if self.default_of:
+            return f"default of {self.default_of} ({self.place})"
         if not self.variables:
             return self.place
         return f"environment {', '.join(f'${name}' for name in self.variables)} ({self.place})"

@@ -91,6 +91,7 @@ def clear_summary(folder: Path) -> None:
 
 FEW_STEPS = 20
 """Fewer leave a learning rate hardly time to rise and fall."""
+_RISE = 0.2  # of the loss, above which it rose even in a few steps: more than what two batches differ by
 _FALL = 0.01  # of the loss, below which it is called flat: less than what two batches differ by
 
 
@@ -107,11 +108,20 @@ def few_steps(steps: int, per_step: str) -> str | None:
 def flat_loss(lines: Lines) -> str | None:
     """What to say of a run whose loss did not fall, by the medians of its first and last tenth; None where it did.
 
-    None too for a handful of steps, and where the loss is not finite, of which more is said elsewhere.
+    Of a run of fewer than FEW_STEPS steps only a rise beyond what batches differ by is said, by the median of its last
+    third. None too where the loss is not finite, of which more is said elsewhere.
     """
     losses = [line["loss"] for line in lines if "loss" in line]
-    if len(losses) < FEW_STEPS or not all(map(math.isfinite, losses)):
+    if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
+    if len(losses) < FEW_STEPS:
+        last = median(losses[-max(1, len(losses) // 3) :])
+        if last <= losses[0] + _RISE * abs(losses[0]):
+            return None
+        return (
+            f"the loss rose, from {losses[0]:.3f} in the first logged step to {last:.3f} in the last: lower "
+            "optimizer.learning_rate (`danlu explain optimizer.learning_rate` has the default of each stage)"
+        )
     part = max(5, len(losses) // 10)
     first, last = median(losses[:part]), median(losses[-part:])
     if last < first - _FALL * abs(first):

@@ -71,9 +71,8 @@ def batch_size_is_divisible(recipe: Recipe) -> Iterator[Problem]:
             return
     if recipe.stage in UNITS:
         return
-    if (batch.tokens is None) == (batch.sequences is None):
-        state = "missing" if batch.tokens is None else "given"
-        yield Problem("batch", f"tokens and sequences are both {state}: give one of them", reads=sizes)
+    if batch.tokens is not None and batch.sequences is not None:
+        yield Problem("batch", "tokens and sequences are both given: give one of them", reads=sizes)
         return
     if batch.tokens is not None and packed and batch.tokens % data.max_length:
         multiple = batch.tokens // data.max_length * data.max_length

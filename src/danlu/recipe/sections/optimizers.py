@@ -1,4 +1,4 @@
-"""How gradients become updates."""
+"""How gradients become updates. Rates and weight decay here are for pretraining; `stage_defaults` has other stages'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Decay = Literal["matrices", "all"]
 class _Moments(VariantSection):
     """What every optimizer with Adam's two moments is told."""
 
-    learning_rate: NonNegative = 2e-4
+    learning_rate: NonNegative = 3e-4
     """Peak learning rate; `schedule` scales it over the run."""
     weight_decay: NonNegative = 0.1
     """Each step shrinks a weight by learning_rate x weight_decay of itself."""
@@ -90,7 +90,7 @@ class Muon(VariantSection):
     """Share of the last direction that is kept."""
     newton_schulz_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Iterations of the orthogonalisation."""
-    adamw_learning_rate: NonNegative = 2e-4
+    adamw_learning_rate: NonNegative = 3e-4
     """Peak learning rate of the AdamW part."""
     adamw_betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Betas of the AdamW part."""
