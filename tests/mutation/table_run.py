@@ -89,6 +89,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:",
         "study/test_runner.py",
         only="forwarded",
+    ),
     # -- defaults that follow from the stage
     Mutation(
         "recipe/stage_defaults.py",
