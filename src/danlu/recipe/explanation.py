@@ -121,7 +121,7 @@ def _by_stage(key: str) -> dict[str, str]:
     """The default of a key in each stage, of the optimizer `adamw` or else the first that has the key."""
     name = key.rpartition(".")[2]
     kinds = [kind for kind, variant in variants_of(Optimizer).items() if name in variant.model_fields]
-    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     for stage in STAGE_DEFAULTS:
         full, adapter = (
             dict(stage_values(stage, has_adapter=each, optimizer=kinds[0] if kinds else "adamw"))
@@ -129,10 +129,10 @@ def _by_stage(key: str) -> dict[str, str]:
         )
         if key in full:
             same = full[key] == adapter[key]
-            found[stage] = (
+            defaults[stage] = (
                 _as_yaml(full[key]) if same else f"{_as_yaml(full[key])}, of an adapter {_as_yaml(adapter[key])}"
             )
-    return found
+    return defaults
 
 
 def _default(section: type[Section], name: str) -> str:
