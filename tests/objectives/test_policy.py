@@ -40,7 +40,7 @@ from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGrad
 from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
 from danlu.recipe.sections import Context, Parallel
 from danlu.train.evaluation import evaluate
-from danlu.types import Batch, Loss, Pack, Totals
+from danlu.types import Batch, Branch, Loss, Pack, Totals
 
 CLOSE = 1e-6
 
@@ -164,6 +164,54 @@ def test_answers_with_a_copy_of_the_prompt_each_are_the_same_groups(normalise: A
     ]
     others = objective(outputs, collate(apart), totals_of(apart)).total
     assert torch.isclose(others, losses[0].total, rtol=1e-3) == (normalise == "sequences")
+
+
+def in_two_branches(item: Pack, *, counted_twice: bool) -> Pack:
+    """Each answer of two tokens or more goes on in a second branch, as behind a history that was rewritten.
+
+    counted_twice: the second has all facts of an answer, as if it were another.
+    """
+    (sample,) = item.samples
+    branches, numbers, begins = [sample.branches[0]], [0], [True]
+    for number, branch in enumerate(sample.branches[1:], 1):
+        middle = branch.start + (branch.stop - branch.start) // 2
+        ends = [middle, branch.stop] if middle > branch.start else [branch.stop]
+        for start, stop in zip([branch.start, *ends], ends, strict=False):
+            branches.append(Branch(0, start, stop))
+            numbers.append(number)
+            begins.append(start == branch.start or counted_twice)
+    facts = {
+        name: np.where(np.array(begins) | (name in ("group", "fresh")), values[numbers], np.float32(np.nan))
+        for name, values in sample.facts.items()
+    }
+    return Pack((replace(sample, branches=tuple(branches), facts=facts),))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_answer_in_several_branches_is_one_answer(name: str) -> None:
+    items = random_items(COUNT, VOCABULARY)
+    whole, cut, apart = (
+        items, *([in_two_branches(item, counted_twice=twice) for item in items] for twice in (False, True))
+    )  # fmt: skip
+    outputs, objective = outputs_of(collate(items)), PolicyGradient(SETTINGS[name], has_reference=True)
+    counts, seen = zip(
+        *(
+            (objective.divisors(each), objective(outputs, collate(each), totals_of(each)))
+            for each in (whole, cut, apart)
+        ),
+        strict=True,
+    )
+    assert counts[1] == counts[0] and counts[2]["answers"] > counts[0]["answers"]
+    torch.testing.assert_close(seen[1].total, seen[0].total, rtol=1e-12, atol=0)
+    wanted, found, other = (gradients_of(loss.total, outputs)[0] for loss in seen)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    assert means(seen[1]) == pytest.approx(means(seen[0]))
+    # Control: as two answers they are others, where anything is of answers.
+    settings = SETTINGS[name]
+    of_answers = settings.normalise in ("sequences", "constant") or settings.ratio == "sequence"
+    of_answers |= settings.loss == "vespo" or settings.off_policy is not None
+    of_answers |= settings.importance is not None and settings.importance.level == "sequence"
+    assert torch.allclose(other, wanted, rtol=1e-3, atol=0) == (not of_answers)
 
 
 @pytest.fixture(scope="module")

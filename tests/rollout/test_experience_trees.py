@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from danlu.objectives.policy import answer_counts
 from danlu.rollout.episode import Episode, Segment
 from danlu.rollout.experience_trees import (
     SAMPLED,
@@ -80,6 +81,24 @@ def test_routes_of_an_episode_are_those_of_its_segments():
     (sample,) = item.samples
     assert sample.tokens.tolist() == [3, 4, 5, 7, 6, 8, 9, 9, 2]
     assert sample.columns[ROUTES][:, 0, 0].tolist() == [0, 2, 4, 6, 8, -1, 14, 16, -1]
+
+
+def test_an_episode_with_a_rewritten_history_is_one_answer():
+    segments = (
+        Segment((3, 4, 5), (7,), (True,)),
+        Segment((3, 4, 9), (2,), (True,)),
+        Segment((3, 8), (2, 6), (True,) * 2),
+    )
+    episode = Episode(0, 0, [7, 2, 2, 6], [0.0] * 4, [0.0] * 4, None, [0] * 4, "", "stop", segments=segments)
+    plain = Completion(0, 1, [7, 8], [0.0] * 2, [0.0] * 2, None, [0, 0], "", "stop")
+    facts = {"group": [0.0, 0.0], "length": [4.0, 2.0], "fresh": [1.0, 1.0], "reward": [1.0, np.nan]}
+    item = answer_tree([3, 4, 5], [episode, plain], "row", facts)
+    assert len(item.samples[0].branches) == 5
+    assert answer_counts([item]) == {"answers": 2, "groups": 1, "fresh_tokens": 6, "rewards": 1}
+    # A history that is rewritten before anything is drawn leaves the answer's facts with its first branch.
+    early = replace(episode, segments=(Segment((3, 4, 5), (7,), (False,)), Segment((3, 4, 9), (2,) * 4, (True,) * 4)))
+    (sample,) = answer_tree([3, 4, 5], [early, plain], "row", facts).samples
+    assert np.isnan(sample.facts["length"]).tolist() == [True, False, True, False]
 
 
 def test_items_come_back_from_tensors():

@@ -92,7 +92,8 @@ class PolicyGradient:
     (the tokens that filters left, none where there were no filters: all); of every answer the facts `group` (the number
     of its prompt, another one for each tree of a step), `reward` and each `reward/NAME` (NaN where it has none),
     `length`, `truncated`, and `fresh` (1 where its rollout has not been trained on yet). Branches that are no answer
-    have NaN in all of them.
+    have NaN in all of them. An answer that goes on in further branches, behind a rewritten history, has its `length` in
+    the first of them alone: it is one answer in every sum over answers and in every divisor.
 
     Policy and reference are both compared at the temperature of the rollout and within its support. Divisors count
     what carries weight: an answer that is masked as a whole is no answer. TRL 1.16 counts it among the sequences of
@@ -156,7 +157,7 @@ class PolicyGradient:
             columns["sampled"],
             columns["advantage"],
             None if reference is None else reference.logprobs,
-            Answers(batch.branch, len(batch.trees), batch.weights, partial(sum_over_ranks, batch=batch)),
+            _answers(batch),
         )
 
 
@@ -210,11 +211,29 @@ def answer_counts(items: Iterable[Pack]) -> dict[str, float]:
         starts = [branch.start for branch in sample.branches]
         weights = np.add.reduceat(sample.weights.astype(np.float64), starts)  # [branches]
         facts = sample.facts
-        counts["answers"] += float(np.count_nonzero(weights))
+        answers = np.cumsum(~np.isnan(facts["length"]))  # [branches]; 0 is the stem
+        counts["answers"] += float(np.count_nonzero(np.bincount(answers, weights)))
         counts["groups"] += float(len(np.unique(facts["group"][weights > 0])))
         counts["fresh_tokens"] += float(weights[facts["fresh"] == 1].sum())
         counts["rewards"] += float(np.count_nonzero(~np.isnan(facts["reward"])))
     return counts
+
+
+def _answers(batch: Batch) -> Answers:
+    """The answers of a micro-batch's tokens, each in one branch or several."""
+    of_branches, count = _answers_of_branches(batch)
+    assert batch.branch is not None, "the samples of this stage are trees"
+    index = copy_to(of_branches, batch.branch.device)[batch.branch]  # [N]
+    return Answers(index, count, batch.weights, partial(sum_over_ranks, batch=batch))
+
+
+def _answers_of_branches(batch: Batch) -> tuple[Tensor, int]:
+    """([branches] int64 on the host, the number of the answer that each is of; how many answers there are).
+
+    A branch without a length goes on with the answer before it. So do stems, in which nothing is drawn.
+    """
+    begins = ~batch.facts["length"].isnan()
+    return (begins.cumsum(0) - 1).clamp(min=0), max(1, int(begins.sum()))
 
 
 def answer_metrics(batch: Batch) -> dict[str, Metric]:
@@ -301,7 +320,9 @@ def _token_factors(settings: PolicyGradientSettings, batch: Batch, totals: Total
             assert settings.constant_tokens is not None, "checked when the settings were made"
             return totals.weight / (answers * settings.constant_tokens)
         case "sequences":
-            return totals.weight / answers / _weight_of_own(batch.branch, len(batch.trees), batch)
+            of_branches, count = _answers_of_branches(batch)
+            index = copy_to(of_branches, batch.branch.device)[batch.branch]  # [N]
+            return totals.weight / answers / _weight_of_own(index, count, batch)
         case "groups":
             numbers, group = batch.facts["group"].unique(return_inverse=True)  # on the host
             group = copy_to(group, batch.branch.device)[batch.branch]  # [N]

@@ -35,12 +35,12 @@ OF_ALL_BRANCHES = ("group", "fresh", ROTARY_LENGTH)
 
 @dataclass(frozen=True)
 class _DrawnBranch:
-    """A branch of an answer: its tokens, which of them were drawn, and the place of the first among all drawn."""
+    """A branch of an answer: its tokens, which of them were drawn, and whether the answer begins with it."""
 
     answer: int
     tokens: np.ndarray  # [T] int32
     drawn: np.ndarray  # [T] bool
-    first: int
+    is_first: bool
 
 
 def _branches_of(prompt: Sequence[int], completions: Sequence[Completion]) -> tuple[int, list[_DrawnBranch]]:
@@ -56,12 +56,10 @@ def _branches_of(prompt: Sequence[int], completions: Sequence[Completion]) -> tu
         )
     branches = []
     for answer, of_answer in enumerate(segments):
-        first = 0
-        for segment in of_answer:
+        for number, segment in enumerate(of_answer):
             tokens = np.array((*segment.prompt[stem:], *segment.tokens), np.int32)
             drawn = np.concatenate([np.zeros(len(segment.prompt) - stem, bool), np.array(segment.drawn, bool)])
-            branches.append(_DrawnBranch(answer, tokens, drawn, first))
-            first += int(drawn.sum())
+            branches.append(_DrawnBranch(answer, tokens, drawn, number == 0))
     return stem, branches
 
 
@@ -90,9 +88,7 @@ def answer_tree(
     sampled[weights > 0] = [value for completion in completions for value in completion.drawn]
     columns = {SAMPLED: sampled, OLD: sampled}
     values = {
-        name: [
-            of_answers[branch.answer] if branch.first == 0 or name in OF_ALL_BRANCHES else np.nan for branch in behind
-        ]
+        name: [of_answers[branch.answer] if branch.is_first or name in OF_ALL_BRANCHES else np.nan for branch in behind]
         for name, of_answers in facts.items()
     }
     return Pack(
