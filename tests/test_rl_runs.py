@@ -18,6 +18,7 @@ from danlu.errors import DanluError
 from danlu.language.builder import DecoderBuilder
 from danlu.language.roles import FrozenDecoder
 from danlu.models.packed_weights import PackedWeights
+from danlu.recipe import Recipe
 from danlu.train.metrics import TIMING_FIELDS
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
@@ -225,6 +226,18 @@ def test_fast_numerics_ratios_are_one_in_the_first_update(tiny_world: World, tmp
     assert [line["ratio"] for line in lines[0::4]] == [1.0, 1.0]
     assert [line["approx_kl"] for line in lines[0::4]] == [0.0, 0.0]
     assert any(line["rollout_gap_max"] > 0 for line in lines)  # control: the engine rounds otherwise
+
+
+@pytest.mark.parametrize("drops_out", [False, True], ids=["", "control"])
+def test_ratios_are_one_with_an_adapter_that_has_dropout(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops_out: bool
+) -> None:
+    """The policy that drew had none, and the policy that is compared with it has none either."""
+    monkeypatch.setattr(Recipe, "drops_out", drops_out)
+    adapter = {"kind": "lora", "rank": 4, "dropout": 0.5, "init": "pissa"}  # whose product is not 0 at the start
+    more = {"adapter": adapter, "batch": {"prompts": 4, "micro": 2, "updates": 2}, "numerics": "exact", "steps": 2}
+    line, _ = run(tiny_world, tmp_path / "run", **more)
+    assert ((line["ratio"], line["gap"]) == (1.0, 0.0)) == (not drops_out)
 
 
 @pytest.mark.parametrize("drops_copies", [True, False], ids=["", "control"])

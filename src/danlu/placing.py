@@ -436,7 +436,7 @@ def _cheapest_plan(
     attend = attend_for(batch, exact=exact)
     recomputing = attend_for(batch, exact=exact, recomputed_layers=range(len(model.config.layers)))
     dropout_state = None if subject.adapters is None else subject.adapters.build_context.dropout_state
-    if dropout_state is not None:  # masks are saved for the backward pass too
+    if dropout_state is not None and recipe.drops_out:  # masks are saved for the backward pass too
         dropout_state.begin(0, [(0, len(batch.tokens))])
     costs = recompute_planner.measure_layers(
         probe,

@@ -36,7 +36,7 @@ def by_group(formula):
     [
         ({}, lambda: by_group(lambda r: (r - r.mean()) / (r.std() + 1e-4))),
         ({"scale": "none"}, lambda: by_group(lambda r: r - r.mean())),
-        ({"scale": "mean"}, lambda: by_group(lambda r: (r - r.mean()) / (r.mean() + 1e-4))),
+        ({"scale": "mean"}, lambda: by_group(lambda r: (r - r.mean()) / max(r.mean(), 0.1))),
         ({"scale": "batch"}, lambda: by_group(lambda r: r - r.mean()) / (REWARDS.std() + 1e-4)),
         ({"baseline": "leave-one-out", "scale": "none"}, lambda: by_group(lambda r: r - (r.sum() - r) / (len(r) - 1))),
         ({"baseline": "batch", "scale": "batch"}, lambda: (REWARDS - REWARDS.mean()) / (REWARDS.std() + 1e-4)),
@@ -56,6 +56,13 @@ def test_equal_rewards_teach_nothing_and_one_answer_alone_neither():
     for baseline in ("group", "leave-one-out"):
         advantages = answer_advantages(torch.tensor([3.0, 3.0, 5.0]), torch.tensor([0, 0, 1]), baseline=baseline)
         assert advantages.tolist() == [0, 0, 0]
+
+
+def test_a_mean_near_0_is_no_huge_step():
+    rewards = torch.tensor([0.0, 0.0, 0.0, 1e-6, 0.0, 0.0, 0.0, 1.0])
+    advantages = answer_advantages(rewards, torch.arange(8) // 4, scale="mean")
+    assert advantages[:4].abs().max() < 1e-5
+    assert advantages[4:].tolist() == [-1, -1, -1, 3]  # control: a mean of 0.25 is divided by as it is
 
 
 def test_the_greedy_answer_is_the_baseline():

@@ -157,6 +157,22 @@ def test_short_forms(read: Callable[..., Recipe], line: str, key: str, value: ob
     assert found == value
 
 
+def test_dropout_that_is_not_applied_is_told(write: Write) -> None:
+    Path("my.py").write_text("def short(completion, **row): return 0.0")
+    value = "{share: base, adapter: {kind: lora, dropout: 0.2}}"
+    told = [
+        load(
+            write(text(stage=stage, adapter="{kind: lora, dropout: 0.1}", value=value if stage == "ppo" else ""))
+        ).notes
+        for stage in ("grpo", "ppo", "online-dpo")
+    ]
+    assert [[note.partition(" is not applied")[0] for note in notes] for notes in told] == [
+        ["adapter.dropout: 0.1"],
+        ["adapter.dropout: 0.1", "value.adapter.dropout: 0.2"],
+        [],
+    ]
+
+
 def test_overrides_too_leave_the_rest_of_a_kinds_default(write: Write) -> None:
     Path("my.py").write_text("def short(completion, **row): return 0.0")
     (objective,) = load(write(text(stage="ppo")), ["objective.kl.coefficient=0.3"]).recipe.objective or ()
@@ -360,6 +376,28 @@ BROKEN = [
     (
         {"objective": "{process_supervision: true, baseline: leave-one-out}"},
         "objective.0.baseline: leave-one-out compares whole answers, and process_supervision steps. Use group, batch",
+    ),
+    (
+        {"objective": "{scale: mean}"},
+        "objective.0.scale: mean: reward short may be negative, and a negative mean turns",
+    ),
+    *(
+        (
+            {"objective": f"{{scale: mean{more}}}", "rewards": rewards} | others,
+            f"objective.0.scale: mean: {why}, and a negative mean turns the signs of advantages. Use group, batch or",
+        )
+        for rewards, more, others, why in (
+            ("[{kind: math, column: a}, {kind: length, most: 9}]", "", {}, "reward length may be negative"),
+            ("[{kind: exact, column: a, weight: -0.5}]", "", {}, "reward exact has the weight -0.5"),
+            ("[{kind: exact, column: a}]", ", overlong: 9", {}, "overlong is negative"),
+            ("[{kind: exact, column: a}]", ", kl: {in: reward}", {}, "a KL is taken from rewards"),
+            (
+                "[{kind: exact, column: a}]",
+                "",
+                {"environment": "my.py:short"},
+                "the environment's reward may be negative",
+            ),
+        )
     ),
     ({"objective": "{process_supervision: true, scale: mean}"}, "objective.0.scale: mean is of whole answers, and"),
     (
@@ -574,6 +612,11 @@ SOUND = [
     {"objective": "{dual_clip: 3, off_policy: 0.1, importance: {level: sequence, low: 0.5, masks: true}}"},
     {"objective": "{rewards_apart: true}", "rewards": "[my.py:short, {kind: length, most: 100, weight: -0.1}]"},
     {"objective": "{kl: {ratio: true, estimator: k1}}"},
+    {
+        "objective": "{scale: mean, kl: 0.1}",
+        "rewards": "[{kind: math, column: a}, {kind: exact, column: a}, {kind: format, pattern: a}]",
+    },
+    {"objective": "{scale: mean}", "rewards": "[{kind: code, column: a}]"},
     {"objective": "{kl: {ratio: true, estimator: k3}}", "reference": "{kind: frozen, every: 10}"},
     {"rollout": "{max_new_tokens: 1023, top_k: 20, min_p: 0.1}", "numerics": "exact"},
     {"rollout": "{engine: vllm, url: 'http://a:1', samples: 16, temperature: 0.7}"},

@@ -88,6 +88,8 @@ class DecoderLearner:
     """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
     context: ContextGroups = field(default_factory=ContextGroups)
     """Ranks that take different tokens of the same packs."""
+    drops_out: bool = True
+    """Whether steps have the dropout of their adapters."""
     assessed_dropout: int | None = None
     """The step whose dropout passes without gradients have; None: they have none."""
 
@@ -190,11 +192,12 @@ class DecoderLearner:
         return replace(self, evaluation=evaluation, assessed_dropout=dropout_step)
 
     def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
-        """Dropout of adapters, by the micro-batch's place in the step; where their virtual tokens are in it."""
+        """Dropout of adapters, where steps have it, by the micro-batch's place in the step; where their virtual tokens
+        are in it."""
         if self.model.begin_pass is not None:
             self.model.begin_pass(micro_step.batch.tokens)
         step = self.assessed_dropout if micro_step.step is None else micro_step.step
-        return self._dropout(step, micro_step.items, micro_step.batch)
+        return self._dropout(step if self.drops_out else None, micro_step.items, micro_step.batch)
 
     @contextmanager
     def _dropout(self, step: int | None, items: Sequence[tuple[int, Pack]], batch: Any) -> Iterator[None]:

@@ -293,6 +293,7 @@ class PlacedDecoder:
             moving=self.moving,
             balancer=self.balancer,
             exact=self.recipe.numerics == "exact",
+            drops_out=self.recipe.drops_out,
             sequence_tokens=self.recipe.data.max_length if counts_trees else None,
             context=ContextGroups.of(self.parallel.ranks, self.recipe.parallel.context.method),
         )

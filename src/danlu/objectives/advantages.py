@@ -21,10 +21,14 @@ Baseline = Literal["group", "leave-one-out", "greedy", "batch", "none"]
 (REINFORCE++, arXiv:2501.03262), or nothing."""
 Scale = Literal["group", "batch", "mean", "none"]
 """What the difference is divided by: the standard deviation of the prompt's answers (GRPO) or of all of them
-(arXiv:2508.08221), the mean of the prompt's answers (MaxRL), or nothing (Dr. GRPO, arXiv:2503.20783)."""
+(arXiv:2508.08221), the mean of the prompt's answers (MaxRL, arXiv:2602.02710), or nothing (Dr. GRPO,
+arXiv:2503.20783)."""
 
 SMALLEST_SCALE = 1e-4
 """Added to what is divided by, as in TRL: answers that are all alike have no deviation, and get 0."""
+SMALLEST_MEAN = 0.1
+"""The least mean that is divided by: the paper divides by that of rewards of 0 and 1 whatever it is, but a sum of
+weighted rewards may be near 0, and 1 / mean then is the step."""
 
 
 def answer_advantages(
@@ -73,7 +77,7 @@ def answer_advantages(
             deviation = everything.std() if len(everything) > 1 else everything.new_zeros(())
             difference = difference / (deviation + SMALLEST_SCALE)
         case "mean":
-            difference = difference / (mean + SMALLEST_SCALE)
+            difference = difference / mean.clamp(min=SMALLEST_MEAN)
         case "none":
             pass
     return torch.where(given, difference, 0.0)

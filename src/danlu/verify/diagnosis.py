@@ -154,7 +154,7 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
         )
     if first.stage == "loss of step 1":
         causes = []
-        if getattr(case.recipe.adapter, "dropout", 0.0):
+        if case.recipe.drops_out and getattr(case.recipe.adapter, "dropout", 0.0) > 0:
             causes.append(
                 "dropout masks that depend on the rank (each has the same one, or one of its own) instead of on the "
                 "row, token and feature in the whole"
@@ -271,7 +271,7 @@ def _of_some_gradients(failed: Sequence[ComparedTensor], case: Case) -> str:
             "a loss that each context rank divides by the weight of its own targets, or that it averages over ranks; "
             "gradients of keys that do not come back to the rank that has their tokens"
         )
-    if getattr(case.recipe.adapter, "dropout", 0.0):
+    if case.recipe.drops_out and getattr(case.recipe.adapter, "dropout", 0.0) > 0:
         return "dropout masks of backward and forward pass that differ, or masks that are the same on every shard"
     return (
         "the backward pass of a cut layer: a sum over tensor ranks that is missing at its entrance, or made twice; a "

@@ -365,7 +365,7 @@ def _is_cut(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 def _has_dropout(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return bool(getattr(recipe.adapter, "dropout", 0.0))
+    return recipe.drops_out and bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
 def _is_its_own_reference(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:

@@ -121,7 +121,7 @@ def _sums_over_stages_alone(recipe: Recipe, layout: Layout, proxy: Proxy) -> boo
 
 
 def _has_dropout_in_stages(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.pipeline > 1 and bool(getattr(recipe.adapter, "dropout", 0.0))
+    return layout.pipeline > 1 and recipe.drops_out and bool(getattr(recipe.adapter, "dropout", 0.0))
 
 
 def _has_router_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:

@@ -107,6 +107,12 @@ def notes(recipe: Recipe) -> list[str]:
             "optimizer: adamw8bit keeps 2 bytes of state a parameter instead of 8, and on a CPU its update takes about "
             "eight times as long (63M parameters: 0.42 s instead of 0.06): take it for memory"
         )
+    value_adapter = None if recipe.value is None else recipe.value.adapter
+    for key, adapter in (("adapter", recipe.adapter), ("value.adapter", value_adapter)):
+        if not recipe.drops_out and (dropout := getattr(adapter, "dropout", 0.0)):
+            remarks.append(
+                f"{key}.dropout: {dropout:g} is not applied: ratios are to the policy that drew the answers, without it"
+            )
     if recipe.optimizer.learning_rate == 0:
         remarks.append("optimizer.learning_rate: 0 trains nothing")
     return remarks

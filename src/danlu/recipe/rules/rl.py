@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from danlu.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.recipe.rules.paths import sources_of
 from danlu.recipe.sections import (
+    CodeReward,
+    ExactReward,
     FormatReward,
     FunctionReward,
     JudgeReward,
     LengthReward,
     LossOptions,
+    MathReward,
     PolicyGradientSection,
     Recipe,
     Rollout,
@@ -220,10 +223,14 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
             if getattr(objective, name) != default:
                 message = "ppo has the value of each token in place of a baseline. Leave it out, or set objective: grpo"
                 yield Problem(f"objective.0.{name}", message, reads=("objective.0.kind",))
+    divides_by_mean = objective.scale == "mean" and not objective.process_supervision
+    if divides_by_mean and (problem := _no_mean_to_divide_by(recipe)) is not None:
+        message = f"mean: {problem}, and a negative mean turns the signs of advantages. Use group, batch or none"
+        yield Problem("objective.0.scale", message, reads=("rewards", "objective.0.scale"))
     if objective.rewards_apart and len(recipe.reward_weights) == 1:
         message = "there is one reward, and nothing to keep it apart from. Leave it out"
         yield Problem("objective.0.rewards_apart", message, reads=("rewards",))
-    if objective.rewards_apart and objective.kl is not None and objective.kl.in_reward and objective.needs_reference:
+    if objective.rewards_apart and _kl_in_reward(objective) and objective.needs_reference:
         message = "reward: subtracted from the sum of rewards, and rewards_apart has none. Use in: loss"
         yield Problem("objective.0.kl.in", message, reads=("objective.0.rewards_apart",))
     yield from _process_supervision_problems(objective)
@@ -234,6 +241,26 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     if importance is not None and importance.low is not None and importance.low >= importance.high:
         message = f"{importance.low} is not below high, which is {importance.high}: nothing would be trained"
         yield Problem("objective.0.importance.low", message, reads=("objective.0.importance.high",))
+
+
+def _no_mean_to_divide_by(recipe: Recipe) -> str | None:
+    """Which reward, or what is taken from rewards, may be negative; None where an answer's sum never is."""
+    objective, environment = recipe.policy_gradient, recipe.environment
+    assert objective is not None, "whose scale it is"
+    if environment is not None and environment.gives_reward:
+        return "the environment's reward may be negative"
+    for reward in recipe.rewards or ():
+        if not isinstance(reward, ExactReward | MathReward | CodeReward | FormatReward):
+            return f"reward {reward.label} may be negative"
+        if reward.weight < 0:
+            return f"reward {reward.label} has the weight {reward.weight:g}"
+    if objective.overlong is not None:
+        return "overlong is negative"
+    return "a KL is taken from rewards" if objective.needs_reference and _kl_in_reward(objective) else None
+
+
+def _kl_in_reward(objective: PolicyGradientSection) -> bool:
+    return objective.kl is not None and objective.kl.in_reward
 
 
 def _process_supervision_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
@@ -258,7 +285,7 @@ def _process_supervision_problems(objective: PolicyGradientSection) -> Iterator[
     if objective.overlong is not None:
         message = "one number for an answer, and process_supervision compares steps. Leave it out"
         yield Problem("objective.0.overlong", message, reads=reads)
-    if objective.kl is not None and objective.kl.in_reward and objective.needs_reference:
+    if _kl_in_reward(objective) and objective.needs_reference:
         message = "reward: one number for an answer, and process_supervision compares steps. Use in: loss"
         yield Problem("objective.0.kl.in", message, reads=reads)
 

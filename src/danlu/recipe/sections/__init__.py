@@ -421,6 +421,12 @@ class Recipe(Section):
         return next((term for term in self.objective or () if isinstance(term, PolicyGradientSection)), None)
 
     @property
+    def drops_out(self) -> bool:
+        """Whether steps have the dropout of adapters. Not with a policy gradient: the policy that drew the answers had
+        none, and the ratio is to that one."""
+        return self.policy_gradient is None
+
+    @property
     def divergence(self) -> ForwardKL | ReverseKL | JensenShannon | None:
         """The divergence from teachers among the terms of the objective; None where there is none."""
         return next((term for term in self.objective or () if isinstance(term, Divergence)), None)

@@ -118,7 +118,8 @@ class PolicyGradientSection(VariantSection):
     the answers of the rollout (batch), or nothing."""
     scale: Scale = "group"
     """What the difference is divided by: the standard deviation over the prompt's answers (group) or over those of the
-    rollout (batch), the mean over the prompt's answers (MaxRL), or nothing."""
+    rollout (batch), the mean over the prompt's answers, at least 0.1 (mean: MaxRL, arXiv:2602.02710, for rewards that
+    are never below 0: exact, math, code and format), or nothing."""
     rewards_apart: bool = False
     """With several rewards: advantages of each of them, which are then summed and divided by the deviation of the sum
     (GDPO, arXiv:2601.05242); false takes the advantages of the sum of rewards."""
