@@ -21,7 +21,7 @@ from danlu.errors import CheckpointError, RecipeError, TrainingError
 from danlu.language.environments import episode_engine
 from danlu.language.placed import PlacedDecoder
 from danlu.language.prompt_reader import RolloutBuilder
-from danlu.language.reader import tokenizer_of
+from danlu.language.reader import chat_tokenizer_of
 from danlu.language.reinforcement import objective_section
 from danlu.language.rollout import rollout_engine
 from danlu.parallel.ranks import Ranks
@@ -30,7 +30,6 @@ from danlu.recipe import Loaded, Recipe, load
 from danlu.recipe.sections import Parallel
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
-from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.recorded_engine import RecordedEngine, RunLengths
 from danlu.rollout.rollout_sampler import GREEDY_NUMBERS
@@ -162,7 +161,7 @@ class ReplayBuilder(RolloutBuilder):
         return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
 
     def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
-        chat = ChatTokenizer(tokenizer_of(recipe))
+        chat = chat_tokenizer_of(recipe, placed.subject.model.config)
         engine = rollout_engine(recipe, placed, decode=chat.decode, cache_gib=cache_gib)
         assert isinstance(engine, EmbeddedEngine), (
             "one process replays, and the recipe's rules ask for the embedded one"

@@ -1122,13 +1122,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "objectives/policy.py",
-        'counts["answers"] += float(np.count_nonzero(weights))',
-        'counts["answers"] += float(len(weights) - 1)',
-        "objectives/test_policy.py",
-        only="masks or formulas",
-    ),
-    Mutation(
-        "objectives/policy.py",
         "return totals.weight / groups / _weight_of_own",
         "return totals.weight / answers / _weight_of_own",
         "objectives/test_policy.py",
@@ -1797,12 +1790,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if answers >= self.section.max_turns:",
         "            if answers > self.section.max_turns:",
         "rollout/test_agent_episodes.py",
-    ),
-    Mutation(
-        "rollout/experience_trees.py",
-        "first += int(drawn.sum())",
-        "first += len(drawn)",
-        "rollout/test_episodes.py",
     ),
     Mutation(
         "rollout/estimators.py",

@@ -720,4 +720,29 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_rl_runs.py",
         "adapter_that_has_dropout",
     ),
+    Mutation(
+        "objectives/policy.py",
+        'counts["answers"] += float(np.count_nonzero(np.bincount(answers, weights)))',
+        'counts["answers"] += float(answers[-1])',
+        "objectives/test_policy.py",
+        "masks or formulas",
+    ),
+    Mutation(
+        "language/reader.py",
+        "return ChatTokenizer(tokenizer, end_tokens(tokenizer, config, *folders))",
+        "return ChatTokenizer(tokenizer)",
+        "language/test_end_tokens.py",
+    ),
+    Mutation(
+        "rollout/generation_config.py",
+        "(*tokenizer.end_of_turn_ids, *config.eos_token_ids, *configured)",
+        "(*tokenizer.end_of_turn_ids, *configured)",
+        "language/test_end_tokens.py",
+    ),
+    Mutation(
+        "language/samples.py",
+        "chat_tokenizer = chat_tokenizer_of(recipe, subject.model.config)",
+        "chat_tokenizer = ChatTokenizer(chat_tokenizer_of(recipe, subject.model.config).tokenizer)",
+        "language/test_end_tokens.py",
+    ),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danlu.language.reader import tokenizer_of
+from danlu.language.reader import chat_tokenizer_of
 from danlu.language.reinforcement import sampling_options
 from danlu.language.rollout import engine_options, rollout_engine
 from danlu.line_log import LineLog
@@ -48,8 +48,9 @@ def longest_prompt(rows: StoredRows) -> int:
 def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, folder: Path) -> OnPolicyRows:
     """`rows` with the policy's own answers to a share of them; stored: the same rows, to be asked for by number."""
     recipe = placed.recipe
-    chat = ChatTokenizer(tokenizer_of(recipe))
-    settings, config = on_policy_settings(recipe, chat), placed.model.config
+    config = placed.model.config
+    chat = chat_tokenizer_of(recipe, config)
+    settings = on_policy_settings(recipe, chat)
     virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
     if config.rotates_by_text_length:
         settings = replace(settings, rotary_length=lambda tokens: min(virtual + tokens, config.context_length))

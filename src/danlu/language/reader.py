@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import numpy as np
@@ -21,11 +22,14 @@ from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import template_date
 from danlu.errors import DataError
+from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
 from danlu.recipe.sections import LengthStage
 from danlu.recipe.staged_lengths import amount_per_step
+from danlu.rollout.chat_tokenizer import ChatTokenizer
+from danlu.rollout.generation_config import end_tokens
 from danlu.stage_protocols import Material, StoredRows
 from danlu.train.position import Stretch
 from danlu.train.progress import RowProgress
@@ -130,6 +134,19 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """The recipe's tokenizer with its chat template. Raises DataError if it cannot be read."""
     model = recipe.model
     return load_tokenizer(tokenizer_path(recipe), model.chat_template, model.chat_template_date)
+
+
+def chat_tokenizer_of(recipe: Recipe, config: ModelConfig) -> ChatTokenizer:
+    """The recipe's tokenizer for answers of its policy, with all tokens that end one (see `end_tokens`).
+
+    config: the policy's. Raises DataError if the tokenizer cannot be read, ModelError for a broken generation config.
+    """
+    tokenizer = tokenizer_of(recipe)
+    folders = [
+        Path(tokenizer_path(recipe)),
+        *([] if recipe.model.path is None else [resolve_folder(recipe.model.path)]),
+    ]
+    return ChatTokenizer(tokenizer, end_tokens(tokenizer, config, *folders))
 
 
 def written_date(recipe: Recipe) -> str | None:

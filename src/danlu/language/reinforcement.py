@@ -16,7 +16,7 @@ from danlu.data.batch import empty_like
 from danlu.errors import RecipeError
 from danlu.language.environments import episodes_of
 from danlu.language.learner import DecoderLearner
-from danlu.language.reader import tokenizer_of
+from danlu.language.reader import chat_tokenizer_of
 from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
 from danlu.language.rollout import engine_options, rollout_engine
 from danlu.language.rollout_processes import policy_weights
@@ -159,8 +159,7 @@ def experience_items(
 ) -> tuple[ItemSource, HeldOut | None]:
     """The policy's answers to prompts, made while it is trained; and those to held-out prompts, for evaluations."""
     recipe, ranks = placed.recipe, placed.parallel.ranks
-    tokenizer = tokenizer_of(recipe)
-    chat = ChatTokenizer(tokenizer)
+    chat = chat_tokenizer_of(recipe, placed.model.config)
     virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
     settings = _settings(recipe, chat, placed.model.config, virtual)
     longest = max(len(prompt.tokens) for prompt in (*prompts.train, *prompts.held_out))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from danlu.language.environments import episode_engine
 from danlu.language.learner import trained_weights
-from danlu.language.reader import tokenizer_of
+from danlu.language.reader import chat_tokenizer_of
 from danlu.language.rollout import rollout_engine
 from danlu.language.served_policy import policy_parameters
 from danlu.language.served_rollouts import ServedRollouts
@@ -51,7 +51,7 @@ class PolicyEngineJob:
         """Within it the engine answers as one within the trainer would."""
         recipe, device = self.recipe, torch.device(self.device)
         torch.set_num_threads(self.threads)
-        chat = ChatTokenizer(tokenizer_of(recipe))
+        chat = chat_tokenizer_of(recipe, self.config)
         with ExitStack() as closing:
             closing.enter_context(deterministic(recipe.deterministic))
             if recipe.numerics == "exact":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from danlu.errors import DataError
 from danlu.language.policy_logprobs import policy_logprobs
-from danlu.language.reader import tokenizer_of
+from danlu.language.reader import chat_tokenizer_of
 from danlu.language.rollout import engine_options, rollout_engine
 from danlu.models.config import ModelConfig
 from danlu.placing import Placed
@@ -28,7 +28,7 @@ def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
     section, subject = recipe.evaluation.samples, placed.subject
     if section is None:
         return None
-    chat_tokenizer = ChatTokenizer(tokenizer_of(recipe))
+    chat_tokenizer = chat_tokenizer_of(recipe, subject.model.config)
     sampling = SamplingOptions(temperature=section.temperature, seed=recipe.seed)
     virtual_tokens = 0 if subject.adapters is None else len(subject.adapters.virtual_token_ids)
     prompt_tokens = sample_prompts(recipe, chat_tokenizer, subject.model.config, virtual_tokens)

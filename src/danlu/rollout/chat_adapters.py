@@ -10,7 +10,8 @@ from danlu.errors import DataError
 from danlu.rollout.chat import ChatFormat
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.engine_adapters import BASE
-from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, stop_ids_of
+from danlu.rollout.generation_config import end_tokens
+from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer
 from danlu.rollout.resolve_model import ResolvedModel, adapter_names, adapter_tokenizer_folder
 
 
@@ -72,7 +73,7 @@ class ChatAdapters:
             raise DataError(f"{name}: no such adapter; there are {known}")
         number = None if name == BASE else self.adapters.index(name)
         folder, chat_tokenizer = self._find_chat_tokenizer(number, chat)
-        stop_ids = stop_ids_of(self._loaded.model, chat_tokenizer, self._resolved.folder, folder)
+        stop_ids = end_tokens(chat_tokenizer.tokenizer, self._loaded.model.config, self._resolved.folder, folder)
         if (adapters := self._loaded.engine_adapters) is None:
             return ActiveAdapter(chat_tokenizer, stop_ids, None, 0)
         return ActiveAdapter(chat_tokenizer, stop_ids, name, len(adapters.virtual_token_ids(name)))

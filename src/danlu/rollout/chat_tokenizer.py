@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from danlu.data.prompt_encoding import encode_text
@@ -14,13 +14,15 @@ class ChatTokenizer:
     """A tokenizer with its chat template, and which tokens end an answer.
 
     Attributes:
-        stop_ids: tokens that end an answer: those that close a turn in the chat template, and end-of-text.
+        stop_ids: tokens that end an answer: those that close a turn in the chat template, end-of-text, and those that
+            the model's folders name besides.
         silent_ids: tokens that have no text: these, and the beginning-of-text and padding tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_tokens: Collection[int] = ()) -> None:
+        """end_tokens: of the model that answers, see `generation_config.end_tokens`."""
         self.tokenizer = tokenizer
-        self.stop_ids = frozenset(tokenizer.end_of_turn_ids)
+        self.stop_ids = frozenset((*tokenizer.end_of_turn_ids, *end_tokens))
         self.silent_ids = self.stop_ids | {token for token in (tokenizer.bos_id, tokenizer.pad_id) if token is not None}
 
     def encode_prompt(self, text: str) -> list[int]:

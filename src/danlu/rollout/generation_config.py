@@ -6,12 +6,16 @@ torch takes a second to import. A mistyped folder or flag is reported without it
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from danlu.data.tokenizer_folder import resolve_tokenizer_folder
 from danlu.errors import DataError, ModelError, RecipeError
 from danlu.models.hf_folder import GENERATION_CONFIG, read_config, read_json, resolve_folder
 from danlu.rollout.request import SamplingOptions
+
+if TYPE_CHECKING:
+    from danlu.data.tokenizer import Tokenizer
+    from danlu.models.config import ModelConfig
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 """Type of weights and activations; auto is the type the weights are stored in."""
@@ -76,6 +80,13 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     except RecipeError as error:
         raise ModelError(f"{folder / GENERATION_CONFIG}: {'; '.join(error.problems)}") from None
     return advised
+
+
+def end_tokens(tokenizer: Tokenizer, config: ModelConfig, *folders: Path) -> frozenset[int]:
+    """Tokens that end an answer, wherever one is drawn: the tokenizer's and its chat template's, those of config.json,
+    and those of the generation_config.json of folders. Raises ModelError as `generation_stops` does."""
+    configured = (token for folder in folders for token in generation_stops(folder))
+    return frozenset((*tokenizer.end_of_turn_ids, *config.eos_token_ids, *configured))
 
 
 def generation_stops(folder: Path) -> tuple[int, ...]:

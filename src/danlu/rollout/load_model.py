@@ -19,7 +19,7 @@ from danlu.models.loading import load, stored_dtype
 from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.engine_adapters import StackedAdapters
-from danlu.rollout.generation_config import DEVICES, Precision, generation_stops
+from danlu.rollout.generation_config import DEVICES, Precision, end_tokens
 from danlu.rollout.resolve_model import ResolvedModel, adapter_names
 
 if TYPE_CHECKING:
@@ -110,19 +110,13 @@ def load_model(
     else:
         model = load(resolved.folder, dtype=dtype, device=device, config=resolved.config)
     model.requires_grad_(False).eval()
-    stop_ids = stop_ids_of(model, chat_tokenizer, resolved.folder, resolved.tokenizer_folder)
+    stop_ids = end_tokens(chat_tokenizer.tokenizer, model.config, resolved.folder, resolved.tokenizer_folder)
     head = None
     if model.config.task != "causal-lm":
         head = required_score_head(resolved.folder, resolved.stacks[0] if resolved.stacks else ())
         head.to(device).requires_grad_(False)
     names = () if stacks is None else tuple(adapter_names(resolved.stacks))
     return LoadedModel(resolved.folder, model, chat_tokenizer, stop_ids, dtype, stacks, names, head)
-
-
-def stop_ids_of(model: Decoder, chat_tokenizer: ChatTokenizer, *folders: Path) -> frozenset[int]:
-    """Tokens that end an answer: of the tokenizer, the model's config, and the generation configs of folders."""
-    configured = {token for folder in folders for token in generation_stops(folder)}
-    return frozenset((*chat_tokenizer.stop_ids, *model.config.eos_token_ids, *configured))
 
 
 def is_quantized(folder: Path) -> bool:
