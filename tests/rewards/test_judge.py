@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ import pytest
 
 from danlu.errors import RecipeError
 from danlu.http_client import ConnectionLost, RequestRefused
-from danlu.prompt_template import PromptTemplate
+from danlu.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.rewards import judge as judge_module
 from danlu.rewards import runner as runner_module
 from danlu.rewards.judge import Judge, NoMark, prompt_text
@@ -48,6 +49,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(400, {"error": {"message": "no such model"}})
             case ["nothing", *_]:
                 self._answer(200, {"choices": []})
+            case ["cut", *_]:
+                message = {"role": "assistant", "content": question}
+                self._answer(200, {"choices": [{"message": message, "finish_reason": "length"}]})
             case ["long", *_]:
                 self._answer(200, {"choices": [{"message": {"content": "7" * 1000}}]})
             case _:
@@ -110,6 +114,43 @@ def test_marks_are_read_by_the_last_match_and_scaled(server):
             reward(answers(said))
     with pytest.raises(NoMark, match=r"pattern '\(\.\*\)' finds '' in what"):
         judge(server, pattern="(.*)")(answers("word"))
+
+
+@pytest.mark.parametrize(
+    ("said", "mark"),
+    [
+        *(("3/10", 3), ("Score: 3 / 10.", 3), ("**8**/10", 8), ("8.5 out of 10", 8.5), ("I give 4 of 5", 4)),
+        *(("On a scale of 1 to 10, I say 7", 7), ("7 on a scale from 1 to 10", 7), ("Rating: 4 (1-5)", 4)),
+        *(("I rate it 6 on a 1-10 scale.", 6), ("[[9]]", 9), ("Score: -2", -2), ("10/10", 10), ("2 of 3 parts: 5", 5)),
+        *(("<think>first 9, or 3?</think>It is 2/10", 2), ("so 9</think>\n4", 4)),
+    ],
+)
+def test_the_mark_is_no_bound_of_the_scale_and_no_thought(server, said, mark):
+    (verdict,) = judge(server).verdicts(answers(said))
+    assert verdict.value == mark and verdict.extracted == f"{mark:g}" and "the judge says: " in verdict.why
+    # The pattern that reads the last number, as it was: no reading beside it.
+    last = judge(server, pattern=r"(-?\d+(?:\.\d+)?)\D*$")
+    assert last(answers("3/10")) == [10]
+
+
+@pytest.mark.parametrize("pattern", [None, r"(\d+)"])
+def test_a_reply_that_is_cut_or_still_thinks_has_no_mark(server, pattern):
+    with pytest.raises(NoMark, match=r"was cut off \(max_new_tokens: 512\): 'cut 7/10'"):
+        judge(server, pattern=pattern)(answers("cut 7/10"))
+    with pytest.raises(NoMark, match="thoughts do not end"):
+        judge(server, pattern=pattern)(answers("<think>it is 7, or"))
+    with pytest.raises(NoMark, match="there is no number in what" if pattern is None else "finds nothing"):
+        judge(server, pattern=pattern)(answers("good"))
+
+
+def test_the_judge_reads_numbers_of_columns_as_numbers(server):
+    rows = [{"answer": 1e-05}, {"answer": 2e6}, {"answer": 18}, {"answer": "1e-05"}]
+    judge(server, "{answer} 1")([JudgedAnswer("", row) for row in rows])
+    asked = [body["messages"][0]["content"] for _, _, body in server[1]]
+    assert asked == ["0.00001 1", "2000000 1", "18 1", "1e-05 1"]
+    for null in (None, math.nan):
+        with pytest.raises(PromptTemplateError, match=r"'answer' of the template holds nothing \(null\)"):
+            judge(server, "{answer} 1")([JudgedAnswer("", {"answer": null})])
 
 
 @pytest.mark.parametrize("text", ["busy 3", "breaks 3"])

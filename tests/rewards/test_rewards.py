@@ -47,6 +47,42 @@ def test_numbers_and_mathematics():
     assert Mathematical("answer")([judged("1", answer="")]) == [None]
 
 
+def test_numbers_of_columns_stay_numbers():
+    """A float was read as text: 1e-05 was -5, and 2e6 was 6."""
+    reward = Numeric("answer", tolerance=1e-9)
+    columns = [1e-05, 2e6, 18, 0.1, "1e-05", "2e6"]
+    right = ["0.00001", "It is 2,000,000.", "18.0", "0.10", "1e-05", "2000000"]
+    answers = [judged(text, answer=column) for text, column in zip(right, columns, strict=True)]
+    assert reward(answers) == [1] * 6
+    assert reward([judged(text, answer=columns[0]) for text in ("-5", "1e-04", "5", "0")]) == [0] * 4
+    assert reward([judged("6", answer=2e6), judged("1", answer=True)]) == [0, None]
+    assert Exact("answer")(answers[:1] + answers[2:4]) == [1, 1, 1]
+    assert Exact("answer")([judged("18", answer=18.5), judged("True", answer=True), judged("18 eggs", answer=18)]) == [
+        0,
+        1,
+        0,
+    ]
+
+
+def test_a_percentage_may_be_given_with_its_sign_or_without():
+    answers = [judged(text, answer=column) for text in ("60%", "60", "0.6") for column in (60, "60%", 0.6)]
+    assert Numeric("answer")(answers) == [1, 1, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_the_tolerance_is_absolute_below_one_and_relative_above():
+    reward = Numeric("answer", tolerance=0.1)
+    wanted = [(0.5, "0.59"), (0.5, "0.61"), (0.0, "0.05"), (20.0, "21.9"), (20.0, "22.1"), (-20.0, "-21.9")]
+    assert reward([judged(text, answer=column) for column, text in wanted]) == [1, 0, 1, 1, 0, 1]
+
+
+def test_a_null_reference_is_no_text():
+    for null in (None, math.nan):
+        for reward in (Exact("answer"), Numeric("answer")):
+            assert reward([judged("None", answer=null), judged("nan", answer=null)]) == [None, None]
+    (verdict,) = Numeric("answer").verdicts([judged("It is 18.", answer=17)])
+    assert verdict.as_json() == {"extracted": "18", "why": "another number: 17"}
+
+
 def test_lengths():
     rewards = Length(fewest=2, most=4, slack=4)(
         [judged("a"), judged("a b c"), judged("a b c d e f"), judged("a " * 20)]
@@ -231,3 +267,20 @@ def test_functions_that_cannot_be_loaded(file, reference, message):
         paths[name].write_bytes(content)
     with pytest.raises(RecipeError, match=message):
         UserFunction.read(reference.format(file=file, **paths)).load()
+
+
+def test_the_policys_answers_win_over_columns_of_their_names(tmp_path):
+    """A row's `completions` took the place of what the policy had said."""
+    path = tmp_path / "given.py"
+    path.write_text(
+        "def batched(prompts, completions, tokens, finish, turns, **row):\n"
+        "    assert 'prompt' not in row and 'completion' not in row\n"
+        "    return [float((p, c, n, f, t) == ('?', 'mine', 1, 'stop', ()))\n"
+        "            for p, c, n, f, t in zip(prompts, completions, tokens, finish, turns)]\n"
+        "def each(prompt, completion, tokens, finish, turns, **row):\n"
+        "    return float((prompt, completion, tokens, finish, turns) == ('?', 'mine', 1, 'stop', ()))\n"
+    )
+    names = ("prompt", "prompts", "completion", "completions", "tokens", "finish", "turns")
+    answers = [judged("mine", **dict.fromkeys(names, "of the row")) for _ in range(2)]
+    for name in ("batched", "each"):
+        assert UserFunction.read(f"{path}:{name}")(answers) == [1, 1], name

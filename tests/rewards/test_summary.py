@@ -64,6 +64,12 @@ def test_the_error_of_a_mean_is_that_of_prompts():
     assert np.mean(errors) != pytest.approx(np.std(values) / np.sqrt(200), rel=0.5)
 
 
+def test_the_error_of_few_prompts_is_that_of_a_sample():
+    """By hand: means 1 and 0 of two prompts with two answers each deviate by +-1 of sums, so 2 * 2 / (2 - 1) / 4^2."""
+    summary = summarise(parts(1.0), np.array([[1.0], [1.0], [0.0], [0.0]]), np.array([0, 0, 1, 1]))
+    assert summary["part0"]["standard_error"] == pytest.approx(0.5)
+
+
 def test_nothing_given():
     summary = summarise(parts(1.0), np.array([[NAN], [NAN]]), np.array([0, 1]))
     assert summary == {"part0": {"given": 0, "mean": None, "standard_error": None}}

@@ -13,7 +13,9 @@ from danlu.data.trees import repeat_stem
 from danlu.errors import TrainingError
 from danlu.line_log import LineLog
 from danlu.parallel.comm import ALONE
+from danlu.rewards.protocol import Verdict
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
+from danlu.rewards.text import Mathematical
 from danlu.rollout.estimators import GroupEstimator
 from danlu.rollout.experience import Experience
 from danlu.rollout.experience_trees import ADVANTAGE, OLD
@@ -244,6 +246,38 @@ def test_a_rollout_that_is_refused_leaves_its_prompts_to_be_asked_and_its_answer
         2,
         3,
     ]
+
+
+@dataclass
+class ExplainedRewards(SampleRewards):
+    """Say of each answer how they came about; the second sample of each prompt took too long to compare."""
+
+    parts: tuple = (RewardPart("sums", Mathematical("answer"), 1.0),)
+
+    def score(self, answers):
+        named = [tuple(map(int, answer.text.split(":"))) for answer in answers]
+        verdicts = {
+            (place, 0): Verdict(float(not sample), f"{number}", "by hand", is_late=bool(sample))
+            for place, (number, sample) in enumerate(named)
+        }
+        return RewardTable(np.array([[verdict.value] for verdict in verdicts.values()]), [], {}, verdicts)
+
+
+def test_a_rollout_says_how_each_reward_came_about_and_which_were_late(tmp_path):
+    made = experience(tmp_path)
+    made.sampler.rewards = ExplainedRewards()
+    for start in (0, 4):
+        made.at(start)
+        assert made.metrics()["reward/sums/late"] == 4, "of this rollout alone"
+    made.close()
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [answer["verdicts"] for answer in lines[5]["answers"]] == [
+        {"sums": {"extracted": "5", "why": "by hand"}},
+        {"sums": {"extracted": "5", "why": "by hand", "late": True}},
+    ]
+    plain = experience()
+    plain.at(0)
+    assert "reward/sample/late" not in plain.metrics(), "only what compares formulas can be late"
 
 
 @dataclass

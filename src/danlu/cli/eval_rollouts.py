@@ -30,7 +30,7 @@ from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, Rewar
 from danlu.recipe.sections.rollout import SAMPLING_KEYS
 from danlu.rewards.build import build_rewards, build_runner, check_columns
 from danlu.rewards.protocol import JudgedAnswer, Reward
-from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner
+from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner, RewardTable
 from danlu.rewards.summary import distinct_failures, summarise
 from danlu.terminal import echo, print_status
 from danlu.train.progress import RowProgress
@@ -242,7 +242,7 @@ def evaluate_rollouts(
             unjudged.append(table.unjudged)
             failures += [replace(each, answer=start + each.answer) for each in table.failures]
             if file is not None:
-                file.writelines(_lines(runner.parts, part, table.values, table.failures))
+                file.writelines(_lines(runner.parts, part, table))
             progress(start + len(part), len(answers))
     left_out = np.concatenate(unjudged)
     prompts = np.array([answer.prompt for answer in answers])
@@ -292,14 +292,15 @@ def _template(text: str | None) -> PromptTemplate | None:
         raise RecipeError(f"data.prompt: {error}") from None
 
 
-def _lines(
-    parts: Sequence[RewardPart], answers: Sequence[Answer], values: np.ndarray, failures: Sequence[RewardFailure]
-) -> Iterator[str]:
+def _lines(parts: Sequence[RewardPart], answers: Sequence[Answer], table: RewardTable) -> Iterator[str]:
     """A line of JSON for each answer."""
     reasons: dict[int, dict[str, str]] = {}
-    for failure in failures:
+    for failure in table.failures:
         reasons.setdefault(failure.answer, {})[failure.reward] = failure.reason
-    for number, (answer, of_answer) in enumerate(zip(answers, values.tolist(), strict=True)):
+    verdicts: dict[int, dict[str, Any]] = {}
+    for (number, part), verdict in table.verdicts.items():
+        verdicts.setdefault(number, {})[parts[part].name] = verdict.as_json()
+    for number, (answer, of_answer) in enumerate(zip(answers, table.values.tolist(), strict=True)):
         judged = answer.judged
         line = {
             "row": answer.where,
@@ -312,7 +313,8 @@ def _lines(
             },
         }
         failed = {"failures": reasons[number]} if number in reasons else {}
-        yield json.dumps({**line, **failed}, ensure_ascii=False) + "\n"
+        explained = {"verdicts": verdicts[number]} if number in verdicts else {}
+        yield json.dumps({**line, **failed, **explained}, ensure_ascii=False) + "\n"
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -122,7 +122,8 @@ def _reward(section: RewardSection, reward_model: Callable[[ModelReward], Reward
 
 
 def _judge(section: JudgeReward) -> Judge:
-    _check_pattern(section.pattern)
+    if section.pattern is not None:
+        _check_pattern(section.pattern)
     try:
         template = PromptTemplate.parse(section.prompt)
     except PromptTemplateError as error:

@@ -7,12 +7,12 @@ import sysconfig
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from danlu.errors import DanluError
-from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
+from danlu.rewards.protocol import Explains, JudgedAnswer, Reward, StepRewards, Verdict
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 ASYNCIO = str(Path(sysconfig.get_path("stdlib")) / "asyncio")
@@ -32,6 +32,8 @@ class Outcome:
     """Of steps their sum."""
     failure: str | None = None
     steps: StepRewards | None = None
+    verdict: Verdict | None = None
+    """How it came about, of a reward that says so."""
 
     @property
     def declined(self) -> bool:
@@ -39,8 +41,10 @@ class Outcome:
         return self.failure == GAVE_NONE
 
 
-def outcome_of(value: float | StepRewards | None) -> Outcome:
+def outcome_of(value: float | StepRewards | Verdict | None) -> Outcome:
     """What a reward gave, as an outcome: None, NaN and what is infinite in float32 are no numbers."""
+    if isinstance(value, Verdict):
+        return replace(outcome_of(value.value), verdict=value)
     if value is None:
         return Outcome(math.nan, GAVE_NONE)
     if isinstance(value, StepRewards):
@@ -64,7 +68,8 @@ def call_on_each(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outcom
 def call_on_batch(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outcome]:
     """One call for all answers: if it raises, none of them has a number."""
     try:
-        outcomes = [outcome_of(value) for value in reward(answers)]
+        given = reward.verdicts(answers) if isinstance(reward, Explains) else reward(answers)
+        outcomes = [outcome_of(value) for value in given]
         if len(outcomes) != len(answers):
             raise ValueError(f"{len(outcomes)} rewards for {len(answers)} answers")
         return outcomes
@@ -72,6 +77,15 @@ def call_on_batch(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outco
         raise
     except BaseException as error:  # sys.exit in a user's function too
         return [Outcome(math.nan, failure_reason(error))] * len(answers)
+
+
+def decided_at_once(decide: Callable[[JudgedAnswer], Verdict | None], answer: JudgedAnswer) -> Outcome | None:
+    """The outcome of an answer that can be judged without a process of its own; None where it needs one."""
+    try:
+        verdict = decide(answer)
+    except Exception as error:  # it costs its own answer alone
+        return Outcome(math.nan, failure_reason(error))
+    return None if verdict is None else outcome_of(verdict)
 
 
 class ThreadedCalls:

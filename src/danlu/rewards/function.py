@@ -48,8 +48,10 @@ class FunctionReward:
         names = dict.fromkeys(name for row in columns for name in row)
         lists: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names}
         del lists["prompt"], lists["completion"]
-        prompts = [answer.prompt for answer in answers]
-        lists = {"prompts": prompts, "completions": [_as_in_trl(answer) for answer in answers], **lists}
+        lists |= {
+            "prompts": [answer.prompt for answer in answers],
+            "completions": [_as_in_trl(answer) for answer in answers],
+        }
         rewards = list(self._call(lists))
         if len(rewards) != len(answers):
             raise ValueError(f"the function gave {len(rewards)} rewards for {len(answers)} answers")
@@ -140,9 +142,12 @@ async def _awaited(result: Any) -> Any:
 
 
 def _columns(answer: JudgedAnswer) -> dict[str, Any]:
-    """The row's columns, and over them what is known of the answer."""
+    """The row's columns, and over them what is known of the answer, whatever the row calls by these names.
+
+    `turns` are there with an environment, or in the place of a column that has this name.
+    """
     own = {"completion": answer.text, "prompt": answer.prompt, "tokens": answer.tokens, "finish": answer.finish}
-    if answer.turns:
+    if answer.turns or "turns" in answer.row:
         own["turns"] = answer.turns
     return {**answer.row, **own}
 

@@ -5,17 +5,19 @@ The server is any that answers POST /chat/completions as OpenAI's does: vLLM, SG
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
 from danlu.errors import ResourceError
 from danlu.http_client import ConnectionLost, HTTPClient, RequestRefused
 from danlu.prompt_template import PromptTemplate
-from danlu.rewards.protocol import JudgedAnswer
+from danlu.rewards.protocol import JudgedAnswer, Verdict, is_null
 
 MOST_BYTES = 4 * 2**20
 """Of what a server says; a mark takes some hundred, and reasons for it some thousands."""
@@ -36,19 +38,20 @@ class Judge:
     """The mark that a model gives to an answer.
 
     `template` is the user's turn; it may name {prompt}, {completion} and the columns of the row. The mark is the first
-    group of `pattern` where it matches last; with `bounds` (low, high) it becomes (mark - low) / (high - low), and a
-    mark outside is none.
+    group of `pattern` where it matches last, or without a pattern the last number that is no bound of a scale (3 in
+    "3/10"); with `bounds` (low, high) it becomes (mark - low) / (high - low), and a mark outside is none. Thoughts,
+    between <think> tags, have no mark.
 
     Raises (when called):
         ConnectionLost: the server does not answer, after `retries` more attempts.
         RequestRefused: it refuses.
-        NoMark: what it says has no mark, or one out of bounds.
+        NoMark: what it says has no mark, or one out of bounds, or was cut off.
     """
 
     url: str
     model: str
     template: PromptTemplate
-    pattern: str = r"(-?\d+(?:\.\d+)?)\D*$"
+    pattern: str | None = None
     bounds: tuple[float, float] | None = None
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -65,17 +68,28 @@ class Judge:
         return HTTPClient(self.url, self.timeout_s, self.api_key_variable, MOST_BYTES, total_s=self.timeout_s)
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return [verdict.value for verdict in self.verdicts(answers)]
+
+    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+        """The marks, with their texts and the ends of what the judge says."""
         return [self._judge(answer) for answer in answers]
 
-    def _judge(self, answer: JudgedAnswer) -> float:
-        columns = {**answer.row, "prompt": prompt_text(answer.prompt), "completion": answer.text}
+    def _judge(self, answer: JudgedAnswer) -> Verdict:
+        row = {name: _plain(value) for name, value in answer.row.items()}
+        columns = {**row, "prompt": prompt_text(answer.prompt), "completion": answer.text}
         request = {
             "model": self.model,
             "messages": [{"role": "user", "content": self.template.fill(columns)}],
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
         }
-        return self._mark(_content(self._ask(request), self.url))
+        reply = self._ask(request)
+        said = _content(reply, self.url)
+        if reply["choices"][0].get("finish_reason") == "length":
+            raise NoMark(
+                f"{self.url}: what the judge says was cut off (max_new_tokens: {self.max_new_tokens}): {_shown(said)}"
+            )
+        return self._mark(said)
 
     def _ask(self, request: dict[str, Any]) -> Any:
         """What the server answers, asked again where it is busy or the connection is lost."""
@@ -92,20 +106,54 @@ class Judge:
             time.sleep(min(LONGEST_PAUSE_S, pause_s))
         return self.client.post("/chat/completions", request)
 
-    def _mark(self, said: str) -> float:
-        matches = list(re.finditer(self.pattern, said, re.DOTALL))
-        text = matches[-1].group(1) if matches else None
+    def _mark(self, said: str) -> Verdict:
+        _, closing, behind = said.rpartition("</think>")
+        said = behind if closing else said
+        if "<think>" in said:
+            raise NoMark(f"{self.url}: the judge's thoughts do not end: {_shown(said)}")
+        if self.pattern is None:
+            text, where = _last_mark(said), "there is no number"
+        else:
+            matches = list(re.finditer(self.pattern, said, re.DOTALL))
+            text = matches[-1].group(1) if matches else None
+            where = f"pattern {self.pattern!r} finds {'nothing' if text is None else repr(text)}"
         try:
             mark = float(text or "")
         except ValueError:
-            where = f"pattern {self.pattern!r} finds {'nothing' if text is None else repr(text)}"
             raise NoMark(f"{self.url}: {where} in what the judge says: {_shown(said)}") from None
+        why = f"the judge says: {said.strip()[-_SHOWN_CHARACTERS // 2 :]}"
         if self.bounds is None:
-            return mark
+            return Verdict.of(mark, text, why)
         low, high = self.bounds
         if not low <= mark <= high:
             raise NoMark(f"{self.url}: the mark {mark:g} is not between {low:g} and {high:g}: {_shown(said)}")
-        return (mark - low) / (high - low)
+        return Verdict.of((mark - low) / (high - low), text, why)
+
+
+_EMPHASIS = re.compile(r"[*_`]+")
+_NUMBER = r"-?\d+(?:\.\d+)?"
+_BOUNDS = re.compile(
+    rf"(?<=\d)\s*(?:/|out\s+of|of)\s*{_NUMBER}(?![\d.]*\d)"
+    rf"|\bscale\W+(?:(?:of|from|is|goes)\W+)*(?:from\W+)?{_NUMBER}\s*(?:to|-|–|\.\.)\s*{_NUMBER}"
+    rf"|[(\[]\s*{_NUMBER}\s*(?:to|-|–|\.\.)\s*{_NUMBER}\s*[)\]]"
+    rf"|\b{_NUMBER}\s*(?:to|-|–)\s*{_NUMBER}\W+scale\b"
+    rf"|\bout\s+of\s+{_NUMBER}",
+    re.IGNORECASE,
+)
+"""The bounds of a scale: "/10", "out of 10", "on a scale from 1 to 10", "(1-10)"."""
+
+
+def _last_mark(said: str) -> str | None:
+    """The last number that is no bound of a scale."""
+    numbers = re.findall(rf"(?<![\d.]){_NUMBER}", _BOUNDS.sub(" ", _EMPHASIS.sub("", said)))
+    return numbers[-1] if numbers else None
+
+
+def _plain(value: Any) -> Any:
+    """A number of a column as it is read: 0.00001 and 2000000, not 1e-05 and 2000000.0."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None if is_null(value) else value
+    return int(value) if value.is_integer() else f"{Decimal(repr(value)):f}"
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:

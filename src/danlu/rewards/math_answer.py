@@ -1,191 +1,366 @@
-r"""The final answer in a text, and whether it is the same as another: numbers, formulas, intervals, sets, tuples.
+r"""Whether an answer is the same mathematics as a reference: texts and numbers at once, the rest by math-verify.
 
-What is compared is what a text ends with: the last \boxed{...}, what stands behind the last ####, or behind the last
-"answer is"; else the last number. The time is linear in the length of a text, whatever a model writes: no pattern here
-tries a stretch twice, and what is compared as mathematics is short.
+Read before math-verify: choices and words, numbers, quantities with units, lists, points, intervals and sets (part by
+part), assignments, inequalities, plus and minus. What remains are formulas, which `symbolic` compares in a process of
+its own: `decide` says so by None.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 
-from danlu.rewards.math_expression import LONGEST_TEXT, NotMathematics, equal, near, parse
-
-BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-MARKED = re.compile(r"####\s*+(.+)")
-PHRASED = re.compile(r"(?:answer|result)\s*+(?:is|:|=)\s*+:?\s*+(.+)", re.IGNORECASE)
-NUMBER = re.compile(r"[-−+]?(?:\$\s?)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s?/\s?\d+)?%?|[-−+]?\.\d+")
-TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-UNIT = re.compile(
-    r"(?<=[\d}\)])\s*\\?(?:cm|mm|km|m|kg|g|mph|ft|feet|inches|inch|in|units?|square|cubic|degrees?|dollars?|cents?|"
-    r"hours?|minutes?|seconds?|days?|years?|people|apples|points?|miles?|meters?|%)\b.*$",
-    re.IGNORECASE,
+from danlu.rewards import symbolic
+from danlu.rewards.math_notation import (
+    FUNCTIONS,
+    GREEK,
+    NO_SOLUTION,
+    compact,
+    nesting,
+    plain,
+    split_top,
 )
+from danlu.rewards.math_structure import (
+    SEPARATOR,
+    Group,
+    Relation,
+    as_union,
+    distinct_names,
+    is_plain,
+    names_agree,
+)
+from danlu.rewards.math_units import compound, split_unit
+from danlu.rewards.plain_numbers import Number, read_number
+
+LONGEST_ANSWER = 2000
+"""Characters; longer ones are compared as texts alone."""
+DEEPEST_NESTING = 60
+MOST_PARTS = 60
+"""Of a list, a set or a union."""
+MOST_FORMULAS = 40
+"""Pairs that math-verify compares for one answer."""
+
+Symbolic = Callable[[str, str], bool]
+"""Says of two formulas whether they are equal; may raise `symbolic.NotRead`."""
 
 
-def final_answer(text: str) -> str | None:
-    """What a text ends with as its answer; None where nothing in it looks like one."""
-    for answer in (_last_boxed(text), _last(MARKED, text), _last(PHRASED, text)):
-        if answer is not None:
-            return answer.strip().rstrip(".")
-    return final_number(text)
+@dataclass(frozen=True)
+class Match:
+    """Whether an answer is right, and by which reading."""
+
+    is_equal: bool
+    why: str
 
 
-def final_number(text: str) -> str | None:
-    """The number that `final_answer` has, or the last in a text; None where there is none."""
-    marked = _last_boxed(text) or _last(MARKED, text)
-    numbers = NUMBER.findall(marked) if marked is not None else []
-    numbers = numbers or NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+_DIGITS = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3}){1,9}|\d{1,30})(?:\.\d{1,30})?")
+"""Plain numbers, most answers to problems in words, which need no notation."""
 
 
-def to_number(text: str) -> float | None:
-    """The value of a text that is one number: 1,234.5, $3, 1/2, 50% (0.5); None where it is none."""
+class NeedsMathVerify(Exception):
+    """A formula has to be compared, which is not done here."""
+
+
+def decide(answer: str, reference: str) -> Match | None:
+    """The verdict where no formula has to be compared; else None. Linear in the lengths."""
+
+    if _DIGITS.fullmatch(answer) and _DIGITS.fullmatch(reference):
+        first, second = (Fraction(text.replace(",", "").replace("$", "")) for text in (answer, reference))
+        return Match(first == second, "equal numbers" if first == second else f"other numbers: {answer}, {reference}")
+
+    def not_here(_: str, __: str) -> bool:
+        raise NeedsMathVerify
+
     try:
-        expression = parse(text.replace("$", "").strip().rstrip("."))
-        value = expression.value({}) if not expression.variables else None
-    except (NotMathematics, ArithmeticError, ValueError):
+        return _match(answer, reference, not_here)
+    except NeedsMathVerify:
         return None
-    return value.real if value is not None and value.imag == 0 else None
+
+
+def match_answer(answer: str, reference: str) -> Match:
+    """The verdict, with math-verify in this process. Raises `symbolic.TooLate`."""
+    with symbolic.time_limit():
+        return _match(answer, reference, symbolic.equal)
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Whether two answers are the same mathematics, or else the same text up to spaces, case and LaTeX's looks."""
-    if _normalised(answer) == _normalised(reference):
-        return True
-    if len(answer) > LONGEST_TEXT or len(reference) > LONGEST_TEXT:
-        return False
-    return any(_same(*pair) for pair in _readings(answer, reference))
-
-
-def _readings(answer: str, reference: str) -> Iterator[tuple[str, str]]:
-    """Both as they are, then without units and words, then what stands behind an equals sign."""
-    yield answer, reference
-    plain = _without_words(answer), _without_words(reference)
-    yield plain
-    yield _right_side(plain[0]), _right_side(plain[1])
-
-
-def _same(answer: str, reference: str) -> bool:
-    left, right = _Parts.of(answer), _Parts.of(reference)
-    if len(left.parts) != len(right.parts) or (left.brackets != right.brackets and len(left.parts) > 1):
-        return False
-    if not left.ordered and len(left.parts) > 1:
-        return _same_in_any_order(left.parts, list(right.parts))
-    return all(map(_equal, left.parts, right.parts))
-
-
-def _same_in_any_order(parts: tuple[str, ...], others: list[str]) -> bool:
-    for part in parts:
-        match = next((index for index, other in enumerate(others) if _equal(part, other)), None)
-        if match is None:
-            return False
-        others.pop(match)
-    return True
-
-
-class _Parts:
-    """An answer of several: (1, 2) and [1, 2) in order, {1, 2} and a bare 1, 2 in any order."""
-
-    def __init__(self, brackets: str, parts: tuple[str, ...]) -> None:
-        self.brackets, self.parts = brackets, parts
-
-    @classmethod
-    def of(cls, text: str) -> _Parts:
-        text = re.sub(r"\\(?:left|right|big|Big|bigl|bigr)\s*(?=[\\({\[\])}|.])", "", text.strip()).strip("$ ")
-        text = text.replace("\\{", "{").replace("\\}", "}").replace("\\cup", "∪")
-        unions = text.split("∪")
-        if len(unions) > 1:
-            return cls("∪", tuple(part.strip() for part in unions))
-        brackets, inner = "", text
-        if len(text) > 1 and text[0] in "([{" and text[-1] in ")]}" and _closes_at_end(text):
-            inner, brackets = text[1:-1], text[0] + text[-1]
-        parts = tuple(part.strip() for part in _split(inner))
-        if len(parts) == 1 and brackets in ("()", "{}", ""):
-            return cls("", parts)
-        return cls(brackets, parts)
-
-    @property
-    def ordered(self) -> bool:
-        """Whether (1, 2) is another answer than (2, 1)."""
-        return self.brackets not in ("", "{}", "∪")
-
-
-def _closes_at_end(text: str) -> bool:
-    """Whether the bracket that opens a text is closed by its last character."""
-    depth = 0
-    for place, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return place == len(text) - 1
-    return False
-
-
-def _split(text: str) -> list[str]:
-    """The parts between commas outside of brackets; the commas of 1,234,567 are its own."""
-    parts, start, depth = [], 0, 0
-    for place, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0 and not _groups_thousands(text, place):
-            parts.append(text[start:place])
-            start = place + 1
-    return [*parts, text[start:]]
-
-
-def _groups_thousands(text: str, place: int) -> bool:
-    """Whether a comma stands between one to three digits and three."""
-    before, behind = text[max(0, place - 4) : place], text[place + 1 : place + 5]
-    return re.search(r"(?:^|\D)\d{1,3}$", before) is not None and re.match(r"\d{3}(?!\d)", behind) is not None
-
-
-def _equal(answer: str, reference: str) -> bool:
-    if _normalised(answer) == _normalised(reference):
-        return True
-    left, right = _Parts.of(answer), _Parts.of(reference)
-    if len(left.parts) > 1 or len(right.parts) > 1:  # of a union of intervals, or a set of pairs
-        return _same(answer, reference)
+    """Whether two answers are the same mathematics; False where the time does not suffice to see it."""
     try:
-        first, second = parse(answer), parse(reference)
-    except (NotMathematics, RecursionError):
+        return match_answer(answer, reference).is_equal
+    except symbolic.TooLate:
         return False
-    if not first.variables and not second.variables:
-        try:
-            return near(first.value({}), second.value({}))
-        except (ArithmeticError, ValueError):
+
+
+@functools.lru_cache(maxsize=4096)
+def is_number(reference: str) -> bool:
+    """Whether a reference is a number, perhaps with a unit: other answers are looked for among numbers then."""
+    if len(reference) > LONGEST_ANSWER:
+        return False
+    head, _, _ = split_unit(plain(reference))
+    return read_number(head) is not None
+
+
+def _match(answer: str, reference: str, compare: Symbolic) -> Match:
+    if max(len(answer), len(reference)) > LONGEST_ANSWER:
+        return Match(answer.strip() == reference.strip(), f"compared as texts: more than {LONGEST_ANSWER} characters")
+    if max(nesting(answer), nesting(reference)) > DEEPEST_NESTING:
+        return Match(answer.strip() == reference.strip(), f"compared as texts: more than {DEEPEST_NESTING} brackets")
+    try:
+        return _Comparison(compare).match(plain(answer), plain(reference))
+    except RecursionError:
+        return Match(False, "parts within parts without end")
+
+
+_COMMUTATIVE = tuple(re.compile(rf"\\{name}(?![A-Za-z])") for name in ("cup", "cap", "lor", "land", "iff", "triangle"))
+_CHOICE = re.compile(r"(?:option|choice|answer)?\s*+\(?\s*+([A-Za-z])\s*+\)?\s*+[.:)]?", re.IGNORECASE)
+_CHOICE_WITH_CONTENT = re.compile(r"(?:\(\s*+([A-Ja-j])\s*+\)|([A-J])\s*+[.:)])\s*+[.:]?\s*+(\S.*+)")
+_KNOWN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all", "any", "dne"}
+_NOT_WORDS = {*FUNCTIONS, *GREEK, "infty", "sqrt", "frac"}
+
+
+class _Comparison:
+    """One comparison of two answers; counts the formulas that it has to have compared."""
+
+    def __init__(self, compare: Symbolic) -> None:
+        self._compare, self._compared = compare, 0
+
+    def match(self, answer: str, reference: str) -> Match:
+        """Both in the notation of `plain`."""
+        answer, reference = as_union(answer), as_union(reference)
+        if not answer or not reference:
+            return Match(False, "an empty answer" if not answer else "an empty reference")
+        if compact(answer) == compact(reference):
+            return Match(True, "equal texts")
+        for reading in (_choices, _words, _quantities, _compounds):
+            if (match := reading(answer, reference)) is not None:
+                return match
+        for part in (self._relations, self._operations, self._lists, self._units):
+            if (match := part(answer, reference)) is not None:
+                return match
+        return self._formulas(answer, reference)
+
+    def equal(self, answer: str, reference: str) -> bool:
+        return self.match(answer.strip(), reference.strip()).is_equal
+
+    def _relations(self, answer: str, reference: str) -> Match | None:
+        """Assignments (x = 5 is 5), chains (3 * 6 = 18), inequalities, which are intervals, and memberships."""
+        left, right = Relation.of(answer), Relation.of(reference)
+        if left is None and right is None:
+            return None
+        if (left or right) is not None and any(each is not None and each.is_value for each in (left, right)):
+            return self._values(answer, left, reference, right)
+        if left is not None and right is not None:
+            return self._same_relation(left, right)
+        one, other = (left, reference) if left is not None else (right, answer)
+        assert one is not None, "one of both is a relation"
+        if (interval := one.as_interval()) is not None:
+            return Match(self.equal(*((interval, other) if one is left else (other, interval))), "as an interval")
+        return Match(False, "a relation, and a value")
+
+    def _values(self, answer: str, left: Relation | None, reference: str, right: Relation | None) -> Match:
+        """Of which one at least is a name and its value."""
+        named = [each for each in (left, right) if each is not None and each.is_value]
+        if len(named) == 2 and not names_agree(named[0].operands[0], named[1].operands[0]):
+            return Match(False, f"other names: {named[0].operands[0]}, {named[1].operands[0]}")
+        values = [
+            each.operands[-1] if each is not None and each.is_value else text
+            for each, text in ((left, answer), (right, reference))
+        ]
+        if any(each is not None and not each.is_value and "=" in each.signs for each in (left, right)):
+            return self._formulas(answer, reference)  # an equation of another form
+        return self.match(values[0].strip(), values[1].strip())
+
+    def _same_relation(self, left: Relation, right: Relation) -> Match | None:
+        first, second = left.ascending(), right.ascending()
+        if first.signs == second.signs and all(map(self.equal, first.operands, second.operands)):
+            return Match(True, "equal relations")
+        is_symmetric = first.signs in (("=",), (r"\ne",)) and first.signs == second.signs
+        if is_symmetric and all(map(self.equal, first.operands, reversed(second.operands))):
+            return Match(True, "equal relations")
+        if first.signs == second.signs and all(map(is_plain, (*first.operands, *second.operands))):
+            return Match(False, "other relations")
+        if any(sign in (r"\ne", r"\in") for sign in (*first.signs, *second.signs)) or len(first.signs) > 1:
+            return Match(False, "other relations")
+        return self._formulas(first.text(), second.text())
+
+    def _operations(self, answer: str, reference: str) -> Match | None:
+        """Unions, intersections and the like, in any order."""
+        for operation in _COMMUTATIVE:
+            sides = [split_top(text, operation) for text in (answer, reference)]
+            if max(map(len, sides)) > 1:
+                if len(sides[0]) == len(sides[1]) and self._in_any_order(*sides):
+                    return Match(True, "equal parts")
+                if not all(Group.of(part).is_interval for part in (*sides[0], *sides[1])):
+                    return Match(False, "other parts")
+                return self._formulas(answer, reference)
+        return None
+
+    def _lists(self, answer: str, reference: str) -> Match | None:
+        """Lists, points, intervals and sets, part by part; a comma between digits may group thousands."""
+        groups = [(Group.of(text, thousands=True), Group.of(text, thousands=False)) for text in (answer, reference)]
+        if all(len(each.parts) == 1 and not each.is_opened for of_side in groups for each in of_side):
+            return None
+        if max(len(each.parts) for of_side in groups for each in of_side) > MOST_PARTS:
+            return Match(False, f"more than {MOST_PARTS} parts")
+        pairs = dict.fromkeys((left, right) for left in groups[0] for right in groups[1])
+        in_parts = [pair for pair in pairs if any(len(each.parts) != 1 or each.is_opened for each in pair)]
+        if any(self._same_group(left, right) for left, right in in_parts):
+            return Match(True, "equal parts")
+        return Match(False, "other parts") if len(in_parts) == len(pairs) else None
+
+    def _same_group(self, left: Group, right: Group) -> bool:
+        if len(left.parts) != len(right.parts):
             return False
-    return equal(first, second)
+        if len(left.parts) == 1:
+            return self.equal(left.parts[0], right.parts[0])
+        brackets = {left.brackets, right.brackets}
+        names = [distinct_names(each.parts) for each in (left, right)]
+        if brackets <= {"", "{}"} and (names[0] is None) == (names[1] is None):
+            return self._in_any_order(left.parts, right.parts)
+        agree = len(brackets) == 1 or brackets == {"", "()"} or (brackets == {"()", "[]"} and len(left.parts) > 2)
+        if brackets == {"", "{}"}:
+            agree = True
+        return agree and all(map(self.equal, left.parts, right.parts))
+
+    def _in_any_order(self, parts: Sequence[str], others: Sequence[str]) -> bool:
+        remaining = list(others)
+        for part in parts:
+            index = next((index for index, other in enumerate(remaining) if self.equal(part, other)), None)
+            if index is None:
+                return False
+            remaining.pop(index)
+        return True
+
+    def _units(self, answer: str, reference: str) -> Match | None:
+        """Formulas with units, which may be left out and must not differ."""
+        (left, unit, power), (right, other, other_power) = split_unit(answer), split_unit(reference)
+        if unit is None and other is None:
+            return None
+        if unit is not None and not unit.agrees_with(other):
+            return Match(False, "another unit")
+        if power != other_power:
+            return Match(False, "another number")
+        return self.match(left, right)
+
+    def _formulas(self, answer: str, reference: str) -> Match:
+        letters = [sorted(set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", text))) for text in (answer, reference)]
+        if letters[0] != letters[1] and [each.casefold() for each in letters[0]] == [
+            each.casefold() for each in letters[1]
+        ]:
+            return Match(False, "other variables")
+        self._compared += 1
+        if self._compared > MOST_FORMULAS:
+            return Match(False, f"more than {MOST_FORMULAS} formulas to compare")
+        try:
+            equal = self._compare(answer, reference)
+        except symbolic.NotRead as error:
+            return Match(False, str(error))
+        except (RecursionError, MemoryError) as error:
+            return Match(False, type(error).__name__)
+        return Match(equal, "math-verify: equal" if equal else "math-verify: different")
 
 
-def _right_side(text: str) -> str:
-    """What stands behind the equals sign of x = 5, or the member sign of x in (0, 1); else the text itself."""
-    match = re.fullmatch(r"\s*\\?[A-Za-z]\w{0,5}(?:\([A-Za-z]\))?\s*(?:=|\\in|∈)\s*([^=]+)", text)
-    return text if match is None else match.group(1)
+def _choices(answer: str, reference: str) -> Match | None:
+    """Letters of a choice, with what they stand for or without it."""
+    pairs = [_choice(text) for text in (answer, reference)]
+    if pairs[0] is None and pairs[1] is None:
+        return None
+    (letter, content), (other, wanted) = pairs[0] or (None, answer), pairs[1] or (None, reference)
+    if letter is not None and other is not None:
+        return Match(letter == other, "the same choice" if letter == other else f"another choice: {letter}, {other}")
+    if content is None or wanted is None:  # a letter alone, which may be a variable or a constant, and something else
+        return None
+    return Match(True, "the text of the choice") if compact(content) == compact(wanted) else None
 
 
-def _without_words(text: str) -> str:
-    text = TEXT_COMMAND.sub(" ", text).replace("\\%", "%").replace("\\$", "").replace("^\\circ", "").replace("°", "")
-    return UNIT.sub("", text.strip()).strip()
+def _choice(text: str) -> tuple[str, str | None] | None:
+    if match := _CHOICE.fullmatch(text):
+        return match[1], None
+    if match := _CHOICE_WITH_CONTENT.fullmatch(text):
+        return match[1] or match[2], match[3]
+    return None
 
 
-def _normalised(text: str) -> str:
-    text = TEXT_COMMAND.sub(r"\1", text)
-    text = re.sub(r"\\(?:left|right|!|,|;|:|displaystyle)", "", text).replace("\\dfrac", "\\frac")
-    return re.sub(r"[\s$]+", "", text.replace("\\tfrac", "\\frac")).rstrip(".").casefold()
+def _words(answer: str, reference: str) -> Match | None:
+    """Answers in words: equal up to capitals and punctuation."""
+    sides = [_in_words(text) for text in (answer, reference)]
+    if sides[0] is None and sides[1] is None:
+        return None
+    if sides[0] is None or sides[1] is None:
+        other = answer if sides[0] is None else reference
+        return None if re.search(r"\d|\\", other) is not None and re.search(SEPARATOR, other) else Match(False, "words")
+    return Match(sides[0] == sides[1], "equal words" if sides[0] == sides[1] else "other words")
 
 
-def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    matches = pattern.findall(text)
-    return matches[-1] if matches else None
+def _in_words(text: str) -> str | None:
+    """The words of a text that has nothing else, in small letters; None of one that is no words."""
+    if text == r"\emptyset":
+        return NO_SOLUTION[0]
+    if re.search(r"[\d\\=<>^_+*/|{}\[\]]", text):
+        return None
+    found = re.findall(r"[A-Za-z\u00c0-\uffff]++", text)
+    if not found or all(word in _NOT_WORDS for word in found):
+        return None
+    words = [word.casefold() for word in found]
+    is_words = (
+        len(words) > 1 or len(words[0]) > 3 or words[0] in _KNOWN_WORDS or re.fullmatch("[A-Z][a-z]{2,}", found[0])
+    )
+    if not is_words or all(len(word) == 1 for word in words):
+        return None
+    if all(_CHOICE.fullmatch(part.strip()) for part in split_top(text, SEPARATOR)):
+        return None  # A, C and D
+    if len(split_top(text, SEPARATOR)) > 1:
+        return None  # red and blue: a list
+    said = " ".join(word for word in words if word not in ("the", "a", "an"))
+    return NO_SOLUTION[0] if said in NO_SOLUTION else said
 
 
-def _last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces are closed."""
-    boxes = {match.end() for match in BOXED.finditer(text)}
-    last, open_groups = (0, 0), list[int]()
-    for brace in re.finditer(r"[{}]", text) if boxes else ():
-        if brace.group() == "{":
-            open_groups.append(brace.end())
-        elif open_groups and (start := open_groups.pop()) in boxes:
-            last = max(last, (start, brace.start()))
-    return text[slice(*last)] if last != (0, 0) else None
+def _quantities(answer: str, reference: str) -> Match | None:
+    """Numbers, with their units."""
+    (left, unit, power), (right, other, other_power) = split_unit(answer), split_unit(reference)
+    first, second = _scaled(left, power), _scaled(right, other_power)
+    if first is None or second is None:
+        return None
+    if unit is not None and not unit.agrees_with(other):
+        return Match(False, f"another unit: {left} {_shown(unit)}, {right} {_shown(other)}")
+    if any(one.is_percent and known is not None and known.name for one, known in ((first, other), (second, unit))):
+        return Match(False, "percent, and a unit")
+    equal = first.equals(second) or _in_dozens(first, unit, second, other)
+    return Match(equal, "equal numbers" if equal else f"other numbers: {answer}, {reference}")
+
+
+def _in_dozens(first: Number, unit: object, second: Number, other: object) -> bool:
+    one, two = (first.value * (12 if _is_dozen(each) else 1) for first, each in ((first, unit), (second, other)))
+    return one == two
+
+
+def _is_dozen(unit: object) -> bool:
+    return "dozen" in getattr(unit, "words", ())
+
+
+def _shown(unit: object) -> str:
+    return getattr(unit, "name", "") or " ".join(sorted(getattr(unit, "words", ())))
+
+
+def _scaled(text: str, power: int) -> Number | None:
+    number = read_number(text)
+    return number if number is None or power == 0 else Number(number.value * 10**power, number.is_percent)
+
+
+def _compounds(answer: str, reference: str) -> Match | None:
+    """Sums of quantities: 5 feet 6 inches."""
+    sides = [compound(text) for text in (answer, reference)]
+    if sides[0] is None and sides[1] is None:
+        return None
+    if sides[0] is not None and sides[1] is not None:
+        return Match(sides[0][0] == sides[1][0] and sides[0][2] == sides[1][2], "sums of quantities")
+    (total, in_first, quantity), other = (sides[0], reference) if sides[0] is not None else (sides[1], answer)  # type: ignore[misc]
+    head, unit, power = split_unit(other)
+    number = _scaled(head, power)
+    if number is None:
+        return Match(False, "a sum of quantities, and something else")
+    if unit is not None and unit.name:
+        return Match(unit.quantity == quantity and number.value * unit.scale == total, "a sum of quantities")
+    return Match(number.value == in_first, "a sum of quantities")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,47 @@ class StepRewards:
     """Of each step."""
 
 
+LONGEST_SHOWN = 200
+"""Characters of an answer, or of what a judge says, that a verdict repeats."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A reward's number for an answer, and how it came about: rollouts.jsonl has both, so that a wrong one is seen."""
+
+    value: float | None
+    extracted: str | None = None
+    """The part of the text that was judged; None where nothing in it looked like an answer."""
+    why: str = ""
+    is_late: bool = False
+    """Whether it is 0 because comparing took too long."""
+
+    @classmethod
+    def of(cls, value: float | None, extracted: str | None, why: str, *, is_late: bool = False) -> Verdict:
+        """With its texts cut to what a log can hold."""
+        return cls(value, None if extracted is None else shortened(extracted), shortened(why), is_late)
+
+    def as_json(self) -> dict[str, Any]:
+        """As a line of a log has it."""
+        return {"extracted": self.extracted, "why": self.why, **({"late": True} if self.is_late else {})}
+
+
+def shortened(text: str) -> str:
+    """The text, or its first characters."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
 class Reward(Protocol):
     """Judges answers, those of a prompt or of many at once. None where it cannot say: counted, and never a 0."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> Sequence[float | StepRewards | None]: ...
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A reward that also says what it judged, and why."""
+
+    def verdicts(self, answers: Sequence[JudgedAnswer]) -> Sequence[Verdict]: ...
 
 
 def lines_of(text: str) -> list[tuple[str, int]]:
@@ -63,3 +101,8 @@ def column_of(answer: JudgedAnswer, name: str) -> Any:
         return answer.row[name]
     except KeyError:
         raise KeyError(f"no column {name!r} in this row; it has {', '.join(map(repr, answer.row))}") from None
+
+
+def is_null(value: Any) -> bool:
+    """Whether a column holds nothing: null, or the NaN that tables have in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -1,8 +1,9 @@
 """Rewards of many answers at once, and nobody's loss where one of them fails.
 
-Where a reward is called follows from what it can do. Comparing texts cannot hang, and is done at once. A user's
-function and a user's regular expression can do anything, and are called in worker processes. A judge and tests of
-programs wait for somebody else within limits of their own, in threads. A reward model is called with everything.
+Where a reward is called follows from what it can do. Comparing texts and numbers cannot hang, and is done at once. A
+user's function, a user's regular expression and the comparison of formulas can, and are called in worker processes. A
+judge and tests of programs wait for somebody else within limits of their own, in threads. A reward model is called with
+everything.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from danlu.machine import usable_cores
-from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on_each
+from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on_each, decided_at_once
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
 from danlu.rewards.judge import Judge
-from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards, Verdict
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers, Task
 
@@ -62,6 +63,16 @@ class RewardTable:
     """One for each NaN, by reward and answer."""
     steps: Mapping[tuple[int, int], StepRewards] = field(default_factory=dict)
     """By (answer, reward) the rewards of steps, whose sum the number is."""
+    verdicts: Mapping[tuple[int, int], Verdict] = field(default_factory=dict)
+    """By (answer, reward) how the number came about, of rewards that say so."""
+
+    @property
+    def late(self) -> np.ndarray:
+        """[R] int: the answers that each reward took too long to compare, and gave 0."""
+        counts: np.ndarray = np.zeros(self.values.shape[1], dtype=int)
+        for (_, reward), verdict in self.verdicts.items():
+            counts[reward] += verdict.is_late
+        return counts
 
     @property
     def unjudged(self) -> np.ndarray:
@@ -148,24 +159,28 @@ class RewardRunner:
         outcomes = {}
         for number, part in enumerate(self.parts):
             if number not in threaded and number not in self._of_workers:
-                call = (
-                    call_on_each if isinstance(part.reward, Exact | Numeric | Mathematical | Length) else call_on_batch
-                )
+                call = call_on_each if isinstance(part.reward, Exact | Numeric | Length) else call_on_batch
                 outcomes[number] = call(part.reward, answers)
         return outcomes
 
     def _score_in_workers(self, answers: Sequence[JudgedAnswer]) -> dict[int, list[Outcome]]:
         """The outcomes of what worker processes call, by the number of the part."""
         tasks: list[Task] = []
-        for index in range(len(self._of_workers)):
+        outcomes: dict[int, list[Outcome]] = {number: [Outcome(np.nan)] * len(answers) for number in self._of_workers}
+        for index, number in enumerate(self._of_workers):
+            reward = self.parts[number].reward
             if self._workers.takes_batch(index):  # first: the longest
                 tasks.insert(0, Task(index, tuple(range(len(answers)))))
-            else:
-                tasks += [Task(index, (answer,)) for answer in range(len(answers))]
-        outcomes: dict[int, list[Outcome]] = {number: [Outcome(np.nan)] * len(answers) for number in self._of_workers}
+                continue
+            for place, answer in enumerate(answers):
+                decided = decided_at_once(reward.decide, answer) if isinstance(reward, Mathematical) else None
+                if decided is None:
+                    tasks.append(Task(index, (place,)))
+                else:
+                    outcomes[number][place] = decided
         for task, of_task in self._workers.run(tasks, answers) if answers else ():
-            for answer, outcome in zip(task.numbers, of_task, strict=True):
-                outcomes[self._of_workers[task.reward]][answer] = outcome
+            for place, outcome in zip(task.numbers, of_task, strict=True):
+                outcomes[self._of_workers[task.reward]][place] = outcome
         return outcomes
 
     def _table(self, outcomes: dict[int, list[Outcome]], count: int) -> RewardTable:
@@ -184,12 +199,18 @@ class RewardRunner:
             for answer, outcome in enumerate(of_part)
             if outcome.steps is not None
         }
-        return RewardTable(values, failures, steps)
+        verdicts = {
+            (answer, number): outcome.verdict
+            for number, of_part in outcomes.items()
+            for answer, outcome in enumerate(of_part)
+            if outcome.verdict is not None
+        }
+        return RewardTable(values, failures, steps, verdicts)
 
 
 def _needs_worker(reward: Reward) -> bool:
-    """Whether it is a user's, and may hang: a function, or a regular expression, which can take exponential time."""
-    return isinstance(reward, UserFunction | Pattern)
+    """Whether it may hang: a user's function, a regular expression or formulas, which can take exponential time."""
+    return isinstance(reward, UserFunction | Pattern | Mathematical)
 
 
 def _threads_of(reward: Reward) -> int:

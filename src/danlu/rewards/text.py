@@ -5,23 +5,40 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, lru_cache
 
-from danlu.rewards.math_answer import final_answer, final_number, same_answer, to_number
-from danlu.rewards.protocol import JudgedAnswer, column_of
+from danlu.rewards import math_answer
+from danlu.rewards.final_answer import final_answer, final_number
+from danlu.rewards.plain_numbers import Number, to_number
+from danlu.rewards.protocol import JudgedAnswer, Verdict, column_of, is_null
+from danlu.rewards.symbolic import TooLate
+
+LONGEST_COMPARISON_S = 1.0
+"""After which the process that compares two formulas is ended, where its own time limit does not hold."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """1 where the answer is the text of a column, up to spaces at its ends; else 0."""
+    """1 where the answer is the text of a column, up to spaces at its ends, or the number that it holds; else 0.
+
+    None where the column is null.
+    """
 
     column: str
     ignore_case: bool = False
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float]:
-        return [
-            float(self._plain(answer.text) == self._plain(str(column_of(answer, self.column)))) for answer in answers
-        ]
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return [self._judge(answer) for answer in answers]
+
+    def _judge(self, answer: JudgedAnswer) -> float | None:
+        wanted = column_of(answer, self.column)
+        if is_null(wanted):
+            return None
+        if isinstance(wanted, int | float) and not isinstance(wanted, bool):
+            given = to_number(answer.text.strip())
+            return float(given is not None and given.value == Fraction(repr(wanted)))
+        return float(self._plain(answer.text) == self._plain(str(wanted)))
 
     def _plain(self, text: str) -> str:
         text = " ".join(text.split())
@@ -37,32 +54,76 @@ class Numeric:
     """Relative, and absolute for numbers below 1."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return [verdict.value for verdict in self.verdicts(answers)]
+
+    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+        """1, 0 or None, with the number that was found."""
         return [self._judge(answer) for answer in answers]
 
-    def _judge(self, answer: JudgedAnswer) -> float | None:
-        wanted = _number(str(column_of(answer, self.column)))
+    def _judge(self, answer: JudgedAnswer) -> Verdict:
+        column = column_of(answer, self.column)
+        wanted = to_number(column) if isinstance(column, int | float) else _number(str(column or ""))
         if wanted is None:
-            return None
-        number = _number(answer.text)
-        return float(number is not None and abs(number - wanted) <= self.tolerance * max(1.0, abs(wanted)))
+            return Verdict.of(None, None, f"the column {self.column!r} has no number")
+        found = final_number(answer.text)
+        number = None if found is None else to_number(found)
+        if number is None:
+            return Verdict.of(0.0, found, "no number in the answer")
+        right = self._near(number.value, wanted.value) or (
+            number.is_percent != wanted.is_percent
+            and self._near(*(each.value / 100 if each.is_percent else each.value for each in (number, wanted)))
+        )
+        return Verdict.of(float(right), found, f"{'the' if right else 'another'} number: {_shown(wanted)}")
+
+    def _near(self, number: Fraction, wanted: Fraction) -> bool:
+        return abs(number - wanted) <= Fraction(self.tolerance) * max(Fraction(1), abs(wanted))
 
 
 @dataclass(frozen=True)
 class Mathematical:
-    """1 where what the answer ends with is the same mathematics as the column's; else 0 (see `math_answer`)."""
+    """1 where the answer's end is the same mathematics as the column's; else 0 (see `final_answer`, `math_answer`).
+
+    None where the column is null or empty. Formulas are compared in a reward process: `decide` judges all others.
+    """
 
     column: str
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
-        return [self._judge(answer) for answer in answers]
+        return [verdict.value for verdict in self.verdicts(answers)]
 
-    def _judge(self, answer: JudgedAnswer) -> float | None:
-        reference = str(column_of(answer, self.column))
-        wanted = final_answer(reference) if _is_marked(reference) else reference.strip()
+    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+        """1, 0 or None, with what was extracted and by which reading it was compared."""
+        return [self.decide(answer) or self._compare(answer) for answer in answers]
+
+    def decide(self, answer: JudgedAnswer) -> Verdict | None:
+        """The verdict where no formula has to be compared, else None; linear in the length, and without math-verify."""
+        given, wanted = self._extracted(answer)
         if not wanted:
-            return None
-        given = final_answer(answer.text)
-        return float(given is not None and same_answer(given, wanted))
+            return Verdict.of(None, None, f"the column {self.column!r} has no reference")
+        if given is None:
+            return Verdict.of(0.0, None, "no answer was found")
+        match = math_answer.decide(given, wanted)
+        return None if match is None else Verdict.of(float(match.is_equal), given, match.why)
+
+    def late(self, answer: JudgedAnswer) -> Verdict:
+        """The verdict on an answer that takes too long to compare: it is wrong."""
+        given, _ = self._extracted(answer)
+        return Verdict.of(0.0, given, "late: comparing it takes too long", is_late=True)
+
+    def _compare(self, answer: JudgedAnswer) -> Verdict:
+        given, wanted = self._extracted(answer)
+        assert given is not None and wanted, "what has no formula is decided at once"
+        try:
+            match = math_answer.match_answer(given, wanted)
+        except TooLate:
+            return self.late(answer)
+        return Verdict.of(float(match.is_equal), given, match.why)
+
+    def _extracted(self, answer: JudgedAnswer) -> tuple[str | None, str]:
+        """What the answer ends with, and the reference."""
+        column = column_of(answer, self.column)
+        wanted = "" if is_null(column) else _reference(str(column))
+        return final_answer(answer.text, numeric=math_answer.is_number(wanted)), wanted
 
 
 @dataclass(frozen=True)
@@ -97,9 +158,21 @@ class Length:
         return max(over, self.fewest - tokens, 0)
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> Number | None:
     number = final_number(text)
     return None if number is None else to_number(number)
+
+
+def _shown(number: Number) -> str:
+    return (
+        f"{float(number.value):g}{'%' if number.is_percent else ''}" if abs(number.value) < 10**300 else "a large one"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _reference(column: str) -> str:
+    """The answer of a worked solution, or the text itself; the same for all answers to a prompt."""
+    return (final_answer(column) or "") if _is_marked(column) else column.strip()
 
 
 def _is_marked(text: str) -> bool:

@@ -12,13 +12,15 @@ import os
 import pickle
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 from danlu.errors import RecipeError
-from danlu.rewards.calling import call_on_batch
+from danlu.rewards import symbolic
+from danlu.rewards.calling import Outcome, call_on_batch
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward
+from danlu.rewards.text import Mathematical
 from danlu.worker_process import end_with_the_caller, take_over_pipes
 
 START = "from danlu.rewards.worker import serve; serve()"
@@ -48,8 +50,17 @@ def serve() -> None:
             _end_group()
         with _cpu_limit(call.cpu_limit_s):
             outcomes = call_on_batch(rewards[call.reward], call.answers)
-        steps = [None if each.steps is None else [each.steps.ends, each.steps.values] for each in outcomes]
-        _reply(replies, [[each.value, each.failure, own] for each, own in zip(outcomes, steps, strict=True)])
+        _reply(replies, [_as_json(each) for each in outcomes])
+
+
+def _as_json(outcome: Outcome) -> list[Any]:
+    steps, verdict = outcome.steps, outcome.verdict
+    return [
+        outcome.value,
+        outcome.failure,
+        None if steps is None else [steps.ends, steps.values],
+        None if verdict is None else asdict(verdict),
+    ]
 
 
 def _load(rewards: Sequence[Reward], replies: BinaryIO) -> list[Reward]:
@@ -62,10 +73,14 @@ def _load(rewards: Sequence[Reward], replies: BinaryIO) -> list[Reward]:
                 takes_batch.append(function.takes_batch)
                 loaded.append(function)
             else:
+                if isinstance(reward, Mathematical):
+                    symbolic.prepare()
                 takes_batch.append(False)
                 loaded.append(reward)
         except RecipeError as error:
             problems += error.problems
+        except ImportError as error:
+            problems.append(f"rewards: kind math needs the package math-verify, which cannot be loaded: {error}")
     _reply(replies, {"problems": problems, "takes_batch": takes_batch})
     return loaded
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.machine import usable_cores
-from danlu.rewards.calling import Outcome
+from danlu.rewards.calling import Outcome, outcome_of
 from danlu.rewards.function import UserFunction
-from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards, Verdict
+from danlu.rewards.text import LONGEST_COMPARISON_S, Mathematical
 from danlu.rewards.worker import START, Call
 from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any
 
@@ -35,10 +37,16 @@ class Task:
         return self, [Outcome(math.nan, reason)] * len(self.numbers)
 
 
-def _outcome(value: float | None, failure: str | None, steps: tuple[list[int], list[float]] | None) -> Outcome:
+def _outcome(
+    value: float | None,
+    failure: str | None,
+    steps: tuple[list[int], list[float]] | None,
+    verdict: Mapping[str, Any] | None,
+) -> Outcome:
     """An outcome out of a line of JSON."""
     own = None if steps is None else StepRewards(tuple(steps[0]), tuple(steps[1]))
-    return Outcome(math.nan if value is None else value, failure, own)
+    explained = None if verdict is None else Verdict(**verdict)
+    return Outcome(math.nan if value is None else value, failure, own, explained)
 
 
 class RewardWorkers:
@@ -56,7 +64,10 @@ class RewardWorkers:
 
         Raises RecipeError with the problems of all of them, ResourceError where the process ends or takes too long.
         """
-        if not self._rewards or any(self._workers):
+        if any(self._workers):
+            return
+        if not any(isinstance(reward, UserFunction) for reward in self._rewards):
+            self._takes_batch = [False] * len(self._rewards)  # a process starts when there is work for it
             return
         worker = self._workers[0] = WorkerConnection(START, self._rewards, self._timeout_s)
         try:
@@ -86,7 +97,7 @@ class RewardWorkers:
                 self._give_work(number, queues, answers)
             wait_for_any(self._workers)
             for number in range(count):
-                yield from self._results(number, queues, timeouts)
+                yield from self._results(number, queues, timeouts, answers)
 
     def close(self) -> None:
         """Ends all processes, whatever they are doing."""
@@ -108,10 +119,12 @@ class RewardWorkers:
         elif worker.is_ready and not worker.task:
             task = queue.popleft()
             cpu_limit_s = self._timeout_s * usable_cores() + 1.0  # more than a call can use within its time
-            worker.call(task, Call(task.reward, [answers[index] for index in task.numbers], cpu_limit_s))
+            reward = self._rewards[task.reward]
+            limit_s = LONGEST_COMPARISON_S if isinstance(reward, Mathematical) else None
+            worker.call(task, Call(task.reward, [answers[index] for index in task.numbers], cpu_limit_s), limit_s)
 
     def _results(
-        self, number: int, queues: list[deque[Task]], timeouts: Counter[int]
+        self, number: int, queues: list[deque[Task]], timeouts: Counter[int], answers: Sequence[JudgedAnswer]
     ) -> Iterator[tuple[Task, list[Outcome]]]:
         """What a process has replied, or that it will not."""
         worker = self._workers[number]
@@ -133,6 +146,9 @@ class RewardWorkers:
             worker.task = None
             timeouts[task.reward] = 0
             yield task, [_outcome(*each) for each in reply]
+        elif ending is not None and worker.is_late and isinstance(reward := self._rewards[task.reward], Mathematical):
+            self._end(number)
+            yield task, [outcome_of(reward.late(answers[answer])) for answer in task.numbers]
         elif ending is not None:
             timeouts[task.reward] += worker.is_late
             self._end(number)

@@ -358,6 +358,8 @@ class Experience:
                     entry["turns"] = [dict(turn) for turn in completion.turns]
                 if failures := self.sampler.failures.get((completion.number, completion.sample)):
                     entry["failures"] = failures
+                if verdicts := self.sampler.verdicts.get((completion.number, completion.sample)):
+                    entry["verdicts"] = {name: verdict.as_json() for name, verdict in verdicts.items()}
                 if steps := answered.steps[place][len(answers)] if answered.steps else {}:
                     entry["steps"] = {parts[part].name: asdict(of_steps) for part, of_steps in steps.items()}
                 answers.append(entry)

@@ -19,9 +19,10 @@ from danlu.data.prompts import Prompt
 from danlu.parallel.comm import Group
 from danlu.parallel.process_group import untimed_barrier
 from danlu.parallel.watchdog import PHASE
-from danlu.rewards.protocol import JudgedAnswer, StepRewards
+from danlu.rewards.protocol import JudgedAnswer, StepRewards, Verdict
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rewards.summary import distinct_failures
+from danlu.rewards.text import Mathematical
 from danlu.rollout.asynchronous import AsynchronousRollouts
 from danlu.rollout.engine import RolloutEngine
 from danlu.rollout.episode import Episode, episode_metrics
@@ -181,11 +182,15 @@ class RolloutSampler:
     """Of the present rollout."""
     failures: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """Of the present rollout, on the first process: why rewards were not given, by prompt and sample."""
+    verdicts: dict[tuple[int, int], dict[str, Verdict]] = field(default_factory=dict)
+    """Of the present rollout, on the first process: how rewards came about, by prompt and sample."""
+    late: np.ndarray | None = None
+    """[R] Of the present rollout: answers that took too long to compare; None before the first are judged."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Within it the engine answers with the policy's present weights."""
-        self.times, self.failures = Times(), {}
+        self._begin_rollout()
         start = time.perf_counter()
         self.engine.wake()
         try:
@@ -203,6 +208,10 @@ class RolloutSampler:
         self.rewards.close()
         if self.episodes is not None:
             self.episodes.close()
+
+    def _begin_rollout(self, published_s: float = 0.0) -> None:
+        self.times = Times(rollout=published_s)
+        self.failures, self.verdicts, self.late = {}, {}, None
 
     def why_unrewarded(self) -> str:
         """Why rewards were not given, as sentences for a message."""
@@ -240,7 +249,7 @@ class RolloutSampler:
         if self.asynchronous is None:
             with self.awake():
                 return self._next_rollout()
-        self.times, self.failures = Times(rollout=self.times.publish), {}
+        self._begin_rollout(published_s=self.times.publish)
         return self._next_rollout()
 
     def _next_rollout(self) -> tuple[Answered, dict[str, float]]:
@@ -267,7 +276,17 @@ class RolloutSampler:
         return whole, {
             "prompts_asked": float(asked),
             "no_signal": no_signal,
+            **self._late_metrics(),
             **episode_metrics(whole.completions),
+        }
+
+    def _late_metrics(self) -> dict[str, float]:
+        """Of each reward that compares formulas: how many answers of the rollout it was too long about, and gave 0."""
+        late = np.zeros(len(self.rewards.parts)) if self.late is None else self.late
+        return {
+            f"reward/{part.name}/late": float(count)
+            for part, count in zip(self.rewards.parts, late.tolist(), strict=True)
+            if isinstance(part.reward, Mathematical)
         }
 
     def _has_signal(self, answered: Answered) -> np.ndarray:
@@ -372,16 +391,22 @@ class RolloutSampler:
         ]
         PHASE.begin("rewards")
         # They may take longer than a collective may.
-        rewards, steps = self.world.from_first(
+        rewards, steps, late = self.world.from_first(
             lambda: self._rewarded(answers, completions), barrier=lambda: untimed_barrier(f"rewards-{next(_barriers)}")
         )
+        self.late = late if self.late is None else self.late + late
         self.times.reward += time.perf_counter() - start
         return list(completions), rewards, steps
 
     def _rewarded(
         self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]
-    ) -> tuple[np.ndarray, list[dict[int, StepRewards]]]:
+    ) -> tuple[np.ndarray, list[dict[int, StepRewards]], np.ndarray]:
+        """Rewards [completions, R], those of steps, and how many answers each reward was too long about [R]."""
         table = self.rewards.score(answers)
+        for (answer, reward), verdict in table.verdicts.items():
+            completion = completions[answer]
+            of_answer = self.verdicts.setdefault((completion.number, completion.sample), {})
+            of_answer[self.rewards.parts[reward].name] = verdict
         for failure in table.failures:
             completion = completions[failure.answer]
             self.failures.setdefault((completion.number, completion.sample), []).append(
@@ -399,7 +424,7 @@ class RolloutSampler:
         for (answer, reward), of_steps in table.steps.items():
             if not left_out[answer]:
                 steps[answer][reward] = of_steps
-        return values, steps
+        return values, steps, table.late
 
 
 def judged_answer(completion: Completion, prompt: Prompt) -> JudgedAnswer:

@@ -117,7 +117,7 @@ def _reward_problems(key: str, reward: Section) -> Iterator[Problem]:
     match reward:
         case FormatReward() | JudgeReward():
             try:
-                groups = re.compile(reward.pattern, re.DOTALL).groups
+                groups = re.compile(reward.pattern or "()", re.DOTALL).groups
             except re.error as error:
                 yield Problem(f"{key}.pattern", f"{reward.pattern!r} is no regular expression: {error}")
                 return

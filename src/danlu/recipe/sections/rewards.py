@@ -29,7 +29,7 @@ class RewardSection(VariantSection):
 
 
 class ExactReward(RewardSection):
-    """1 where the answer is the text of a column, up to spaces; else 0."""
+    """1 where the answer is the text of a column, up to spaces, or the number that it holds; else 0."""
 
     kind: Literal["exact"] = "exact"
     column: str
@@ -45,12 +45,14 @@ class NumericReward(RewardSection):
     column: str
     """The column of the row that holds the right answer."""
     tolerance: NonNegative = 1e-6
-    """How far both may differ: relative, and absolute for numbers below 1."""
+    """How far both may differ: relative, and absolute for numbers below 1. 60% is 60, and 0.6 too."""
 
 
 class MathReward(RewardSection):
-    r"""1 where what the answer ends with (its \boxed, what follows its ####, its last number) is the same mathematics
-    as a column; else 0."""
+    r"""1 where what the answer ends with (between its <answer> tags, in its last \boxed, behind its #### or "the answer
+    is"; else its last formula or number) is the same mathematics as a column; else 0. Formulas are compared by the
+    package math-verify, exactly: 0.333 is not 1/3. A unit may be left out, and a unit that differs is wrong. What takes
+    more than half a second to compare is wrong, and counted in `reward/NAME/late`."""
 
     kind: Literal["math"] = "math"
     column: str
@@ -136,9 +138,9 @@ class JudgeReward(RewardSection):
     """The name that the server knows it by."""
     prompt: str
     """What it is asked: a template over {prompt}, {completion} and the columns of the row."""
-    pattern: str = r"(-?\d+(?:\.\d+)?)\D*$"
-    """A regular expression whose first group is the mark in what it says, where it matches last; by default the last
-    number."""
+    pattern: str | None = None
+    """A regular expression whose first group is the mark in what it says, where it matches last; null takes the last
+    number that is no bound of a scale: 3 of 3/10. A reply that is cut off has no mark, nor have thoughts."""
     max_new_tokens: PositiveInt = 512
     """The longest that it says."""
     temperature: NonNegative = 0.0
