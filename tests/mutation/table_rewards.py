@@ -15,7 +15,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rewards/math_units.py",
-        "        return bool(self.words & other.words)",
+        "        return bool(self.counted & other.counted)",
         "        return True",
         "rewards/test_math_answer.py",
         only="not_the_same",

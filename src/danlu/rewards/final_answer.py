@@ -153,8 +153,8 @@ def _is_prose(text: str) -> bool:
     r"""Whether words stand before anything else: a sentence, and not a value with its unit."""
     bare = re.sub(r"\\(?:text|mathrm|mbox)[a-z]*+\s*+\{[^{}]*+\}", " ", text)
     first = re.search(r"\d|\\", bare)
-    words = _WORDY.findall(bare if first is None else bare[: first.start()])
-    return len(words) > (3 if first is None else 0)
+    texts = _WORDY.findall(bare if first is None else bare[: first.start()])
+    return len(texts) > (3 if first is None else 0)
 
 
 def _last_formula(text: str) -> str | None:

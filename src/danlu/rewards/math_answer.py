@@ -133,7 +133,7 @@ class _Comparison:
             return Match(False, "an empty answer" if not answer else "an empty reference")
         if compact(answer) == compact(reference):
             return Match(True, "equal texts")
-        for reading in (_choices, _words, _quantities, _compounds):
+        for reading in (_choices, _texts, _quantities, _compounds):
             if (match := reading(answer, reference)) is not None:
                 return match
         for part in (self._relations, self._operations, self._lists, self._units):
@@ -153,10 +153,10 @@ class _Comparison:
             return self._values(answer, left, reference, right)
         if left is not None and right is not None:
             return self._same_relation(left, right)
-        one, other = (left, reference) if left is not None else (right, answer)
-        assert one is not None, "one of both is a relation"
-        if (interval := one.as_interval()) is not None:
-            return Match(self.equal(*((interval, other) if one is left else (other, interval))), "as an interval")
+        relation, other = (left, reference) if left is not None else (right, answer)
+        assert relation is not None, "one of both is a relation"
+        if (interval := relation.as_interval()) is not None:
+            return Match(self.equal(*((interval, other) if relation is left else (other, interval))), "as an interval")
         return Match(False, "a relation, and a value")
 
     def _values(self, answer: str, left: Relation | None, reference: str, right: Relation | None) -> Match:
@@ -283,7 +283,7 @@ def _choice(text: str) -> tuple[str, str | None] | None:
     return None
 
 
-def _words(answer: str, reference: str) -> Match | None:
+def _texts(answer: str, reference: str) -> Match | None:
     """Answers in words: equal up to capitals and punctuation."""
     sides = [_in_words(text) for text in (answer, reference)]
     if sides[0] is None and sides[1] is None:
@@ -300,20 +300,23 @@ def _in_words(text: str) -> str | None:
         return NO_SOLUTION[0]
     if re.search(r"[\d\\=<>^_+*/|{}\[\]]", text):
         return None
-    found = re.findall(r"[A-Za-z\u00c0-\uffff]++", text)
-    if not found or all(word in _NOT_WORDS for word in found):
+    spelled = re.findall(r"[A-Za-z\u00c0-\uffff]++", text)
+    if not spelled or all(word in _NOT_WORDS for word in spelled):
         return None
-    words = [word.casefold() for word in found]
+    lowered = [word.casefold() for word in spelled]
     is_words = (
-        len(words) > 1 or len(words[0]) > 3 or words[0] in _KNOWN_WORDS or re.fullmatch("[A-Z][a-z]{2,}", found[0])
+        len(lowered) > 1
+        or len(lowered[0]) > 3
+        or lowered[0] in _KNOWN_WORDS
+        or re.fullmatch("[A-Z][a-z]{2,}", spelled[0])
     )
-    if not is_words or all(len(word) == 1 for word in words):
+    if not is_words or all(len(word) == 1 for word in lowered):
         return None
     if all(_CHOICE.fullmatch(part.strip()) for part in split_top(text, SEPARATOR)):
         return None  # A, C and D
     if len(split_top(text, SEPARATOR)) > 1:
         return None  # red and blue: a list
-    said = " ".join(word for word in words if word not in ("the", "a", "an"))
+    said = " ".join(word for word in lowered if word not in ("the", "a", "an"))
     return NO_SOLUTION[0] if said in NO_SOLUTION else said
 
 
@@ -325,23 +328,27 @@ def _quantities(answer: str, reference: str) -> Match | None:
         return None
     if unit is not None and not unit.agrees_with(other):
         return Match(False, f"another unit: {left} {_shown(unit)}, {right} {_shown(other)}")
-    if any(one.is_percent and known is not None and known.name for one, known in ((first, other), (second, unit))):
+    if any(
+        number.is_percent and known is not None and known.name for number, known in ((first, other), (second, unit))
+    ):
         return Match(False, "percent, and a unit")
     equal = first.equals(second) or _in_dozens(first, unit, second, other)
     return Match(equal, "equal numbers" if equal else f"other numbers: {answer}, {reference}")
 
 
 def _in_dozens(first: Number, unit: object, second: Number, other: object) -> bool:
-    one, two = (first.value * (12 if _is_dozen(each) else 1) for first, each in ((first, unit), (second, other)))
-    return one == two
+    in_units, others = (
+        first.value * (12 if _is_dozen(each) else 1) for first, each in ((first, unit), (second, other))
+    )
+    return in_units == others
 
 
 def _is_dozen(unit: object) -> bool:
-    return "dozen" in getattr(unit, "words", ())
+    return "dozen" in getattr(unit, "counted", ())
 
 
 def _shown(unit: object) -> str:
-    return getattr(unit, "name", "") or " ".join(sorted(getattr(unit, "words", ())))
+    return getattr(unit, "name", "") or " ".join(sorted(getattr(unit, "counted", ())))
 
 
 def _scaled(text: str, power: int) -> Number | None:

@@ -44,11 +44,11 @@ class Group:
         brackets, inner = "", text
         if len(text) > 1 and text[0] in "([{" and text[-1] in ")]}" and closes_at_end(text, 0):
             inner, brackets = text[1:-1], text[0] + text[-1]
-        pieces = split_top(inner, SEPARATOR, _groups_thousands if thousands else None)
-        if "[" in brackets and len(pieces) == 1:
+        chunks = split_top(inner, SEPARATOR, _groups_thousands if thousands else None)
+        if "[" in brackets and len(chunks) == 1:
             inner, brackets = text, ""
-            pieces = [text]
-        parts = [part.strip() for piece in pieces for part in _plus_and_minus(piece.strip()) if part.strip()]
+            chunks = [text]
+        parts = [part.strip() for chunk in chunks for part in _plus_and_minus(chunk.strip()) if part.strip()]
         opened = len(parts) == 1 and (bool(brackets) or parts[0] != text)
         return cls(brackets, tuple(parts), opened)
 

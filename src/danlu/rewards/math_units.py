@@ -70,7 +70,7 @@ class Unit:
     """A known unit such as `m^2` or `km/h`; or the words for whatever was counted, as in 18 eggs."""
 
     name: str = ""
-    words: frozenset[str] = frozenset()
+    counted: frozenset[str] = frozenset()
     scale: Fraction = Fraction(1)
     quantity: str = ""
 
@@ -80,7 +80,7 @@ class Unit:
             return True
         if self.name or other.name:
             return self.name == other.name
-        return bool(self.words & other.words)
+        return bool(self.counted & other.counted)
 
 
 NO_UNIT = Unit()
@@ -180,7 +180,7 @@ def _unit(tokens: list[str], *, is_apart: bool) -> Unit | None:
     if factor is not None:
         name, quantity, scale = factor
         if name == "in" and rest and rest[0].casefold() not in ("per", "/", "\\/"):
-            return Unit(words=_stems(tokens)) if is_apart else None  # 7 in the morning
+            return Unit(counted=_stems(tokens)) if is_apart else None  # 7 in the morning
         if rest and rest[0].casefold() in ("per", "/", "\\/", "an", "a", "each"):
             divisor, rest = _factor(rest[1:])
             if divisor is not None:
@@ -192,11 +192,11 @@ def _unit(tokens: list[str], *, is_apart: bool) -> Unit | None:
         return None
     if any(re.fullmatch(r"(?:square|sq|cubic)", token.casefold()) for token in tokens):
         return None
-    words = _stems(tokens)
+    counted = _stems(tokens)
     for token in tokens:  # 18 more dollars
         if len(token) > 2 and (known := _UNITS.get(_spelled(token))) is not None:
             return Unit(known[0], frozenset(), known[2], known[1])
-    return Unit(words=words) if any(len(word) > 2 for word in words) else None
+    return Unit(counted=counted) if any(len(word) > 2 for word in counted) else None
 
 
 def _factor(tokens: list[str]) -> tuple[tuple[str, str, Fraction] | None, list[str]]:

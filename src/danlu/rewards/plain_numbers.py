@@ -17,7 +17,7 @@ LONGEST_NUMBER = 400
 LARGEST_EXPONENT = 1000
 LARGEST_FACTORIAL = 200
 
-FOUND = re.compile(
+NUMBER = re.compile(
     r"(?<![\w.])[-−+]?(?:\$\s?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d++)?(?:[eE][-+]?\d++)?(?:\s?/\s?\d++)?+(?:\s?\\?%)?"
     r"|[-−+]?(?:\$\s?)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d++)?(?:\s?/\s?\d++)?+(?:\s?\\?%)?"
     r"|[-−+]?\.\d++"
@@ -61,7 +61,7 @@ class Number:
 
 def numbers_in(text: str) -> Iterator[str]:
     """The numbers of a text as they are written there."""
-    return (match.group() for match in FOUND.finditer(text))
+    return (match.group() for match in NUMBER.finditer(text))
 
 
 def read_number(text: str) -> Number | None:
@@ -103,27 +103,27 @@ def _signed(text: str) -> tuple[int, str]:
     return (-1) ** match.group().count("-"), text[match.end() :]
 
 
-def _value(found: dict[str, str | None]) -> Fraction | None:
-    """Of what a shape has found; None for a division by 0, and for what is too large to be computed here."""
-    if found.get("decimal"):
-        exponent = int(found.get("exponent") or found.get("ten") or 0)
-        return None if abs(exponent) > LARGEST_EXPONENT else _fraction(found["decimal"]) * Fraction(10) ** exponent
-    if found.get("below"):
-        above, below = _fraction(found["above"]), _fraction(found["below"])
+def _value(groups: dict[str, str | None]) -> Fraction | None:
+    """The number that the groups of a shape are; None for a division by 0, and for what is too large to be computed here."""
+    if groups.get("decimal"):
+        exponent = int(groups.get("exponent") or groups.get("ten") or 0)
+        return None if abs(exponent) > LARGEST_EXPONENT else _fraction(groups["decimal"]) * Fraction(10) ** exponent
+    if groups.get("below"):
+        above, below = _fraction(groups["above"]), _fraction(groups["below"])
         if below == 0:
             return None
-        if (whole := found.get("whole")) is None:
+        if (whole := groups.get("whole")) is None:
             return above / below
         return _fraction(whole) + above / below if 0 <= above < below else None  # else nobody's mixed number
-    if found.get("base"):
-        base, power = int(found["base"] or ""), int(found["power"] or "")
+    if groups.get("base"):
+        base, power = int(groups["base"] or ""), int(groups["power"] or "")
         if abs(power) * max(1, base.bit_length()) > 8 * LARGEST_EXPONENT or (base == 0 and power <= 0):
             return None
         return Fraction(base) ** power
-    if found.get("factorial"):
-        number = int(found["factorial"] or "")
+    if groups.get("factorial"):
+        number = int(groups["factorial"] or "")
         return None if number > LARGEST_FACTORIAL else Fraction(math.factorial(number))
-    before, repeated = found["before"] or "", found["repeated"] or ""
+    before, repeated = groups["before"] or "", groups["repeated"] or ""
     digits = len(before.partition(".")[2])
     return _fraction(before + "0") + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**digits)
 

@@ -65,15 +65,15 @@ class Numeric:
         wanted = to_number(column) if isinstance(column, int | float) else _number(str(column or ""))
         if wanted is None:
             return Verdict.of(None, None, f"the column {self.column!r} has no number")
-        found = final_number(answer.text)
-        number = None if found is None else to_number(found)
+        last = final_number(answer.text)
+        number = None if last is None else to_number(last)
         if number is None:
-            return Verdict.of(0.0, found, "no number in the answer")
+            return Verdict.of(0.0, last, "no number in the answer")
         right = self._near(number.value, wanted.value) or (
             number.is_percent != wanted.is_percent
             and self._near(*(each.value / 100 if each.is_percent else each.value for each in (number, wanted)))
         )
-        return Verdict.of(float(right), found, f"{'the' if right else 'another'} number: {_shown(wanted)}")
+        return Verdict.of(float(right), last, f"{'the' if right else 'another'} number: {_shown(wanted)}")
 
     def _near(self, number: Fraction, wanted: Fraction) -> bool:
         return abs(number - wanted) <= Fraction(self.tolerance) * max(Fraction(1), abs(wanted))
