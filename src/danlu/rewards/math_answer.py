@@ -32,7 +32,7 @@ from danlu.rewards.math_structure import (
     is_plain,
     names_agree,
 )
-from danlu.rewards.math_units import compound, split_unit
+from danlu.rewards.math_units import Unit, compound, split_unit
 from danlu.rewards.plain_numbers import Number, read_number
 
 LONGEST_ANSWER = 2000
@@ -332,23 +332,20 @@ def _quantities(answer: str, reference: str) -> Match | None:
         number.is_percent and known is not None and known.name for number, known in ((first, other), (second, unit))
     ):
         return Match(False, "percent, and a unit")
-    equal = first.equals(second) or _in_dozens(first, unit, second, other)
+    equal = first.equals(second) or _equal_in_dozens(first, unit, second, other)
     return Match(equal, "equal numbers" if equal else f"other numbers: {answer}, {reference}")
 
 
-def _in_dozens(first: Number, unit: object, second: Number, other: object) -> bool:
-    in_units, others = (
-        first.value * (12 if _is_dozen(each) else 1) for first, each in ((first, unit), (second, other))
-    )
-    return in_units == others
+def _equal_in_dozens(first: Number, unit: Unit | None, second: Number, other: Unit | None) -> bool:
+    return first.value * _dozen(unit) == second.value * _dozen(other)
 
 
-def _is_dozen(unit: object) -> bool:
-    return "dozen" in getattr(unit, "counted", ())
+def _dozen(unit: Unit | None) -> int:
+    return 12 if unit is not None and "dozen" in unit.counted else 1
 
 
-def _shown(unit: object) -> str:
-    return getattr(unit, "name", "") or " ".join(sorted(getattr(unit, "counted", ())))
+def _shown(unit: Unit | None) -> str:
+    return "" if unit is None else unit.name or " ".join(sorted(unit.counted))
 
 
 def _scaled(text: str, power: int) -> Number | None:
