@@ -177,6 +177,42 @@ def test_a_restored_run_trains_on_each_prompt_once_and_keeps_what_was_drawn(smal
             assert all(row[4] <= taken for row in answer["drawn"]) and all(version >= taken for version in later)
 
 
+def test_a_restored_source_hands_the_weights_over_again_though_they_have_had_as_many_updates(small_decoder):
+    """Going back to a checkpoint within a process: the engine has weights that the policy has no longer."""
+    made = policy(small_decoder, 1, 0.02)
+    made.take(range(2))
+    state = json.loads(json.dumps(made.made.state(2 * 4)))
+    beside, handed_over = made.made.sampler.asynchronous, []
+    beside.engine.engine = EmbeddedEngine(small_decoder(seed=7))  # which has nothing to do, as `restore` asks for
+    beside.engine.received = []
+    update = beside.engine.update
+    beside.engine.update = lambda version, weights: handed_over.append(version) or update(version, weights)
+    beside.publish(2)
+    assert handed_over == []  # control: the engine has them
+    made.made.restore(state)
+    beside.publish(2)
+    assert handed_over == [2]
+
+
+def test_staleness_counts_the_updates_of_all_passes(small_decoder, tmp_path):
+    made = policy(small_decoder, 3, 0.02, tmp_path, updates=2)
+    sampler = made.made.sampler
+    sampler.settings = replace(sampler.settings, passes=2)
+    seen = []
+    for number in range(16):
+        made.take([number])
+        seen.append(made.made.metrics())
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    for number, values in enumerate(seen):
+        first, since = number - number % 4, number % 4  # updates that the policy had had when the rollout was made
+        of_rollout = [line for line in lines if line["step"] == first + 1]
+        drawn = [run for line in of_rollout for answer in line["answers"] for run in answer["versions"]]
+        ages = np.repeat([number - version for version, _ in drawn], [tokens for _, tokens in drawn])
+        assert values["staleness"] == pytest.approx(ages.mean()) and values["staleness_max"] == ages.max()
+        assert ages.min() >= since
+    assert max(values["staleness_max"] for values in seen) > 3
+
+
 def test_answers_whose_rewards_fail_are_asked_for_again(small_decoder):
     made = policy(small_decoder, 2, 0.02, rewards=LengthRewards(fails=0))
     made.take(range(2))

@@ -10,6 +10,7 @@ import torch
 
 from danlu.objectives.advantages import generalized_advantages
 from danlu.objectives.policy_losses import AdaptiveKl
+from danlu.rollout.episode import Episode, Segment
 from danlu.rollout.estimators import (
     LAST_VALUE,
     REFERENCE,
@@ -240,6 +241,27 @@ def test_a_critic_gives_each_token_its_advantage(bootstraps):
     np.testing.assert_allclose(np.concatenate(of_answers(items, ADVANTAGE)), advantages, rtol=1e-6)
     np.testing.assert_allclose(np.concatenate(of_answers(items, RETURN)), returns, rtol=1e-6)
     assert items[0].samples[0].columns[VALUE_OLD][2:].tolist() == [0.25] * 5
+
+
+def test_an_answer_goes_on_from_its_last_branch():
+    """An episode in three branches that was cut off, and an answer in one: what the critic says behind each."""
+    segments = (
+        Segment((1, 2), (5, 6), (True, True)),
+        Segment((1, 2, 9), (7,), (True,)),
+        Segment((1, 8), (7,), (True,)),
+    )
+    episode = Episode(0, 0, [5, 6, 7, 7], [-1.0] * 4, [-1.0] * 4, None, [0] * 4, "", "length", segments=segments)
+    item = answer_tree([1, 2], [episode, completion(2)], "row", {})
+    assert len(item.samples[0].branches) == 5  # the prompt's, three, and one
+    scores = {
+        "token_scores": [{VALUE_OLD: np.zeros(item.tokens, np.float32)}],
+        "branch_scores": [{LAST_VALUE: np.array([0.0, 10.0, 20.0, 30.0, 40.0], np.float32)}],
+    }
+    data = Judged([item], np.zeros((2, 1)), [1.0], np.zeros(2, np.int64), np.array([4, 2]), np.ones(2, bool), **scores)
+    assert data.last_branches(0) == [-2, -1]
+    items, _ = GaeEstimator(discount=1.0, trace_decay=1.0, whitens=False).estimate(data)
+    (sample,) = items[0].samples
+    assert sample.columns[RETURN][sample.weights > 0].tolist() == [30] * 4 + [40] * 2
 
 
 STEPS = ({0: ([0, 1], [0.5, -1.0])}, {}, {0: ([0], [3.0])}, {0: ([1, 1, 2], [1.0, 0.25, -2.0])})

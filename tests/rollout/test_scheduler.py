@@ -234,6 +234,19 @@ def test_blocks_behind_the_window_are_given_back_and_stay_in_the_prefix_cache():
     assert everything.scheduler.counters.peak_blocks == 8 and everything.pool.cached == 7
 
 
+def test_of_what_a_sequence_leaves_in_the_prefix_cache_the_end_is_given_up_first():
+    """Its beginning is what others may begin with; a block without those before it is of no use."""
+    simulation = Simulation(blocks=5, block=4, batch_tokens=32)
+    text = [number % 3 for number in range(16)]
+    simulation.add(0, text, 17)
+    simulation.run()
+    assert simulation.pool.cached == 4
+    simulation.add(1, [5] * 11, 12)  # which takes three blocks: one that was never used, and two of those
+    simulation.run()
+    simulation.add(2, text, 17)
+    assert [chunk.start for chunk in simulation.step().chunks] == [8]
+
+
 def test_a_sequence_that_comes_back_does_not_enter_what_it_gave_back():
     """Its first own block stands in the places of others, whose texts are no longer there."""
     pool, tokens = BlockPool(4), [1, 2, 3, 4, 5, 6, 7]

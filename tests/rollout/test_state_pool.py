@@ -10,6 +10,7 @@ import torch
 from builders.rollout_requests import GREEDY, PROMPTS, SAMPLED, check_same, requests, slowly
 
 from danlu.errors import ModelError, ResourceError
+from danlu.layer_types import LayerCache
 from danlu.models.decoder import Decoder, Layer
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import DraftOptions, EngineOptions
@@ -32,6 +33,19 @@ def options_for(model: Decoder, sequences: int, **settings: int) -> EngineOption
     """A cache of which the states of so many sequences take half."""
     gib = (2 * sequences * sizes(model)[0] + 1) / 2**30
     return EngineOptions(cache_gib=gib, block=4, **settings)
+
+
+def test_sums_over_all_tokens_are_float32_whatever_activations_are():
+    layer = LayerCache((), None, ((2, 3), (4,)))
+    pool = StatePool([layer], 2, torch.bfloat16, torch.device("cpu"))
+    slots, sums = torch.tensor([1]), torch.tensor([[1 / 3, 1e-3, 257.0, 1 + 2**-20]])
+    pool.write(0, slots, [torch.ones(1, 2, 3, dtype=torch.bfloat16), sums])
+    convolved, kept = pool.read(0, slots, None)
+    assert (convolved.dtype, kept.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(kept, sums) and not torch.equal(
+        sums.bfloat16().float(), sums
+    )  # control: in bf16 they are others
+    assert StatePool.slot_bytes([layer], torch.bfloat16) == 6 * 2 + 4 * 4
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
 class Poisoned(SyntheticPacks):
     """One step's packs hold noise, whose loss stands out once the model has learnt to count."""
 
-    def __init__(self, at: range) -> None:
+    def __init__(self, at: Container[int]) -> None:
         super().__init__()
         self.poisoned = at
 
@@ -224,6 +224,17 @@ def test_packs_left_out_by_a_rewind_stay_left_out_on_resume(tmp_path: Path) -> N
     assert again.state.rewinds == 1 and again.feed.excluded == {96, 97, 98}
     assert differences(whole, again) == []
     assert lines(tmp_path / "part") == lines(tmp_path / "whole")
+
+
+def test_a_second_rewind_leaves_out_the_packs_of_the_first_too(tmp_path: Path) -> None:
+    """Both go back to step 30, behind which the packs of the first are met again."""
+    watch = sections.Watch(policy="rewind", **WATCH)  # type: ignore[arg-type]
+    poisoned = {90, 91, 92, 99, 100, 101}
+    run = tiny_run(tmp_path, steps=36, source=Poisoned(poisoned), watch=watch, checkpoint=5)
+    fit(run)
+    events = [(line["event"], line["step"]) for line in lines(tmp_path) if "event" in line]
+    assert [step for event, step in events if event == "rewind"] == [31, 33]
+    assert run.feed.excluded == poisoned and (run.state.step, run.state.rewinds) == (36, 2)
 
 
 def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
