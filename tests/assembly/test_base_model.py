@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from builders.adapter_folders import adapter_folder, changed, of_another_tool
 from builders.tiny_run import tiny_model
+from torch import nn
 
 from danlu.adapters.adapter_config import CONFIG, adapter_stack
 from danlu.assembly.base_model import base_of, check_base, find_base
+from danlu.assembly.recipe_adapters import doubts
 from danlu.errors import ModelError
 from danlu.models.saving import save
 from danlu.recipe import sections
+from danlu.rollout.load_model import LoadedModel
 
 
 @pytest.fixture
@@ -52,3 +56,18 @@ def test_what_a_quantized_folder_was_made_from(base: Path) -> None:
     assert find_base(base).quantized_from is None
     (base / "danlu.json").write_text(json.dumps({"quantized_from": "abc"}))
     assert find_base(base).quantized_from == "abc"
+
+
+def test_settings_that_are_ignored_are_told_of_the_base_and_of_a_loaded_model(tmp_path: Path) -> None:
+    """YaRN's attn_factor, also of the language part of a multimodal model."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attn_factor": 0.88}
+    for name, values in (("plain", {"rope_scaling": rope}), ("parts", {"text_config": {"rope_parameters": rope}})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values))
+        (told,) = doubts(sections.Model(path=str(folder)))
+        assert told.startswith(f"{folder}/config.json: rope_") and "attn_factor 0.88 is ignored" in told
+        loaded = LoadedModel(folder, nn.Linear(1, 1), None, frozenset(), torch.float32)  # type: ignore[arg-type]
+        assert loaded.notes == [told]
+    (folder / "config.json").write_text("{}")
+    assert doubts(sections.Model(path=str(folder))) == loaded.notes == []

@@ -282,6 +282,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama-2", {"hidden_size": None}, "hidden_size: missing"),
     ("llama-2", {"num_key_value_heads": 3}, "4 query heads cannot share 3 key/value heads evenly"),
     ("llama-2", {"hidden_size": 50}, "50 does not divide over 4 attention heads"),
+    ("llama-2", {"rope_scaling": {**YARN, "beta_fast": 0}}, "yarn: beta_fast is 0, which it cannot be"),
+    ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate: transformers does not apply it in a family"),
     ("llama-2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: transformers reads it for this family and"),
     ("llama-2", {"head_dim": 7}, "7 of head_dim 7 .* is not a positive even number"),
     ("llama-2", {"eos_token_id": "</s>"}, "eos_token_id: expected a token id or a list of them"),

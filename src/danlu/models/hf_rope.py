@@ -30,6 +30,8 @@ _NOT_OF_SCALING |= {"mrope_section", "mrope_interleaved", "attn_factor"}
 _TYPES = ("full_attention", "sliding_attention")
 _TEMPERATURE = "llama_4_scaling_beta"
 _ORIGINAL = "original_max_position_embeddings"
+_POSITIVE = ("factor", "beta_fast", "beta_slow")
+"""Settings that are divided by, or have a logarithm."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def read_ropes_by_type(
         where = f"rope_parameters: {layer_type}" if by_type.keys() else "rope_scaling"
         scaling = values.section("rope_scaling") if layer_type == "full_attention" else {}
         rope = HFValues({**by_type.section(layer_type), **scaling}, {}, f"{values.where}: {where}")
+        if rope.raw("truncate") is False:
+            raise rope.error("truncate", "transformers does not apply it in a family whose layers may be rotated apart")
         ropes[layer_type] = _read(values, rope, head_dim, of_type, (theta_key, where), None)
     return ropes
 
@@ -185,7 +189,7 @@ def _read_scaling(
             fits = isinstance(value, list) and all(_is_number(factor) and factor > 0 for factor in value)
             given[name] = tuple(map(float, value)) if fits else value
         else:
-            fits = _is_number(value) and (name != "factor" or value > 0)  # which is divided by
+            fits = _is_number(value) and (name not in _POSITIVE or value > 0)
             given[name] = float(value) if fits else value
         if not fits:
             problems.append(f"{name} is {value!r}, which it cannot be")
