@@ -20,6 +20,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.delta_spec import Delta
 from danlu.models.experts_spec import Experts
 from danlu.models.families import FAMILIES, READ_AS
+from danlu.models.families.layer_keys import HF_ACTIVATIONS
 from danlu.models.heads_spec import Heads
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_layout import hf_tensors
@@ -28,7 +29,7 @@ from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import LayerSpec
 from danlu.models.multimodal import MULTIMODAL
 from danlu.models.rope import rotary_tables
-from danlu.models.rope_config import Rope
+from danlu.models.rope_config import QueryTemperature, Rope
 
 FOLDERS = ("Qwen__Qwen3-0.6B", "Qwen__Qwen3-30B-A3B", "deepseek-ai__DeepSeek-V3", "meta-llama__Meta-Llama-3.1-8B")
 FOLDERS += ("mistralai__Mixtral-8x7B-v0.1", "openai__gpt-oss-20b")
@@ -111,6 +112,7 @@ def their_layers(model: Any) -> list[dict[str, Any]]:
                 "softcap": getattr(attention, "attn_logit_softcapping", None),
                 "rotated": bool(getattr(attention, "use_rope", True)),
             }
+        facts["activation"] = getattr(config, "hidden_activation", None) or config.hidden_act
         facts["routing"] = their_routing(getattr(layer, "mlp", None), config)
         layers.append(facts)
     return layers
@@ -150,7 +152,8 @@ def own_layer(layer: LayerSpec, theirs: dict[str, Any]) -> dict[str, Any]:
     if isinstance(feed, Experts):
         router = {"experts": feed.num_experts, "top_k": feed.top_k}
         router |= {name: getattr(feed.router, name) for name in theirs["routing"] or {} if name not in router}
-    return {**facts, "routing": router}
+    activation = HF_ACTIVATIONS.get(feed.activation, "silu")  # gpt-oss' own is compared in test_families.py
+    return {**facts, "activation": activation, "routing": router}
 
 
 def check(values: dict[str, Any]) -> ModelConfig:
@@ -172,8 +175,11 @@ def check(values: dict[str, Any]) -> ModelConfig:
     assert [own_layer(own, each) for own, each in zip(config.layers, layers, strict=True)] == layers
     types = getattr(language, "layer_types", None) or [None] * len(whole.layers)
     kinds = {(kind, each.mixer.rope): None for kind, each in zip(types, whole.layers, strict=True) if each.mixer.rope}
+    parameters = language.rope_parameters or {}
+    temperature = parameters.get("llama_4_scaling_beta"), parameters.get("original_max_position_embeddings")
     for kind, rope in kinds:
         assert rope is not None
+        assert temperature[0] is None or rope.temperature == QueryTemperature(*temperature)
         check_rotation(model, kind, rope, config)
     return whole
 
