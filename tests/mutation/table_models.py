@@ -49,6 +49,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="under_another_name",
     ),
     Mutation(
+        "models/hf_rope.py",
+        '_POSITIVE = ("factor", "beta_fast", "beta_slow")',
+        '_POSITIVE = ("factor",)',
+        "models/test_families.py",
+        only="would_be_computed",
+    ),
+    Mutation(
+        "models/hf_rope.py",
+        'if rope.raw("truncate") is False:',
+        "if False:",
+        "models/test_families.py",
+        only="would_be_computed",
+    ),
+    Mutation(
+        "assembly/recipe_adapters.py",
+        "ignored = ignored_settings(resolve_folder(model.path))",
+        "ignored: list[str] = []",
+        "assembly/test_base_model.py",
+        only="ignored",
+    ),
+    Mutation(
         "models/families/phi.py",
         '"original_max_position_embeddings": 4096,',
         "",
