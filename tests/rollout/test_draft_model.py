@@ -126,6 +126,18 @@ def test_drafts_survive_restarts_and_states(small_decoder, draft):
 
 
 @pytest.mark.parametrize("draft", [NGRAM, MODEL], ids=["ngram", "model"])
+@pytest.mark.parametrize("batch_tokens", [1, 4])
+def test_answers_with_more_drafts_than_a_pass_has_tokens_are_those_without(small_decoder, batch_tokens, draft):
+    model = small_decoder()
+    asked = requests(GREEDY, 12)
+    draft_model = perturbed(model, small_decoder) if draft is MODEL else None
+    options = EngineOptions(batch_tokens=batch_tokens, draft=dataclasses.replace(draft, tokens=4))
+    engine = EmbeddedEngine(model, options, draft_model=draft_model)
+    check_same(engine.generate(asked), EmbeddedEngine(model).generate(asked))
+    assert (engine.statistics.drafts_accepted > 0) == (batch_tokens > 1)
+
+
+@pytest.mark.parametrize("draft", [NGRAM, MODEL], ids=["ngram", "model"])
 def test_answers_end_where_they_do_without_drafts(small_decoder, draft):
     """A stop token among accepted proposals, and the end of the context."""
     model = small_decoder(context=48)

@@ -141,6 +141,53 @@ def test_nan_weights_are_an_error_and_nothing_is_lost(small_decoder, options):
     check_same(done, EmbeddedEngine(model).generate([Request(0, (1,), options, 3)]))
 
 
+NAN_ROW = 17
+"""A token that the decoders of the next tests have NaN for: whoever reads it has no answer."""
+
+
+@pytest.mark.parametrize("where", ["prompt", "prompt scores"])
+def test_what_one_request_fails_at_costs_the_others_nothing(small_decoder, where):
+    """It is told what was wrong; without a way to tell it, the step raises as ever."""
+    model = small_decoder()
+    model.embed_tokens.weight[NAN_ROW] = float("nan")
+    scored = where == "prompt scores"
+    asked = [
+        Request(number, prompt, SamplingOptions(seed=1), 6, samples=2, prompt_logprobs=scored)
+        for number, prompt in enumerate([(3, 9, 4), (3, 9, NAN_ROW, 4), (7,), (5, NAN_ROW)])
+    ]
+    expected = EmbeddedEngine(model).generate([asked[0], asked[2]])
+    engine, errors = EmbeddedEngine(model, EngineOptions(block=4)), []
+    for request in asked:
+        engine.submit(request, on_error=lambda error, number=request.number: errors.append((number, error)))
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    assert [number for number, _ in errors] == [1, 3]
+    assert all(isinstance(error, ModelError) and "not finite at position" in str(error) for _, error in errors)
+    assert {completion.number for completion in done if completion.finish == "abort"} == {1, 3}
+    check_same([each for each in done if each.finish != "abort"], expected)
+    assert engine.statistics.blocks_used == 0
+    check_same(engine.generate([asked[0]]), expected[:2])  # and its number is free again
+    with pytest.raises(ModelError, match="not finite"):  # control
+        engine.generate([asked[1]])
+
+
+def test_a_tokenizer_that_fails_at_one_answer_costs_the_others_nothing(small_decoder):
+    def decode(ids):
+        if len(ids) > 1:
+            raise ValueError("no such token")
+        return ""
+
+    engine, errors = EmbeddedEngine(small_decoder(), decode=lambda ids: ""), []
+    engine.submit(Request(0, (3,), GREEDY, 4), decode=decode, on_error=errors.append)
+    engine.submit(Request(1, (3,), GREEDY, 4), on_error=errors.append)
+    done = []
+    while engine.unfinished:
+        done += engine.step()
+    assert [str(error) for error in errors] == ["no such token"]
+    assert {each.number: each.finish for each in done} == {0: "abort", 1: "length"}
+
+
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompt", [[7], [3, 9, 4]])
 def test_as_many_samples_as_a_prompt_has_tokens_or_more(small_decoder, prompt, options):

@@ -170,10 +170,10 @@ def arrivals(draw):
     arrivals=arrivals(),
     block=st.integers(1, 4),
     spare=st.integers(0, 12),
-    batch_tokens=st.integers(4, 20),
+    batch_tokens=st.integers(1, 20),
     running_limit=st.integers(1, 6),
     host_blocks=st.sampled_from([None, 0, 3, 30]),
-    drafts=st.integers(0, 3),
+    drafts=st.integers(0, 6),
     window=st.none() | st.integers(1, 9),
 )
 def test_every_sequence_finishes_and_reads_its_own_text(
@@ -347,6 +347,19 @@ def test_swapped_out_is_not_computed_again_unless_the_host_is_full():
     roomy, full = preempted(9), preempted(1)
     assert (roomy.preemptions, roomy.swaps, roomy.swap_fallbacks, roomy.recomputed_tokens) == (1, 1, 0, 0)
     assert (full.preemptions, full.swaps, full.swap_fallbacks) == (1, 0, 1) and full.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 3, 4, 5])
+def test_a_pass_has_a_chunk_where_drafts_are_more_than_its_tokens(batch_tokens):
+    """As many of them are checked as a pass of this size has room for: which ones follows from the settings alone."""
+    simulation = Simulation(blocks=20, block=4, batch_tokens=batch_tokens)
+    simulation.add(0, [1], 20)
+    simulation.step()
+    (sequence,) = simulation.scheduler.running
+    sequence.drafts = [0, 1, 2, 0]
+    plan = simulation.scheduler.plan()
+    assert [chunk[:3] for chunk in plan.chunks] == [(0, 1, 1 + min(batch_tokens, 5))]
+    assert sequence.drafts == [0, 1, 2, 0][: batch_tokens - 1]
 
 
 def test_drafts_run_together_or_not_at_all():

@@ -110,6 +110,11 @@ class Answer:
             if self._stream is not None:
                 self._stream.close()
 
+    def fail(self) -> None:
+        """Ends the answer without its text, since making that may be what failed."""
+        self.decode = self._stream = None
+        self.abort()
+
     def rewind(self) -> None:
         """Makes the text of the reported tokens anew, after an interruption that may have left it half made."""
         reported, self.reported = self.reported, 0

@@ -25,7 +25,7 @@ from danlu.rollout.engine_state import request_from_json, request_to_json
 from danlu.rollout.model_runner import ModelRunner, gib
 from danlu.rollout.pipelined_decoder import PipelinedDecoder
 from danlu.rollout.prompts import prompt_problem
-from danlu.rollout.request import Completion, OnToken, Request
+from danlu.rollout.request import Completion, OnError, OnToken, Request
 from danlu.rollout.sampling import check_allowed_ids
 from danlu.rollout.scheduler import Counters, Scheduler
 from danlu.rollout.sequence_state import SequenceState
@@ -77,6 +77,7 @@ class EmbeddedEngine:
         self._done: dict[tuple[int, int], Answer] = {}  # finished, and not yet returned
         self._by_number: dict[int, Answer] = {}  # by the sequence's number
         self._undelivered: list[Answer] = []  # with tokens that are not in their text
+        self._on_error: dict[int, OnError] = {}  # by the numbers of requests that take their errors themselves
         self._drafts_proposed = self._drafts_accepted = 0
         self._scheduler = self._new_scheduler()
         self._is_paused = self._is_asleep = False
@@ -123,11 +124,19 @@ class EmbeddedEngine:
             **dataclasses.asdict(self._counters),
         )
 
-    def submit(self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        *,
+        decode: Decode | None = None,
+        on_error: OnError | None = None,
+    ) -> None:
         """Takes a request; its answers come with later steps.
 
         on_token: called with each token as it is drawn. decode: in place of the engine's, for an adapter with a
-        tokenizer of its own.
+        tokenizer of its own. on_error: called, within a step, with what this request alone fails at, which is then
+        ended as it is; without it the step raises.
 
         Raises DataError for a prompt that the model cannot continue, an adapter that is not there and a number that is
         in use, and ResourceError for a request that the cache cannot hold.
@@ -139,6 +148,8 @@ class EmbeddedEngine:
         self._enqueue(
             [Answer(request, sample, virtual, context, decode, on_token) for sample in request.sample_numbers]
         )
+        if on_error is not None:
+            self._on_error[request.number] = on_error
 
     def abort(self, number: int) -> None:
         """Ends the unfinished answers of a request as they are; the next step returns them."""
@@ -148,7 +159,7 @@ class EmbeddedEngine:
         """One pass over what is unfinished; returns the answers that are complete.
 
         After an error or an interruption all that was drawn is kept, and the rest is computed again by the next step.
-        Raises ModelError when the model answers with NaN.
+        Raises ModelError when the model answers with NaN, unless the request takes its errors itself.
         """
         self._advance()
         return self._take_done()
@@ -372,9 +383,15 @@ class EmbeddedEngine:
 
     def _report(self) -> None:
         """Takes what was drawn into the texts of answers, and completes those that end."""
-        answers = self._undelivered
+        answers, failed = self._undelivered, []
         for answer in answers:
-            answer.report()
+            try:
+                answer.report()
+            except Exception as error:  # of its tokenizer, or of whoever is told of its tokens
+                if answer.request.number not in self._on_error:
+                    raise
+                failed.append((answer, error))
+        self._fail(failed)
         self._collect(answers)
         self._undelivered = []
 
@@ -388,6 +405,7 @@ class EmbeddedEngine:
                 self._live[number] = unfinished
             else:
                 del self._live[number]
+                self._on_error.pop(number, None)
             if answer.sequence is not None:
                 self._read_routes(answer, answer.sequence)
                 self._scheduler.remove(answer.sequence)
@@ -399,8 +417,16 @@ class EmbeddedEngine:
         """One pass; takes the tokens that are drawn for each sequence that has caught up."""
         self._runner.propose(self._by_number.values())
         plan = self._scheduler.plan()
-        drawn = self._runner.run(plan, self._by_number, self.version)
+        outcome = self._runner.run(plan, self._by_number, self.version)
+        for answer, error in outcome.failed:
+            if answer.request.number not in self._on_error:
+                raise error
+        failed_requests = {answer.request.number for answer, _ in outcome.failed}
         rejected = {}
+        drawn = [each for each in outcome.drawn if each[0].request.number not in failed_requests]
+        for answer, _ in outcome.failed:
+            if answer.sequence is not None:
+                rejected[answer.sequence.number], answer.sequence.drafts = len(answer.sequence.drafts), []
         for answer, tokens in drawn:
             answer.drawn += tokens
             self._generated_tokens += len(tokens)
@@ -413,6 +439,7 @@ class EmbeddedEngine:
                 sequence.drafts = []
         self._undelivered = [answer for answer, _ in drawn]
         self._scheduler.commit(plan, rejected)
+        self._fail(outcome.failed)
         for parent in [answer for answer in self._undelivered if answer.branches]:
             branches, parent.branches = parent.branches, []
             for answer in branches:
@@ -423,6 +450,17 @@ class EmbeddedEngine:
                 if answer.sequence is not None and not answer.sequence.blocks:
                     # It waits for its place, and may have ended with its first token.
                     self._read_routes(answer, parent.sequence)
+
+    def _fail(self, failed: Iterable[tuple[Answer, Exception]]) -> None:
+        """Tells requests what they failed at, and ends them as they are."""
+        for answer, error in failed:
+            on_error = self._on_error.pop(answer.request.number, None)
+            if on_error is not None:  # else another of its answers has failed in the same pass
+                on_error(error)
+                answers = list(self._live.get(answer.request.number, ()))
+                for each in answers:
+                    each.fail()
+                self._collect(answers)
 
     def _read_routes(self, answer: Answer, sequence: SequenceState) -> None:
         """Takes the routes of what is computed of an answer from the blocks of a sequence, where it has any."""

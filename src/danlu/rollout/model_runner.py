@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +37,16 @@ from danlu.spelling import did_you_mean
 
 PROMPT_ROWS = 128
 """Logits of so many tokens of a prompt are made at a time: of all of them they would be larger than the model."""
+
+
+@dataclass(frozen=True)
+class PassOutcome:
+    """What a pass has come to."""
+
+    drawn: list[tuple[Answer, list[DrawnToken]]] = field(default_factory=list)
+    """Answers with their new tokens, those that failed among them."""
+    failed: list[tuple[Answer, ModelError]] = field(default_factory=list)
+    """Answers whose log-probabilities are not finite."""
 
 
 class ModelRunner:
@@ -110,14 +121,11 @@ class ModelRunner:
             assert routes is None and not self.exact, "the recipe's rules refuse both on several devices"
             self.pool = DevicePools(layer_caches(model), model.device_map.layers, dtype=self.dtype, **counts)
 
-    def run(
-        self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
-    ) -> list[tuple[Answer, list[DrawnToken]]]:
+    def run(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
         """One pass; for each answer whose known tokens are all computed by it, the next token, or several where
         proposals were right.
 
         Chunks of several adapters go through the decoder one adapter after the other.
-        Raises ModelError where logits are not finite.
         """
         with torch.inference_mode(), self.packed_weights.active() if self.copies_weights else nullcontext():
             self.pool.carry_out(plan)
@@ -126,16 +134,18 @@ class ModelRunner:
             groups: dict[str | None, list[Chunk]] = {}
             for chunk in plan.chunks:
                 groups.setdefault(answers_by_sequence[chunk.sequence].request.adapter, []).append(chunk)
-            drawn = []
+            outcome = PassOutcome()
             try:
                 for adapter, chunks in groups.items():
                     self._adapters.use(adapter)
                     part = Plan(chunks=tuple(chunks))
                     self.pool.carry_out(part)
-                    drawn += self._forward(part, answers_by_sequence, version)
+                    of_part = self._forward(part, answers_by_sequence, version)
+                    outcome.drawn.extend(of_part.drawn)
+                    outcome.failed.extend(of_part.failed)
             finally:
                 self._adapters.use(None)
-            return drawn
+            return outcome
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies values into the model's parameters, by name. Raises ModelError for one that is not there."""
@@ -216,9 +226,7 @@ class ModelRunner:
         cap = self.model.config.final_softcap
         return logits_in_slices(hidden, self.model.head_weight, softcap=cap, slice_rows=EXACT_SLICE_ROWS)
 
-    def _forward(
-        self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int
-    ) -> list[tuple[Answer, list[DrawnToken]]]:
+    def _forward(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
         tokens: list[int] = []
         ends: list[int] = []  # indices of the tokens whose hidden states are drawn from
         answers: list[Answer] = []
@@ -240,7 +248,7 @@ class ModelRunner:
             answers_by_sequence[chunk.sequence].prompt_to_score(chunk.start, chunk.stop) for chunk in plan.chunks
         )
         if not (ends or is_scored):
-            return []
+            return PassOutcome()
 
         def outcome() -> tuple[list[list[TokenScore]], list[list[DrawnToken]]]:
             assert hidden is not None, "the last chunk is here"
@@ -253,9 +261,19 @@ class ModelRunner:
             return scores, self._draw(self.logits(rows), answers, version)
 
         scores, drawn = outcome() if self._stages is None else self._stages.on_last(outcome)
+        failed: dict[int, tuple[Answer, ModelError]] = {}
         for chunk, of_chunk in zip(plan.chunks, scores, strict=True):
-            answers_by_sequence[chunk.sequence].prompt_scores += of_chunk
-        return list(zip(answers, drawn, strict=True))
+            answer = answers_by_sequence[chunk.sequence]
+            first = answer.prompt_to_score(chunk.start, chunk.stop).start + 1
+            if problem := self._problem(answer, [(score.logprob,) for score in of_chunk], first):
+                failed[answer.number] = (answer, problem)
+            else:
+                answer.prompt_scores += of_chunk
+        for answer, new in zip(answers, drawn, strict=True):
+            first = len(answer.prompt) + len(answer.drawn)
+            if problem := self._problem(answer, [(token.logprob, token.drawn) for token in new], first):
+                failed.setdefault(answer.number, (answer, problem))
+        return PassOutcome(list(zip(answers, drawn, strict=True)), list(failed.values()))
 
     def _prompt_scores(
         self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]
@@ -273,40 +291,36 @@ class ModelRunner:
                 logits = self.logits(hidden[row + some.start - start : row + some.stop - start])
                 tokens, request = answer.prompt[some.start + 1 : some.stop + 1], answer.request
                 slice_rows = EXACT_SLICE_ROWS if self.exact else None
-                scores = score(logits, tokens, request.sampling, request.top_logprobs, slice_rows=slice_rows)
-                for place, each in zip(some, scores, strict=True):
-                    self._check_finite(each.logprob, place + 1)
-                of_chunk += scores
+                of_chunk += score(logits, tokens, request.sampling, request.top_logprobs, slice_rows=slice_rows)
             of_chunks.append(of_chunk)
             row += stop - start
         return of_chunks
 
-    def _check_finite(self, logprob: float, position: int) -> None:
-        """Raises ModelError for a log-probability that is none."""
-        if not math.isfinite(logprob):
-            raise ModelError(
-                f"the model's output is not finite at position {position}: a weight may be NaN, or the numbers "
-                f"leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype)"
-            )
+    def _problem(self, answer: Answer, logprobs: Sequence[Sequence[float]], first: int) -> ModelError | None:
+        """What is wrong where log-probabilities of an answer's tokens, from position `first` on, are not finite."""
+        for position, of_token in enumerate(logprobs, first):
+            if not all(map(math.isfinite, of_token)):
+                sampling = answer.request.sampling
+                return ModelError(
+                    f"the model's output is not finite at position {position}: a weight may be NaN, or the numbers "
+                    f"leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype), with "
+                    f"temperature {sampling.temperature:g} and repetition_penalty {sampling.repetition_penalty:g}"
+                )
+        return None
 
     def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[list[DrawnToken]]:
-        """The next tokens of each answer, from logits [R, V]. Raises ModelError where these are not finite."""
+        """The next tokens of each answer, from logits [R, V]."""
         slice_rows = EXACT_SLICE_ROWS if self.exact else None
         if self.speculation is None:
             rows = [_next_row(answer) for answer in answers]
             tokens = _drawn_tokens(draw(logits, rows, slice_rows=slice_rows), version)
-            drawn = [[token] for token in tokens]
-        else:
-            checks = [
-                (self._draft_sequence(answer), [] if answer.sequence is None else answer.sequence.drafts)
-                for answer in answers
-            ]
-            parts = self.speculation.draw(logits, checks, slice_rows=slice_rows)
-            drawn = [_drawn_tokens(part, version) for part in parts]
-        for answer, several in zip(answers, drawn, strict=True):
-            for place, token in enumerate(several):
-                self._check_finite(token.logprob, len(answer.prompt) + len(answer.drawn) + place)
-        return drawn
+            return [[token] for token in tokens]
+        checks = [
+            (self._draft_sequence(answer), [] if answer.sequence is None else answer.sequence.drafts)
+            for answer in answers
+        ]
+        parts = self.speculation.draw(logits, checks, slice_rows=slice_rows)
+        return [_drawn_tokens(part, version) for part in parts]
 
     def _draft_sequence(self, answer: Answer) -> DraftSequence:
         return DraftSequence(

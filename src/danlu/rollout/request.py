@@ -23,6 +23,12 @@ Finish = Literal["stop", "stop_string", "length", "context", "turns", "abort"]
 an episode has had all its turns; abort: whoever asked took the request back, or an environment failed."""
 
 
+LOWEST_TEMPERATURE = 1e-6
+"""Logits over a lower one leave the range of float32, or differ by so much that only the likeliest is ever drawn: 0."""
+HIGHEST_PENALTY = 1e6
+"""Logits times a larger penalty for repetition, or over one below its inverse, do likewise."""
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the next token is chosen. Raises RecipeError, with every problem at once, for values that make no sense."""
@@ -48,11 +54,19 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         checks = (
-            (0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number"),
+            (
+                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf,
+                "temperature",
+                f"0 (greedy) or a number of at least {LOWEST_TEMPERATURE:g}",
+            ),
             (0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps every token)"),
             (self.top_k >= 0, "top_k", "0 (keep every token) or more"),
             (0 <= self.min_p <= 1, "min_p", "between 0 (keep every token) and 1"),
-            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "positive (1 changes nothing)"),
+            (
+                1 / HIGHEST_PENALTY <= self.repetition_penalty <= HIGHEST_PENALTY,
+                "repetition_penalty",
+                f"between {1 / HIGHEST_PENALTY:g} and {HIGHEST_PENALTY:g} (1 changes nothing)",
+            ),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2 (0 changes nothing)"),
             (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2 (0 changes nothing)"),
             (0 <= self.seed < 2**63, "seed", "at least 0 and below 2^63"),
@@ -156,6 +170,8 @@ class NewToken:
 
 
 OnToken = Callable[[NewToken], None]
+OnError = Callable[[Exception], None]
+"""Called with what a request fails at while others go on."""
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ class Scheduler:
 
     def _plan_growing(self, sequence: SequenceState, builder: _PlanBuilder) -> None:
         """The last known token and its drafts; others make room for them."""
+        self._cut_drafts(sequence)
         stop = len(sequence.tokens) + len(sequence.drafts)
         if stop - sequence.computed > builder.budget:
             return
@@ -240,6 +241,7 @@ class Scheduler:
 
     def _plan_reading(self, sequence: SequenceState, builder: _PlanBuilder) -> bool:
         """As much of the rest as budget and free blocks allow. False where blocks were lacking."""
+        self._cut_drafts(sequence)
         while True:
             room = (len(sequence.blocks) + self.pool.free) * self.block - sequence.computed
             if room > 0 or builder.chunks:
@@ -252,6 +254,11 @@ class Scheduler:
             self._take_blocks(sequence, stop, builder)
             builder.add(sequence, stop)
         return room >= min(wanted, builder.budget)
+
+    def _cut_drafts(self, sequence: SequenceState) -> None:
+        """Drops the drafts that no pass has room for beside the last known token, since all are checked in one pass."""
+        if len(sequence.drafts) >= self.batch_tokens:
+            del sequence.drafts[self.batch_tokens - 1 :]
 
     def _admit(self, builder: _PlanBuilder) -> None:
         """Lets sequences in that wait, as long as there are blocks for all they know and one more for each that runs.
@@ -267,6 +274,7 @@ class Scheduler:
             if builder.budget == 0 or len(self.running) >= self.running_limit:
                 return
             sequence = self.waiting[skipped]
+            self._cut_drafts(sequence)
             cached = [] if sequence.host_blocks else sequence.find_cached(self.pool, self.block)
             if not sequence.host_blocks and sequence.next_digest(len(cached), self.block) in being_read:
                 skipped += 1

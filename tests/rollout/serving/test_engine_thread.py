@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from builders.served import Loaded, ask, serving, wait_until
 
 from danlu.errors import ModelError
@@ -112,6 +113,33 @@ def test_a_step_that_fails_costs_its_requests_and_no_more(loaded: Loaded, capsys
         assert served.blocks_used == 0 and ask(f"{served.root}/health")[0] == 200
     said = capsys.readouterr().err
     assert "error: the engine failed, and 1 unfinished requests with it: the model's output is not finite" in said
+
+
+def test_a_request_that_fails_costs_the_others_nothing(endless: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
+    """While others grow beside it: its own error reaches it, whole or as a stream, and no other answer changes."""
+    weight = endless.model.model.embed_tokens.weight
+    encode = endless.served.find(None).chat_tokenizer.encode_prompt
+    bad = next(token for token in range(len(weight)) if token not in encode("abcé"))
+    kept = weight[bad].clone()
+    with serving(endless.served, endless.engine()) as served, torch.no_grad():
+        client, name = served.client(), endless.served.names[0]
+        ask: dict[str, Any] = {"model": name, "max_tokens": 60, "temperature": 0, "stop": ["c"]}
+        expected = client.completions.create(model=name, prompt="a", max_tokens=2, temperature=0).choices[0].text
+        stream = client.completions.create(model=name, prompt="a", max_tokens=5000, temperature=0, stream=True)
+        next(iter(stream))
+        try:
+            weight[bad] = float("nan")
+            for wanted in ({}, {"n": 3}):
+                with pytest.raises(openai.InternalServerError, match="not finite at position"):
+                    client.completions.create(prompt=[bad], **ask, **wanted)
+            with pytest.raises(openai.APIError, match="not finite at position"):
+                list(client.completions.create(prompt=[bad], stream=True, **ask))
+        finally:
+            weight[bad] = kept
+        said = client.completions.create(model=name, prompt="a", max_tokens=2, temperature=0)
+        assert said.choices[0].text == expected
+        stream.close()
+    assert capsys.readouterr().err.count("error: a request failed, and the others go on: the model's output") == 3
 
 
 def test_an_engine_that_fails_for_good_ends_the_server(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,13 @@ def test_sampling_options_come_from_the_request_then_from_the_model() -> None:
     [
         ({"temperature": -1}, "temperature", "temperature: -1.0 is out of range; it must be 0 (greedy) or"),
         ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty: 2.5 is out of range; it must be between -2"),
+        (
+            {"temperature": 1e-40},
+            "temperature",
+            "temperature: 1e-40 is out of range; it must be 0 (greedy) or a number",
+        ),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "repetition_penalty: 1e-40 is out of range"),
+        ({"repetition_penalty": 1e38}, "repetition_penalty", "repetition_penalty: 1e+38 is out of range"),
         ({"top_p": 0}, "top_p", "top_p: 0.0 is out of range"),
         ({"seed": -1}, "seed", "seed: -1 is out of range; it must be at least 0 and below 2^63"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids: () is out of range"),

@@ -23,7 +23,7 @@ from danlu.rollout import request as engine_request
 from danlu.rollout.engine import EngineStatistics
 from danlu.rollout.prompts import prompt_problem
 from danlu.rollout.request import Completion
-from danlu.rollout.serving.engine_thread import Call, EngineFailed, EngineStopped, EngineThread
+from danlu.rollout.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
 from danlu.rollout.serving.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
 from danlu.rollout.serving.openai_api import (
     ApiError,
@@ -161,7 +161,7 @@ class Api:
                 self._engine.abort(call)
         except DanluError as error:  # with which the engine refused a request
             raise ApiError(str(error), param=prompt_parameter(body)) from None
-        except EngineFailed as error:
+        except (AnswerFailed, EngineFailed) as error:
             raise ApiError(str(error), status=500) from None
         except EngineStopped as error:
             raise ApiError(str(error), status=503) from None
@@ -319,7 +319,7 @@ async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) ->
             chunk = writer.closing(event) if isinstance(event, Completion) else writer.chunk(event)
             if chunk is not None:
                 yield event_text(chunk)
-    except (EngineFailed, EngineStopped) as error:
+    except (AnswerFailed, EngineFailed, EngineStopped) as error:
         yield event_text(ApiError(str(error), status=500).body)
     else:
         if body.include_usage:

@@ -12,18 +12,28 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from danlu.errors import DanluError
 from danlu.rollout.engine import EngineStatistics, RolloutEngine
-from danlu.rollout.request import Completion, NewToken, Request
+from danlu.rollout.request import Completion, NewToken, OnError, OnToken, Request
 from danlu.rollout.stopping import Decode
 from danlu.terminal import print_status
 
 
 class ServedEngine(RolloutEngine, Protocol):
     """An engine of this process, which says what it holds."""
+
+    def submit(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        *,
+        decode: Decode | None = None,
+        on_error: OnError | None = None,  # called with what the request alone fails at
+    ) -> None: ...
 
     @property
     def longest(self) -> int: ...  # the most tokens of a sequence: the model's context, or what the cache holds if less
@@ -34,6 +44,10 @@ class ServedEngine(RolloutEngine, Protocol):
 
 class EngineFailed(Exception):
     """A step failed at a request that was in order; the engine may go on with others."""
+
+
+class AnswerFailed(Exception):
+    """One request failed, and the others go on."""
 
 
 class EngineStopped(Exception):
@@ -136,6 +150,7 @@ class EngineThread:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._calls: dict[int, Call] = {}  # by the numbers of unfinished requests
         self._growing: dict[int, int] = {}  # answers of each that are not complete
+        self._failed: list[tuple[Call, Exception]] = []
         self._outbox: list[tuple[Call | Work, Event]] = []
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -249,7 +264,7 @@ class EngineThread:
         on_token = (lambda token: self._outbox.append((call, token))) if call.stream else None
         for index, request in enumerate(call.requests):
             try:
-                self._engine.submit(request, on_token, decode=call.decode)
+                self._engine.submit(request, on_token, decode=call.decode, on_error=partial(self._note, call))
             except Exception as error:
                 self._abort(call.requests[:index])
                 self._outbox.append((call, error))
@@ -277,7 +292,21 @@ class EngineThread:
             while self._engine.unfinished:  # what this raises ends the thread
                 self._engine.step()
         else:
+            self._give_up_failed()
             self._post(completions)
+
+    def _give_up_failed(self) -> None:
+        """Tells calls what one of their requests failed at in this step, and takes back the rest of them."""
+        failed, self._failed = self._failed, []
+        for call, problem in failed:
+            if call in self._unfinished_calls:
+                print_status(f"error: a request failed, and the others go on: {_said(problem)}")
+                self._outbox.append((call, AnswerFailed(_said(problem))))
+                self._abort(call.requests)
+
+    def _note(self, call: Call, error: Exception) -> None:
+        """Keeps what a call failed at until the step is over, since the engine is in the midst of it."""
+        self._failed.append((call, error))
 
     def _post(self, completions: Iterable[Completion]) -> None:
         """Hands answers to the calls that they belong to; nobody waits for those of aborted requests."""

@@ -26,7 +26,7 @@ from danlu.rollout.engine_state import request_from_json
 from danlu.rollout.request import Completion
 from danlu.rollout.servers.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
 from danlu.rollout.serving.api_endpoints import collect, read_body, unless_gone
-from danlu.rollout.serving.engine_thread import Call, EngineFailed, EngineStopped, EngineThread
+from danlu.rollout.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
 from danlu.rollout.serving.openai_api import ApiError, Body, parse_body
 from danlu.rollout.serving.rollout_control import RolloutControl
 from danlu.rollout.stopping import Decode
@@ -240,6 +240,8 @@ class RolloutEndpoints:
             return await work
         except DanluError as error:
             raise ApiError(str(error)) from None
+        except AnswerFailed as error:  # as it would again: the trainer does not ask another time
+            raise ApiError(str(error), status=422) from None
         except EngineFailed as error:
             raise ApiError(str(error), status=500) from None
         except EngineStopped as error:
