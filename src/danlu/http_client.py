@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from danlu.errors import RecipeError, ResourceError
+from danlu.server_key import read_key
 
 GATEWAY_STATUSES = (502, 503, 504)
 """What a gateway, or a server that is about to end, answers in place of the engine."""
@@ -50,6 +51,7 @@ class HTTPClient:
     timeout_s: float  # of each wait for the server to say something
     api_key_variable: str | None = None  # the environment variable with the key that goes with each call
     most_bytes: int | None = None  # that an answer may have
+    server_key: bool = False  # where no variable is named: whether a server of this machine has left its key in a file
     total_s: float | None = None  # until all of an answer is there, of a server that says something now and then
 
     def __post_init__(self) -> None:
@@ -60,6 +62,10 @@ class HTTPClient:
             raise RecipeError(
                 f"api_key_variable: the environment has no {self.api_key_variable}, which should hold the key of "
                 f"{self.url}"
+            )
+        if self.api_key_variable is not None and not os.environ[self.api_key_variable].isprintable():
+            raise RecipeError(
+                f"api_key_variable: {self.api_key_variable} has a line break or another control character"
             )
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
@@ -90,14 +96,20 @@ class HTTPClient:
                     return False
                 time.sleep(_POLL_S)
 
+    @property
+    def _key(self) -> str | None:
+        if self.api_key_variable is not None:
+            return os.environ[self.api_key_variable]
+        return read_key(self.url) if self.server_key else None  # each time: a server that is started anew has another
+
     def _call(self, method: str, path: str, body: Any, query: Mapping[str, Any] | None) -> Any:
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
         target = f"{parts.path.rstrip('/')}{path}{'?' + urlencode(query) if query else ''}"
-        headers = {"Accept": "application/json"}
-        if self.api_key_variable is not None:
-            headers["Authorization"] = f"Bearer {os.environ[self.api_key_variable]}"
+        headers: dict[str, str | bytes] = {"Accept": "application/json"}
+        if (key := self._key) is not None:
+            headers["Authorization"] = f"Bearer {key}".encode()
         content: bytes | io.BufferedReader | None = None
         if isinstance(body, io.BufferedReader):
             content = body

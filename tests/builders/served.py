@@ -78,13 +78,16 @@ class Served:
 
 
 @contextmanager
-def serving_rollouts(folder: Path, *, port: int = 0, dtype: str = "auto", exact: bool = False) -> Iterator[Served]:
+def serving_rollouts(
+    folder: Path, *, port: int = 0, dtype: str = "auto", exact: bool = False, **options: Any
+) -> Iterator[Served]:
     """A server of a model folder whose weights a trainer may replace."""
     resolved = resolve_model(str(folder))
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
     loaded = load_model(resolved, tokenizer, precision=dtype)  # type: ignore[arg-type]
     control = rollout_control_of(loaded, EngineOptions(cache_gib=0.01, exact=exact, routes=True))
-    with serving(served_models(resolved, loaded), control.engine, control=control, port=port) as served:
+    options = {"weights_root": Path("/"), **options}  # trainers of tests hand weights over in temporary folders
+    with serving(served_models(resolved, loaded), control.engine, control=control, port=port, **options) as served:
         yield served
 
 

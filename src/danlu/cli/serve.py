@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -19,6 +20,7 @@ from danlu.cli.model_flags import (
     quantization_section,
 )
 from danlu.errors import RecipeError, ResourceError
+from danlu.server_key import write_key
 from danlu.terminal import print_status, print_status_early
 
 EXTRA = ("starlette", "uvicorn")
@@ -34,7 +36,10 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all networks.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(envvar="DANLU_API_KEY", help="What clients have to send; none: anyone may ask.")
+        str | None,
+        typer.Option(
+            envvar="DANLU_API_KEY", help="What clients have to send; none: anyone may ask, but with --rollouts."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: its folder's name.")] = None,
     cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0,
@@ -49,6 +54,10 @@ def serve(
     rollouts: Annotated[
         bool, typer.Option("--rollouts", help="Let a trainer (rollout.engine: http) replace the weights.")
     ] = False,
+    weights_root: Annotated[
+        Path | None,
+        typer.Option(help="The folder below which a trainer may name folders of weights. Default: the current one."),
+    ] = None,
     numerics: Annotated[
         Literal["fast", "exact"],
         typer.Option(help="exact: the log-probabilities of a trainer with numerics: exact, to the last bit."),
@@ -67,6 +76,9 @@ def serve(
     precision = check_flags({}, seed or 0, dtype, device, [], quantization)
     if api_key == "":
         raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
+    if weights_root is not None and not (rollouts and weights_root.is_dir()):
+        why = "there is no such folder" if rollouts else "weights are read with --rollouts only; leave it out"
+        raise RecipeError(f"--weights-root {weights_root}: {why}")
     if rollouts and adapter:
         raise RecipeError("--adapter: a trainer brings its adapter itself; leave it out with --rollouts")
     if rollouts and draft_tokens and numerics == "exact":
@@ -85,12 +97,8 @@ def serve(
 
     resolved = resolve_model(model, base, adapter or [])
     listener = server.bind(host, port)
-    if rollouts and api_key is None and not server.is_loopback(listener):
-        raise RecipeError(
-            f"--rollouts: anyone who can reach {host} could replace the weights and have files read: say who may with "
-            "--api-key (in DANLU_API_KEY, where other users do not see it)"
-        )
-    if api_key is None and not server.is_loopback(listener):
+    makes_key = rollouts and api_key is None
+    if api_key is None and not makes_key and not server.is_loopback(listener):
         print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
     print_status_early(f"reading {resolved.given_path}")
     from danlu.rollout.engine import DraftOptions, EngineOptions
@@ -109,5 +117,14 @@ def serve(
     )
     control = rollout_control_of(loaded, settings) if rollouts else None
     engine = engine_of(loaded, settings) if control is None else control.engine
-    options = server.ServerOptions(secrets.randbits(62) if seed is None else seed, api_key, quiet)
+    if makes_key:
+        api_key = secrets.token_urlsafe(32)
+        file = write_key(listener.getsockname()[1], api_key)
+        print_status(
+            f"--rollouts: the API key is {api_key}\nA trainer of this user on this machine reads it in {file}; another "
+            "one needs it in the variable that rollout.server.api_key_variable names"
+        )
+    options = server.ServerOptions(
+        secrets.randbits(62) if seed is None else seed, api_key, quiet, makes_key, weights_root or Path.cwd()
+    )
     server.Server(models, engine, listener, options, control).listen()

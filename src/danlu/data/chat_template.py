@@ -66,8 +66,9 @@ class ChatTemplate:
         from danlu.data.jinja_sandbox import count_passes, sandboxed_environment
 
         self.source = source
-        self._name = name
-        self._special_tokens = dict(special_tokens)
+        self.name = name
+        self.special_tokens = dict(special_tokens)
+        self.date = date
         self._added = _either(added_tokens)
         environment = sandboxed_environment(date)
         try:
@@ -102,7 +103,7 @@ class ChatTemplate:
                     tools=list(tools) if tools else None,
                     documents=None,
                     add_generation_prompt=prompt,
-                    **self._special_tokens,
+                    **self.special_tokens,
                 ):
                     parts.append(part)
                     written += len(part)
@@ -137,7 +138,7 @@ class ChatTemplate:
                 said = said or error
             else:
                 return tuple(dict.fromkeys(self._added.findall(rest))) if answer else ()
-        raise DataError(f"{self._name}: not even a question and its answer can be rendered: {said}") from said
+        raise DataError(f"{self.name}: not even a question and its answer can be rendered: {said}") from said
 
     @cached_property
     def closing(self) -> re.Pattern[str]:

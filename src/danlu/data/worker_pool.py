@@ -42,10 +42,16 @@ class WorkerPool(Generic[Task, Result]):
     """Runs a job over tasks in up to `count` processes, results in the order of the tasks.
 
     Processes start when there is work for them. Use as a context manager: leaving it ends them at once.
+
+    Args:
+        ending: what the message of a process that ended early goes on with.
     """
 
-    def __init__(self, job: Job[Task, Result], count: int) -> None:
+    def __init__(
+        self, job: Job[Task, Result], count: int, *, ending: str = ": try fewer of them (data.workers)"
+    ) -> None:
         self._job = job
+        self._ending = ending
         self._count = count
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -73,7 +79,7 @@ class WorkerPool(Generic[Task, Result]):
         pending: deque[Future[Result]] = deque()
         try:
             for task in chain(first, iterator):
-                pending.append(threads.submit(self._run, task))
+                pending.append(threads.submit(self.run, task))
                 if len(pending) > 2 * count:
                     yield pending.popleft().result()
             while pending:
@@ -89,7 +95,11 @@ class WorkerPool(Generic[Task, Result]):
             process.kill()
             process.wait()
 
-    def _run(self, task: Task) -> Result:
+    def run(self, task: Task) -> Result:
+        """The result of one task, by a process that has nothing else to do, else by a further one.
+
+        Raises what `map` does.
+        """
         try:
             process = self._idle.get_nowait()
         except Empty:
@@ -108,9 +118,7 @@ class WorkerPool(Generic[Task, Result]):
                 if code == -signal.SIGKILL
                 else f"exit code {code}"
             )
-            raise ResourceError(
-                f"a tokenising process ended early ({why}): try fewer of them (data.workers)"
-            ) from error
+            raise ResourceError(f"a tokenising process ended early ({why}){self._ending}") from error
         self._idle.put(process)
         if isinstance(reply, BaseException):
             raise reply

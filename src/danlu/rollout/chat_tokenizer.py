@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from danlu.data.prompt_encoding import encode_text
+from danlu.data.template_process import template_process
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
 
@@ -41,7 +42,13 @@ class ChatTokenizer:
         Raises DataError when there is no template, or when it refuses the conversation.
         """
         # The template writes the beginning-of-text token itself.
-        return self.tokenizer.encode(self.tokenizer.apply_template(messages, tools, add_generation_prompt=True))
+        return self.tokenizer.encode(self.render_chat(messages, tools))
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The text of which `encode_chat` gives the tokens; rendered in a process of its own."""
+        return template_process().render(self.tokenizer.template(bool(tools)), messages, tools, prompt=True)
 
     def encode_chat_prompt(self, text: str) -> list[int]:
         """The tokens of one user's turn by the chat template."""

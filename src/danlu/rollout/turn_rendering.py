@@ -18,6 +18,7 @@ from danlu.data.messages import Conversation, Message, parse_turns, turn_of
 from danlu.data.prompt_encoding import encode_text
 from danlu.data.prompts import Prompt
 from danlu.data.render import shown_messages
+from danlu.data.template_process import template_process
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
 from danlu.rewards.environments.protocol import TurnText
@@ -79,7 +80,7 @@ class TurnRenderer:
             messages = (*before, Message("user", joined))
         shown = self._shown(messages)
         template = self.tokenizer.template(bool(self.tools))
-        text = template.render(shown, self.tools, prompt=True)
+        text = template_process().render(template, shown, self.tools, prompt=True)
         ids = tuple(self.tokenizer.encode(text)) if first else prompt.tokens
         return Dialogue(shown, text, ids, len(shown))
 
@@ -122,7 +123,7 @@ class TurnRenderer:
 
         Raises DataError where the template refuses it.
         """
-        text = self.tokenizer.template(bool(tools)).render(messages, tools, prompt=True)
+        text = template_process().render(self.tokenizer.template(bool(tools)), messages, tools, prompt=True)
         return Dialogue(list(messages), text, tuple(self.tokenizer.encode(text)), 0)
 
     def extend(
@@ -136,7 +137,7 @@ class TurnRenderer:
                 "the chat template does not show messages of role tool. Name one that does in model.chat_template, or "
                 "let the environment speak as the user"
             )
-        whole = template.render(dialogue.turns, tools, prompt=True)
+        whole = template_process().render(template, dialogue.turns, tools, prompt=True)
         place = _end_of_same(dialogue.text, whole)
         if place is None:
             dialogue.text, dialogue.ids = whole, tuple(self.tokenizer.encode(whole))

@@ -18,7 +18,7 @@ from builders.tiny_adapters import adapter_set, perturb
 from builders.tiny_world import World
 
 from danlu.adapters.peft_folder import write_adapter
-from danlu.errors import DataError, ModelError
+from danlu.errors import DataError, ModelError, ResourceError
 from danlu.http_client import HTTPClient, RequestRefused
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
@@ -34,6 +34,7 @@ from danlu.rollout.servers.detect import Demands, detect_server
 from danlu.rollout.servers.hand_over import AdapterHandOver, FolderHandOver, HandOver, folder_weights
 from danlu.rollout.servers.http_engine import HTTPEngine
 from danlu.rollout.servers.server_interface import Continuation, ServerOptions
+from danlu.server_key import read_key, remove_key, write_key
 
 pytestmark = pytest.mark.usefixtures("torch_products")
 
@@ -385,3 +386,68 @@ def test_later_turns_of_the_samples_of_a_prompt_differ_as_with_the_embedded_engi
         answers = engine.generate(turns)
     assert bits(answers) == bits(embedded(model, exact=True).generate(turns))
     assert len({tuple(answer.tokens) for answer in answers}) == 4
+
+
+# -- who may say what to a server of rollouts --------------------------------------------------------------------------
+
+CONTROLS = ("pause", "resume", "sleep", "wake", "drop_prefix_cache", "label", "weights", "adapter", "digests", "abort")
+
+
+def test_no_control_takes_what_a_page_in_a_browser_can_send(tiny_world: World) -> None:
+    """A form or a script of another site sends other types without asking, and says where it comes from."""
+    with serving_rollouts(tiny_world.base) as served:
+        for path in (*CONTROLS, "answer"):
+            url = f"{served.root}/rollouts/{path}"
+            for kind in ("text/plain", "application/x-www-form-urlencoded"):
+                assert ask(url, b"{}", Content_Type=kind)[0] == 415, path
+            assert ask(url, b"", Content_Type="application/json")[0] == 400, path
+            for header in ({"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
+                assert ask(url, b"{}", Content_Type="application/json", **header)[0] == 403, path
+            assert ask(url, b"{}", Content_Type="application/json", Host="evil.example")[0] == 403, path
+        assert ask(f"{served.root}/rollouts/info", Origin="http://evil.example")[0] == 403
+        assert not HTTPClient(served.root, 20).get("/rollouts/info")["paused"]
+        assert ask(f"{served.root}/rollouts/sleep", b"{}", Content_Type="application/json")[0] == 200  # control
+        assert HTTPClient(served.root, 20).get("/rollouts/info")["paused"]
+
+
+def test_folders_are_read_below_the_root_of_weights_alone(tiny_world: World, tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    with serving_rollouts(tiny_world.base, weights_root=root) as served:
+        client = HTTPClient(served.root, 20)
+        for name in (str(outside), str(root / "link"), str(root / ".." / "outside"), "/", str(tmp_path / "missing")):
+            for path, more in (("weights", {"label": "1"}), ("adapter", {"name": "a"})):
+                with pytest.raises(RequestRefused, match="does not lie below .*--weights-root") as refused:
+                    client.post(f"/rollouts/{path}", {"folder": name, **more})
+                assert refused.value.status == 403
+        with pytest.raises(RequestRefused, match="status 400: folder"):
+            client.post("/rollouts/weights", {"folder": "a\0b", "label": "1"})
+        with pytest.raises(RequestRefused, match="no such folder on the server's machine"):  # control
+            client.post("/rollouts/weights", {"folder": str(root / "missing"), "label": "1"})
+
+
+def test_a_trainer_of_this_machine_finds_the_key_that_a_server_made(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with serving_rollouts(tiny_world.base, api_key="made", leaves_key=True) as served:
+        port = int(served.root.rpartition(":")[2])
+        (client,) = ServerOptions((served.root,), timeout_s=20).clients
+        with pytest.raises(RequestRefused, match="API key is missing or wrong"):
+            client.get("/rollouts/info")
+        file = write_key(port, "made")
+        assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+        assert client.get("/rollouts/info")["server"] == "danlu"
+        with pytest.raises(RequestRefused, match="API key"):  # control: other clients send none
+            HTTPClient(served.root, 20).get("/rollouts/info")
+        file.chmod(0o640)
+        with pytest.raises(ResourceError, match="others can read or write the server's key"):
+            client.get("/rollouts/info")
+        file.chmod(0o600)
+        assert read_key(f"http://node7:{port}") is None and read_key("http://localhost") is None
+    assert not file.exists()  # deleted with the server
+    write_key(port, "another's")
+    remove_key(port, "made")
+    assert read_key(f"http://127.0.0.1:{port}") == "another's"

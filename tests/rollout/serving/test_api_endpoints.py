@@ -19,6 +19,8 @@ from openai import OpenAI
 from danlu.recipe import sections
 from danlu.rollout.engine import DraftOptions, EngineOptions
 from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.rollout.serving.api_endpoints import decode_of
+from danlu.rollout.serving.openai_api import CompletionBody, parse_body
 
 PROMPT = "Once upon a time"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -396,6 +398,50 @@ def test_a_stream_is_in_whole_characters(endless: Loaded) -> None:
     assert all(text in ("b", "c", "é", "a", "") for text in texts) and texts.count("") <= 1
 
 
+def test_special_tokens_in_texts(endless: Loaded, loaded: Loaded) -> None:
+    """By default those that begin, end or pad a text are left out; the request may leave out all of them, or none."""
+    tokenizer = loaded.served.find(None).chat_tokenizer.tokenizer
+    silent = loaded.served.find(None).chat_tokenizer.silent_ids
+    shown = next(token for token in sorted(tokenizer.special_ids) if token not in silent)
+    hidden = next(iter(sorted(silent)))
+
+    def text(skip: bool | None) -> str:
+        decode = decode_of(completion_body(skip), loaded.served.find(None))
+        return decode([*tokenizer.encode("A"), hidden, shown])
+
+    own, hidden_text = tokenizer.decode([shown]), tokenizer.decode([hidden])
+    assert own in text(None) and hidden_text not in text(None)
+    assert own not in text(True) and hidden_text not in text(True) and "A" in text(True)
+    assert own in text(False) and hidden_text in text(False)
+
+
+def completion_body(skip: bool | None) -> CompletionBody:
+    return parse_body(CompletionBody, json.dumps({"prompt": "a", "skip_special_tokens": skip}).encode())
+
+
+def test_padding_of_the_chunks_of_a_stream(client: OpenAI) -> None:
+    def chunks(**options: Any) -> list[Any]:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "stream": True, "stream_options": options}
+        return list(client.completions.create(**ask, **GREEDY))
+
+    padded = [chunk for chunk in chunks(include_obfuscation=True) if chunk.choices]
+    assert all((len(json.dumps(written(chunk))) + len(chunk.obfuscation)) % 64 == 0 for chunk in padded)
+    assert len({chunk.obfuscation for chunk in padded if chunk.obfuscation}) > 1
+    for options in ({"include_obfuscation": False}, {"include_usage": True}):
+        assert not any(hasattr(chunk, "obfuscation") for chunk in chunks(**options))
+
+
+def written(chunk: Any) -> Any:
+    return [choice.model_dump(exclude_unset=True) for choice in chunk.choices]
+
+
+def test_a_seed_below_zero_repeats_its_answer(client: OpenAI) -> None:
+    def ask(seed: int) -> str:
+        return client.completions.create(model="tiny", prompt=PROMPT, seed=seed, **DRAWN).choices[0].text
+
+    assert ask(-1) == ask(-1) != ask(1)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +469,9 @@ def test_requests_that_are_refused(
         client.completions.create(**{"model": "tiny", "prompt": PROMPT, **GREEDY, **values})
     body: Any = refused.value.body
     assert body["param"] == param and body["message"].startswith(message)
+    codes = ("model_not_found", "invalid_value", "context_length_exceeded", "unsupported_parameter")
+    assert refused.value.code in (*codes, "decimal_below_min_value")
+    assert (refused.value.code == "context_length_exceeded") == ("model sees" in message or "128 tokens" in message)
     with pytest.raises(kind):
         client.completions.create(**{"model": "tiny", "prompt": PROMPT, "stream": True, **GREEDY, **values})
 

@@ -111,9 +111,7 @@ def test_completions_that_are_refused(values: dict[str, Any], param: str, messag
         completion(**values)
     error = refused.value.body["error"]
     assert error["message"].startswith(message)
-    assert (error["param"], error["type"], error["code"], refused.value.status) == (
-        param, "invalid_request_error", None, 400
-    )  # fmt: skip
+    assert (error["param"], error["type"], refused.value.status) == (param, "invalid_request_error", 400)
 
 
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}
@@ -182,7 +180,6 @@ def test_sampling_options_come_from_the_request_then_from_the_model() -> None:
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "repetition_penalty: 1e-40 is out of range"),
         ({"repetition_penalty": 1e38}, "repetition_penalty", "repetition_penalty: 1e+38 is out of range"),
         ({"top_p": 0}, "top_p", "top_p: 0.0 is out of range"),
-        ({"seed": -1}, "seed", "seed: -1 is out of range; it must be at least 0 and below 2^63"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids: () is out of range"),
         ({"allowed_token_ids": [100]}, "allowed_token_ids", "allowed_token_ids: 100 is none of the model's 100"),
     ],
@@ -192,6 +189,68 @@ def test_sampling_options_that_make_no_sense(values: dict[str, Any], param: str,
         completion(**values).sampling_options({}, 0, 100)
     assert refused.value.param == param
     assert refused.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "code"),
+    [
+        (CompletionBody, {**TEXT, "mood": 1}, "unknown_parameter"),
+        (CompletionBody, {**TEXT, "best_of": 4}, "unsupported_parameter"),
+        (CompletionBody, {}, "missing_required_parameter"),
+        (CompletionBody, {**TEXT, "max_tokens": "a"}, "invalid_type"),
+        (CompletionBody, {**TEXT, "max_tokens": 0}, "integer_below_min_value"),
+        (CompletionBody, {**TEXT, "n": 129}, "integer_above_max_value"),
+        (CompletionBody, {**TEXT, "seed": 2**63}, "integer_above_max_value"),
+        (CompletionBody, {**TEXT, "stop": ["a"] * 65}, "array_above_max_length"),
+        (ChatBody, {"messages": []}, "empty_array"),
+        (ChatBody, {**CHAT, "tool_choice": "required"}, "invalid_value"),
+    ],
+)
+def test_errors_have_openai_s_codes(kind: type[Any], values: dict[str, Any], code: str) -> None:
+    """Those that its API answers with, as clients have published them (openai-python's issues, recorded responses)."""
+    with pytest.raises(ApiError) as refused:
+        parse_body(kind, json.dumps(values).encode())
+    assert refused.value.code == code and refused.value.body["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ({"temperature": -0.5}, "decimal_below_min_value"),
+        ({"top_p": 1.5}, "decimal_above_max_value"),
+        ({"presence_penalty": 2.5}, "decimal_above_max_value"),
+        ({"top_k": -2}, "integer_below_min_value"),
+        ({"allowed_token_ids": [100]}, "invalid_value"),
+    ],
+)
+def test_sampling_options_out_of_range_have_openai_s_codes(values: dict[str, Any], code: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        completion(**values).sampling_options({}, 0, 100)
+    assert refused.value.code == code
+
+
+def test_seeds_below_zero_are_seeds_of_their_own() -> None:
+    seeds = [completion(seed=seed).sampling_options({}, 0, 100).seed for seed in (-1, -2, 1, 2**63 - 2)]
+    assert len(set(seeds)) == 4 - 1 and seeds[0] == 2**63 - 1 and seeds[1] == seeds[3]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_bounds_that_are_there_before_work() -> None:
+    """64 stops, 65,536 ids, a million values: one more is refused."""
+    assert len(completion(stop=["a"] * 64).stop) == 64
+    many = json.dumps({"tokens": [1] * 65_537}).encode()
+    with pytest.raises(ApiError, match="tokens: list should have at most 65536 items"):
+        parse_body(DetokenizeBody, many)
+    assert len(parse_body(DetokenizeBody, json.dumps({"tokens": [1] * 65_536}).encode()).tokens) == 65_536
+    with pytest.raises(ApiError, match="1,048,577 commas: more than 1,048,576 values are not read"):
+        parse_body(CompletionBody, b'{"prompt": [' + b"1," * (2**20 + 1) + b"1]}")
+
+
+def test_arguments_of_tool_calls_that_are_nested_without_end() -> None:
+    call = {"function": {"name": "look", "arguments": "[" * 100_000}}
+    with pytest.raises(ApiError, match="arguments of a tool call are no JSON") as refused:
+        _ = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).messages[0].turn
+    assert refused.value.status == 400
 
 
 def test_messages_become_turns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -14,9 +15,13 @@ import openai
 import pytest
 from builders.docs_scripts import TOP
 from builders.served import Loaded, Served, ask, curl, serving, wait_until
+from starlette.responses import PlainTextResponse
 
+from danlu.errors import RecipeError
+from danlu.http_client import HTTPClient
 from danlu.rollout.request import Completion
 from danlu.rollout.serving.openai_api import ChatBody, CompletionBody
+from danlu.rollout.serving.server import Guard, ServerOptions
 
 PROMPT = "Once upon a time"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -53,7 +58,7 @@ def test_what_is_no_request(served: Served) -> None:
 def test_a_page_that_calls_this_machine_by_its_own_name_is_refused(served: Served, loaded: Loaded) -> None:
     status, answer = ask(f"{served.url}/models", Host="evil.example")
     assert status == 403 and "'evil.example' is not this machine" in answer["error"]["message"]
-    for host in ("localhost", "localhost:9", "127.0.0.1:9", "[::1]:9", "[::1]"):
+    for host in ("localhost", "localhost:9", "LOCALHOST", "LocalHost.:9", "127.0.0.1:9", "[::1]:9", "[::1]"):
         assert ask(f"{served.url}/models", Host=host)[0] == 200, host
     with serving(loaded.served, loaded.engine(), api_key="key") as locked:
         assert ask(f"{locked.url}/models", Host="evil.example", Authorization="Bearer key")[0] == 200
@@ -67,6 +72,21 @@ def test_an_api_key(loaded: Loaded) -> None:
         assert ask(f"{locked.root}/tokenize")[0] == 401
         assert ask(f"{locked.root}/health")[0] == 200
         assert [model.id for model in locked.client(api_key="the key").models.list()] == ["tiny", "lora", "soft"]
+        for scheme, status in (("bearer", 200), ("BEARER ", 200), ("Basic", 401), ("", 401)):
+            assert ask(f"{locked.url}/models", Authorization=f"{scheme} the key")[0] == status, scheme
+
+
+def test_an_api_key_that_is_not_ascii(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients send UTF-8, danlu's own among them; the header is read as Latin-1."""
+    with serving(loaded.served, loaded.engine(), api_key="schlüssel ключ") as locked:
+        for sent, status in (("schlüssel ключ", 200), ("schlussel ключ", 401)):
+            header = f"Bearer {sent}".encode().decode("latin-1")
+            assert ask(f"{locked.url}/models", Authorization=header)[0] == status
+        monkeypatch.setenv("KEY_OF_TEST", "schlüssel ключ")
+        assert HTTPClient(locked.root, 20, "KEY_OF_TEST").get("/v1/models")["data"]
+    monkeypatch.setenv("KEY_OF_TEST", "key\n")
+    with pytest.raises(RecipeError, match="KEY_OF_TEST has a line break"):
+        HTTPClient("http://localhost:1", 20, "KEY_OF_TEST")
 
 
 def test_a_line_for_each_request(loaded: Loaded, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +101,23 @@ def test_a_line_for_each_request(loaded: Loaded, capsys: pytest.CaptureFixture[s
     with serving(loaded.served, loaded.engine(), quiet=True) as served:
         ask(f"{served.root}/nowhere")
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_line_break_in_a_path_makes_no_line_of_its_own(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    guard = Guard(PlainTextResponse("x"), ServerOptions(0), local=True)
+    for forged in ("/a\nPOST  /v1/completions  200", "/a\r\n\x1b[2J", "/a\u2028b"):
+        scope = {"type": "http", "method": "GET", "path": forged, "headers": []}
+
+        async def ask_once(scope: Any = scope) -> None:
+            async def send(message: Any) -> None:
+                pass
+
+            await guard(scope, None, send)  # type: ignore[arg-type]
+
+        asyncio.run(ask_once())
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("GET  /a\\")
+    ask(f"{served.root}/a%0APOST%20%20/v1/completions")  # nor as clients send it
 
 
 def test_streams_are_closed_when_the_server_ends(endless: Loaded) -> None:

@@ -36,7 +36,8 @@ class Server(Section):
     """How a rollout engine that runs as a server is spoken to, and handed the weights."""
 
     api_key_variable: str | None = None
-    """The environment variable that holds the server's key; the key itself is in no recipe."""
+    """The environment variable that holds the server's key; the key itself is in no recipe. Left out: no key, or the
+    one that `danlu serve --rollouts` has made for itself on this machine."""
     connections: PositiveInt = 64
     """Requests that are under way at a time, at each server."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0

@@ -33,7 +33,7 @@ class ServerOptions:
 
     urls: tuple[str, ...]
     api_key_variable: str | None = None
-    """The environment variable that holds the server's key."""
+    """The environment variable that holds the server's key; None: that which `danlu serve` has left on this machine."""
     connections: int = 64
     """Requests that are under way at a time, at all servers together."""
     timeout_s: float = 600.0
@@ -53,7 +53,7 @@ class ServerOptions:
     @property
     def clients(self) -> list[HTTPClient]:
         """One for each server."""
-        return [HTTPClient(url, self.timeout_s, self.api_key_variable) for url in self.urls]
+        return [HTTPClient(url, self.timeout_s, self.api_key_variable, server_key=True) for url in self.urls]
 
     @property
     def client(self) -> HTTPClient:

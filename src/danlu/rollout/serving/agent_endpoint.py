@@ -37,11 +37,11 @@ from danlu.rollout.serving.api_endpoints import (
     EventStream,
     build_app,
     event_text,
-    read_body,
+    read_request,
     unless_gone,
 )
 from danlu.rollout.serving.openai_answers import ChatWriter
-from danlu.rollout.serving.openai_api import ApiError, ChatBody, parse_body
+from danlu.rollout.serving.openai_api import ApiError, ChatBody, given_key
 from danlu.rollout.serving.openai_api import Message as BodyMessage
 from danlu.rollout.serving.server import bind, url_of
 
@@ -187,7 +187,7 @@ class AgentEndpoint:
 
     async def _chat_completions(self, request: Request) -> Response:
         key = self._episode_of(request)
-        body = parse_body(ChatBody, await read_body(request))
+        body = await read_request(ChatBody, request)
         check_trained_as_drawn(body, self._sampling)
         asked = AgentRequest(
             key,
@@ -232,8 +232,7 @@ class AgentEndpoint:
         )
 
     def _episode_of(self, request: Request) -> EpisodeKey:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        key = self._episodes.get(given)
+        key = self._episodes.get(given_key(request.headers).decode(errors="replace"))
         if key is None:
             raise ApiError(
                 "the API key is that of no episode that goes on: each agent has its own, which ends with it",
@@ -290,6 +289,7 @@ _NOT_TRAINED: dict[str, Any] = {
     "ignore_eos": False,
     "allowed_token_ids": None,
     "top_logprobs": 0,
+    "skip_special_tokens": True,
 }
 """Parameters that an answer must not have, and the values with which they change nothing."""
 

@@ -18,6 +18,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from danlu.data.resource_limits import characters
+from danlu.data.template_process import template_process
 from danlu.errors import DanluError
 from danlu.rollout import request as engine_request
 from danlu.rollout.engine import EngineStatistics
@@ -26,6 +28,9 @@ from danlu.rollout.request import Completion
 from danlu.rollout.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
 from danlu.rollout.serving.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
 from danlu.rollout.serving.openai_api import (
+    MAX_DETOKENIZED,
+    MAX_STOP_TOKENS,
+    AnyBody,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -36,8 +41,15 @@ from danlu.rollout.serving.openai_api import (
     parse_body,
 )
 from danlu.rollout.serving.served_models import ServedModel, ServedModels
+from danlu.rollout.stopping import Decode
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_DETOKENIZE_BYTES = 16 * MAX_DETOKENIZED
+"""Of a request to make text of token ids: 16 for each."""
+SHORT_BODY_BYTES = 64 * 2**10
+"""A longer body is not read by the thread of the event loop."""
+
+_PARSING = ThreadPoolExecutor(1, thread_name_prefix="parsing")
 
 CLIENT_GONE = 499
 """The status of a request whose client left before the answer, as nginx logs it; nobody receives it."""
@@ -56,10 +68,12 @@ class Api:
         self._started = int(time.time())
         # One thread: templates and tokenizers are not for several at a time, and the event loop must not wait for them.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="writing")
 
     def close(self) -> None:
-        """Ends the thread that tokenizes."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads that tokenize and write."""
+        for threads in (self._tokenizing, self._writing):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def routes(self) -> list[Route]:
@@ -77,36 +91,36 @@ class Api:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await read_body(request))
+        body = await read_request(CompletionBody, request)
         model = self._models.find(body.model)
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                self._check_size(model, len(prompt), "prompt")
         prompts = [
             await self._tokenize(partial(model.chat_tokenizer.encode_prompt, prompt), "prompt")
             if isinstance(prompt, str)
             else prompt
             for prompt in body.prompt
         ]
-        requests = self._requests(body, model, prompts)
+        requests = await self._requests(body, model, prompts)
         writer = CompletionWriter(body, model.name, requests, model.chat_tokenizer.tokenizer)
-        return await self._answer(
-            request, Call(requests, model.chat_tokenizer.decode, stream=body.stream), body, writer
-        )
+        return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await read_body(request))
+        body = await read_request(ChatBody, request)
         model = self._models.find(body.model)
         tools = [] if body.tool_choice == "none" else body.tools
-        prompt = await self._tokenize(partial(encode_messages, model, body.messages, tools), "messages")
-        requests = self._requests(body, model, [prompt])
+        prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
+        requests = await self._requests(body, model, [prompt])
         writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer)
-        return await self._answer(
-            request, Call(requests, model.chat_tokenizer.decode, stream=body.stream), body, writer
-        )
+        return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
 
-    def _requests(
+    async def _requests(
         self, body: SamplingBody, model: ServedModel, prompts: Sequence[Sequence[int]]
     ) -> list[engine_request.Request]:
         """What the engine is asked: a request for each prompt. Raises ApiError."""
-        silent_stops, stop_strings = model.chat_tokenizer.split_stops(body.stop)
+        check_stops_length(body.stop, model)
+        silent_stops, stop_strings = await self._tokenize(partial(split_stops, body.stop, model), "stop")
         model_stops = frozenset[int]() if body.ignore_eos else model.stop_ids
         sampling = body.sampling_options(model.advised, self._seed, self._models.config.vocab_size)
         for prompt in prompts:
@@ -133,11 +147,50 @@ class Api:
         """The most tokens that a prompt and its answer may have."""
         return self._engine.longest - model.virtual_tokens
 
+    def _check_size(self, model: ServedModel, characters: int, param: str) -> None:
+        """Raises ApiError for a text that is longer than any that fits, before it is tokenized."""
+        longest = model.chat_tokenizer.tokenizer.longest_token
+        if characters > self._room(model) * longest:
+            raise ApiError(
+                f"{param}: {characters:,} characters are more than the {self._room(model):,} tokens that a prompt and "
+                f"its answer have room for can be: the longest token has {longest}",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _encode_messages(
+        self, model: ServedModel, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        """The tokens of a conversation by the model's chat template. Raises ApiError, or DataError of the template.
+
+        For the thread that tokenizes. Conversations that cannot fit are refused before the template sees them.
+        """
+        chat_tokenizer = model.chat_tokenizer
+        chat_tokenizer.require_chat_template()
+        if len(messages) + len(tools) > self._room(model):
+            raise ApiError(
+                f"messages: {len(messages) + len(tools):,} messages and tools are more than the {self._room(model):,} "
+                "tokens that a prompt and its answer have room for",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        turns = [message.turn for message in messages]
+        self._check_size(model, characters([turns, list(tools)]), "messages")
+        if tools and not template_process().takes_tools(chat_tokenizer.tokenizer.template(tools=True)):
+            raise ApiError(
+                f"tools: the chat template of {model.name} shows the model no tools; leave them out", param="tools"
+            )
+        text = chat_tokenizer.render_chat(turns, tools)
+        self._check_size(model, len(text), "messages")
+        return chat_tokenizer.tokenizer.encode(text)
+
     def _check_length(self, body: SamplingBody, model: ServedModel, prompt: Sequence[int]) -> None:
         """Raises ApiError for a prompt that the model cannot continue, or not so far."""
         config, param = self._models.config, prompt_parameter(body)
         if problem := prompt_problem(config, prompt, model.virtual_tokens):
-            raise ApiError(f"{param}: {problem}", param=param, code="context_length_exceeded")
+            fits = len(prompt) + model.virtual_tokens < config.context_length
+            code = "invalid_value" if fits else "context_length_exceeded"
+            raise ApiError(f"{param}: {problem}", param=param, code=code)
         room = self._room(model)
         needed = min(len(prompt) + (body.max_new_tokens or 1), config.context_length - model.virtual_tokens)
         if needed > room:
@@ -168,12 +221,13 @@ class Api:
         if any(completion.finish == "abort" for completion in completions):
             ended_by = "the server is ending" if self._engine.is_ending else "a trainer has ended all answers"
             raise ApiError(ended_by, status=503)
-        return JSONResponse(writer.whole(completions))
+        # With many choices and their likeliest tokens it takes seconds to write.
+        return await in_thread(self._writing, lambda: JSONResponse(writer.whole(completions)))
 
-    async def _tokenize(self, encode: Callable[[], list[int]], param: str) -> list[int]:
-        """Raises ApiError for what the tokenizer or the chat template refuses."""
+    async def _tokenize(self, encode: Callable[[], Result], param: str) -> Result:
+        """What tokenizer or chat template make, in their thread. Raises ApiError for what they refuse."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+            return await in_thread(self._tokenizing, encode)
         except DanluError as error:
             raise ApiError(str(error), param=param) from None
 
@@ -190,27 +244,29 @@ class Api:
         return {**card, "max_model_len": self._room(self._models.find(name))}
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse_body(TokenizeBody, await read_body(request))
+        body = await read_request(TokenizeBody, request)
         model = self._models.find(body.model)
         tokenizer = model.chat_tokenizer.tokenizer
         if body.prompt is None:
-            encode = partial(encode_messages, model, body.messages, body.tools)
+            encode = partial(self._encode_messages, model, body.messages, body.tools)
         else:
+            self._check_size(model, len(body.prompt), "prompt")
             encode = partial(
                 model.chat_tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode, body.prompt
             )
         tokens = await self._tokenize(encode, "messages" if body.prompt is None else "prompt")
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._room(model)}
         if body.return_token_strs:
-            answer["token_strs"] = [content.decode(errors="replace") for content in tokenizer.token_bytes(tokens)]
-        return JSONResponse(answer)
+            contents = await self._tokenize(partial(tokenizer.token_bytes, tokens), "prompt")
+            answer["token_strs"] = [content.decode(errors="replace") for content in contents]
+        return await in_thread(self._writing, lambda: JSONResponse(answer))
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse_body(DetokenizeBody, await read_body(request))
+        body = await read_request(DetokenizeBody, request, MAX_DETOKENIZE_BYTES)
         tokenizer = self._models.find(body.model).chat_tokenizer.tokenizer
         if wrong := [token for token in body.tokens if token >= tokenizer.vocab_size]:
             raise ApiError(f"tokens: {wrong[0]} is none of the tokenizer's {tokenizer.vocab_size}", param="tokens")
-        return JSONResponse({"prompt": tokenizer.decode(body.tokens)})
+        return JSONResponse({"prompt": await self._tokenize(partial(tokenizer.decode, body.tokens), "tokens")})
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._engine.failure is None else 503)
@@ -255,7 +311,23 @@ def prompt_parameter(body: SamplingBody) -> str:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-async def read_body(request: Request) -> bytes:
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    """What work comes to in another thread, while the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+async def read_request(kind: type[AnyBody], request: Request, most_bytes: int | None = None) -> AnyBody:
+    """The request, of a body that is read by another thread where that takes long. Raises ApiError.
+
+    most_bytes: of a body of this kind; a longer one is refused with status 400.
+    """
+    body = await read_body(request, most_bytes)
+    if len(body) <= SHORT_BODY_BYTES:
+        return parse_body(kind, body)
+    return await in_thread(_PARSING, partial(parse_body, kind, body))
+
+
+async def read_body(request: Request, most_bytes: int | None = None) -> bytes:
     """The request's body. Raises ApiError where it is too large, or not declared to be JSON.
 
     A page in a browser can send other types to any address without asking the server, which this refuses.
@@ -267,21 +339,42 @@ async def read_body(request: Request) -> bytes:
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
+        if most_bytes is not None and size > most_bytes:
+            raise ApiError(f"the request's body is longer than {most_bytes:,} bytes, which is more than it may say")
         if size > MAX_BODY_BYTES:
             raise ApiError(f"the request's body is longer than {MAX_BODY_BYTES} bytes", status=413)
         chunks.append(chunk)
     return b"".join(chunks)
 
 
-def encode_messages(model: ServedModel, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-    """The tokens of a conversation by the model's chat template. Raises ApiError, or DataError of the template."""
+def decode_of(body: SamplingBody, model: ServedModel) -> Decode:
+    """What makes text of an answer's tokens: with or without special ones, as the request says."""
     chat_tokenizer = model.chat_tokenizer
-    chat_tokenizer.require_chat_template()
-    if tools and not chat_tokenizer.tokenizer.template(tools=True).takes_tools:
+    if body.skip_special_tokens is None:
+        return chat_tokenizer.decode
+    if not body.skip_special_tokens:
+        return chat_tokenizer.tokenizer.decode
+    special = chat_tokenizer.tokenizer.special_ids
+    return lambda ids: chat_tokenizer.decode([token for token in ids if token not in special])
+
+
+def check_stops_length(stops: Sequence[str], model: ServedModel) -> None:
+    """Raises ApiError for texts that end an answer and are longer than any of so few tokens, before these are made."""
+    longest = model.chat_tokenizer.tokenizer.longest_token
+    if sum(map(len, stops)) > MAX_STOP_TOKENS * longest:
         raise ApiError(
-            f"tools: the chat template of {model.name} shows the model no tools; leave them out", param="tools"
+            f"stop: {sum(map(len, stops)):,} characters are more than {MAX_STOP_TOKENS} tokens can have, which is what "
+            f"all of them together may be: the longest token has {longest}",
+            param="stop",
         )
-    return chat_tokenizer.encode_chat([message.turn for message in messages], tools)
+
+
+def split_stops(stops: Sequence[str], model: ServedModel) -> tuple[frozenset[int], list[str]]:
+    """As `ChatTokenizer.split_stops`. Raises ApiError for texts of too many tokens together."""
+    tokens = sum(len(model.chat_tokenizer.tokenizer.encode(stop)) for stop in stops)
+    if tokens > MAX_STOP_TOKENS:
+        raise ApiError(f"stop: {tokens} tokens together are more than {MAX_STOP_TOKENS}", param="stop")
+    return model.chat_tokenizer.split_stops(stops)
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import json
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -114,7 +116,12 @@ class AnswerWriter(ABC):
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
-        return {**chunk, "usage": None} if self._body.include_usage else chunk
+        if self._body.include_usage:
+            chunk["usage"] = None
+        if self._body.include_obfuscation:
+            # Up to a multiple of 64 characters, beyond which the length of a chunk says something of its text.
+            chunk["obfuscation"] = secrets.token_hex(32)[: -len(json.dumps(choices)) % 64]
+        return chunk
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ something that it is not. Those that only describe the request are ignored.
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -24,6 +25,14 @@ MAX_SAMPLES = 128
 MAX_CHOICES = 16384
 """Of one request, as in vLLM."""
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+"""Texts that end an answer, of one request."""
+MAX_STOP_TOKENS = 256
+"""Of all of them together: each token of an answer is searched for the beginnings of all."""
+MAX_DETOKENIZED = 64 * 2**10
+"""Token ids that are made text at a time."""
+MAX_VALUES = 2**20
+"""Values in a request's JSON, by its commas: so many token ids, say. Python makes an object of each."""
 
 IGNORED = frozenset(
     (
@@ -53,7 +62,6 @@ WITHOUT_EFFECT: dict[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -76,6 +84,16 @@ class ApiError(Exception):
         """The answer's JSON object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def given_key(headers: Mapping[str, str]) -> bytes:
+    """The API key that a request brings, as it came; nothing where it brings none.
+
+    The scheme's name may be written in any case (RFC 9110, sec. 11.1). Headers are read as Latin-1, which gives their
+    bytes back.
+    """
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _as_list(value: Any) -> Any:
@@ -106,6 +124,8 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
         raise ValueError("expected a text, a list of texts, token ids, or a list of such lists, and none of them empty")
     return prompts
 
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -138,6 +158,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     model: None = None
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """Whether chunks are padded to lengths that say little of their text."""
 
 
 class SamplingBody(Body):
@@ -148,8 +170,10 @@ class SamplingBody(Body):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
-    seed: int | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)
+    ] = []
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # vLLM's:
@@ -160,6 +184,8 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     allowed_token_ids: list[TokenId] | None = None
     return_token_ids: bool = False
+    skip_special_tokens: bool | None = None
+    """Whether texts leave out all special tokens, or none; by default those that begin, end or pad a text."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -171,6 +197,11 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_obfuscation(self) -> bool:
+        """Whether the chunks of a stream are padded."""
+        return self.stream_options is not None and self.stream_options.include_obfuscation
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -199,14 +230,15 @@ class SamplingBody(Body):
         allowed = None if self.allowed_token_ids is None else tuple(sorted(set(self.allowed_token_ids)))
         if allowed and allowed[-1] >= vocab_size:
             message = f"allowed_token_ids: {allowed[-1]} is none of the model's {vocab_size} tokens"
-            raise ApiError(message, param="allowed_token_ids")
+            raise ApiError(message, param="allowed_token_ids", code="invalid_value")
         try:
-            return SamplingOptions(
-                **{**advised, **given}, seed=seed if self.seed is None else self.seed, allowed_ids=allowed
-            )
+            # Seeds below 0 are seeds like others, as OpenAI has them; the engine counts from 0.
+            own_seed = seed if self.seed is None else self.seed % 2**63
+            return SamplingOptions(**{**advised, **given}, seed=own_seed, allowed_ids=allowed)
         except RecipeError as error:
             message = "; ".join(error.problems).replace("allowed_ids", "allowed_token_ids")
-            raise ApiError(message, param=message.partition(":")[0]) from None
+            param = message.partition(":")[0]
+            raise ApiError(message, param=param, code=_range_code(given.get(param))) from None
 
 
 class CompletionBody(SamplingBody):
@@ -262,7 +294,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(f"messages: arguments of a tool call are no JSON: {error}", param="messages") from None
 
 
@@ -315,7 +347,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize, as vLLM has it."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED)]
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -323,10 +355,12 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
     """The request of a JSON text. Raises ApiError that names the parameters that are wrong."""
+    if (values := body.count(b",")) > MAX_VALUES:
+        raise ApiError(f"the request's body has {values:,} commas: more than {MAX_VALUES:,} values are not read")
     try:
         text = body.decode()
         values = json.loads(text)
-        if "\\u" in text:  # JSON can write halves of surrogate pairs, which no tokenizer takes
+        if _SURROGATE.search(text):  # JSON can write halves of surrogate pairs, which no tokenizer takes
             json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the request's body is no JSON in UTF-8: {error}") from None
@@ -335,8 +369,44 @@ def parse_body(kind: type[AnyBody], body: bytes) -> AnyBody:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        problems = [_problem(kind, problem) for problem in error.errors(include_url=False)]
-    raise ApiError("; ".join(message for _, message in problems), param=problems[0][0])
+        errors = error.errors(include_url=False)
+        problems = [_problem(kind, problem) for problem in errors]
+        code = _code(errors[0], problems[0][0])
+    raise ApiError("; ".join(message for _, message in problems), param=problems[0][0], code=code)
+
+
+_CODES = {
+    "missing": "missing_required_parameter",
+    "too_long": "array_above_max_length",
+    "too_short": "empty_array",
+    "string_too_short": "empty_string",
+    "greater_than_equal": "below_min_value",
+    "less_than_equal": "above_max_value",
+    "less_than": "above_max_value",
+}
+"""OpenAI's codes by pydantic's types of errors; those of numbers have the number's type before them."""
+
+
+def _code(problem: Any, param: str | None) -> str:
+    """OpenAI's code for a problem of pydantic: unknown_parameter, invalid_type, integer_below_min_value, ..."""
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return "unsupported_parameter" if param in WITHOUT_EFFECT else "unknown_parameter"
+    code = _CODES.get(kind)
+    if code is None:
+        return "invalid_type" if kind.endswith(("_type", "_parsing")) else "invalid_value"
+    return f"{_number_kind(problem['input'])}_{code}" if code.endswith("_value") else code
+
+
+def _range_code(value: Any) -> str:
+    """Likewise for a sampling option that is out of its range, all of which hold 1 or begin at 0."""
+    if not isinstance(value, int | float):
+        return "invalid_value"
+    return f"{_number_kind(value)}_{'above_max_value' if value > 0 else 'below_min_value'}"
+
+
+def _number_kind(value: Any) -> str:
+    return "integer" if isinstance(value, int) else "decimal"
 
 
 def _problem(kind: type[Body], problem: Any) -> tuple[str | None, str]:

@@ -25,9 +25,9 @@ from danlu.rollout import request as engine_request
 from danlu.rollout.engine_state import request_from_json
 from danlu.rollout.request import Completion
 from danlu.rollout.servers.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
-from danlu.rollout.serving.api_endpoints import collect, read_body, unless_gone
+from danlu.rollout.serving.api_endpoints import collect, read_request, unless_gone
 from danlu.rollout.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
-from danlu.rollout.serving.openai_api import ApiError, Body, parse_body
+from danlu.rollout.serving.openai_api import ApiError, Body
 from danlu.rollout.serving.rollout_control import RolloutControl
 from danlu.rollout.stopping import Decode
 
@@ -85,10 +85,18 @@ class DigestsBody(Body):
     names: list[str]
 
 
-class RolloutEndpoints:
-    """The endpoints, over the engine's thread. decode: token ids to text, in which stop strings are looked for."""
+class EmptyBody(Body):
+    """That a request has one at all, declared as JSON, is what a page in a browser cannot send unasked."""
 
-    def __init__(self, control: RolloutControl, thread: EngineThread, decode: Decode) -> None:
+
+class RolloutEndpoints:
+    """The endpoints, over the engine's thread.
+
+    decode: token ids to text, in which stop strings are looked for. weights_root: where folders of weights lie.
+    """
+
+    def __init__(self, control: RolloutControl, thread: EngineThread, decode: Decode, weights_root: Path) -> None:
+        self._weights_root = weights_root.resolve()
         self._control, self._thread, self._decode = control, thread, decode
         self._numbers = itertools.count(1 << 62)  # of engine requests, above those of other endpoints
         self._under_way: dict[str, int] = {}  # engine requests by the trainer's ids
@@ -127,7 +135,7 @@ class RolloutEndpoints:
     # -- answers
 
     async def answer(self, request: Request) -> Response:
-        body = parse_body(AnswerBody, await read_body(request))
+        body = await read_request(AnswerBody, request)
         number = next(self._numbers)
         call = Call([body.engine_request(number)], self._decode, stream=False)
         self._under_way[body.request_id] = number
@@ -140,44 +148,48 @@ class RolloutEndpoints:
         return JSONResponse(completion_to_json(completion, self._control.label_of, routes=body.routes))
 
     async def abort(self, request: Request) -> Response:
-        body = parse_body(AbortBody, await read_body(request))
+        body = await read_request(AbortBody, request)
         numbers = [self._under_way[name] for name in body.request_ids if name in self._under_way]
         return await self._do(lambda: self._control.abort(numbers, paused=self._thread.is_paused))
 
     # -- when answers are given
 
     async def pause(self, request: Request) -> Response:
-        mode = parse_body(PauseBody, await read_body(request)).mode
+        mode = (await read_request(PauseBody, request)).mode
         return await self._do(partial(self._control.pause, mode), paused=True)
 
     async def resume(self, request: Request) -> Response:
+        await read_request(EmptyBody, request)
         return await self._do(self._control.resume, paused=False)
 
     async def sleep(self, request: Request) -> Response:
+        await read_request(EmptyBody, request)
         return await self._do(self._control.sleep, paused=True)
 
     async def wake(self, request: Request) -> Response:
+        await read_request(EmptyBody, request)
         return await self._do(self._control.wake, paused=False)
 
     async def drop_prefix_cache(self, request: Request) -> Response:
+        await read_request(EmptyBody, request)
         return await self._do(self._control.drop_prefix_cache)
 
     # -- weights
 
     async def label(self, request: Request) -> Response:
-        body = parse_body(LabelBody, await read_body(request))
+        body = await read_request(LabelBody, request)
         return await self._do(partial(self._control.name_weights, body.label))
 
     async def weights(self, request: Request) -> Response:
-        body = parse_body(FolderBody, await read_body(request))
+        body = await read_request(FolderBody, request)
         return await self._load(body, lambda folder: self._control.load_folder(folder, body.label))
 
     async def adapter(self, request: Request) -> Response:
-        body = parse_body(AdapterBody, await read_body(request))
+        body = await read_request(AdapterBody, request)
         return await self._load(body, lambda folder: self._control.load_adapter(body.name, folder))
 
     async def digests(self, request: Request) -> Response:
-        body = parse_body(DigestsBody, await read_body(request))
+        body = await read_request(DigestsBody, request)
         digests: dict[str, str] = {}
 
         def ask() -> list[Completion]:
@@ -211,7 +223,7 @@ class RolloutEndpoints:
         if (body.folder is None) == (body.upload is None):
             raise ApiError("weights: either a folder or an upload says where they are")
         if body.folder is not None:
-            return await self._do(partial(load, Path(body.folder)))
+            return await self._do(partial(load, self._allowed_folder(body.folder)))
         folder = self._uploads / str(body.upload)
         if not FILE_NAME.fullmatch(str(body.upload)) or not folder.is_dir():
             raise ApiError(f"upload: nothing was sent as {body.upload!r}", param="upload")
@@ -219,6 +231,21 @@ class RolloutEndpoints:
             return await self._do(partial(load, folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _allowed_folder(self, name: str) -> Path:
+        """A folder below that of weights, links followed. Raises ApiError for another one, be it there or not."""
+        try:
+            folder = Path(name).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
+            raise ApiError(f"folder: {error}", param="folder") from None
+        if not folder.is_relative_to(self._weights_root):
+            raise ApiError(
+                f"folder: {name} does not lie below {self._weights_root}, where this server reads weights: start it "
+                "with another --weights-root, or have the trainer send them (rollout.server.push: true)",
+                param="folder",
+                status=403,
+            )
+        return folder
 
     # -- the engine's thread
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hmac
 import ipaddress
+import json
 import logging
 import signal
 import socket
@@ -13,7 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -26,9 +28,10 @@ from danlu.rollout.servers.danlu_protocol import PREFIX
 from danlu.rollout.serving.api_endpoints import CLIENT_GONE, Api, build_app
 from danlu.rollout.serving.engine_thread import EngineThread, ServedEngine
 from danlu.rollout.serving.openai_answers import AnswerWriter
-from danlu.rollout.serving.openai_api import ApiError
+from danlu.rollout.serving.openai_api import ApiError, given_key
 from danlu.rollout.serving.rollout_endpoints import RolloutEndpoints
 from danlu.rollout.serving.served_models import ServedModels
+from danlu.server_key import remove_key
 from danlu.terminal import print_status
 
 if TYPE_CHECKING:  # it brings torch
@@ -47,11 +50,18 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is used. seed: of requests that bring none; quiet: without a line for each request."""
+    """How a server is used.
+
+    seed: of requests that bring none. quiet: without a line for each request. leaves_key: whether the key lies in a
+    file for trainers of this machine (`danlu.server_key`), which is deleted at the end. weights_root: the folder below
+    which a trainer may name folders of weights.
+    """
 
     seed: int
     api_key: str | None = None
     quiet: bool = False
+    leaves_key: bool = False
+    weights_root: Path = field(default_factory=Path.cwd)
 
 
 def bind(host: str, port: int, host_option: str = "--host", port_option: str = "--port") -> socket.socket:
@@ -134,6 +144,8 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        if scope["path"].startswith(PREFIX) and ("origin" in headers or "sec-fetch-site" in headers):
+            return ApiError(f"{PREFIX}: a trainer speaks here, and no page in a browser", status=403)
         if self._options.api_key is None:
             # A page in a browser can have its own name resolved to this machine, and read what it is answered.
             if self._local and not _is_local(headers.get("host", "")):
@@ -143,8 +155,7 @@ class Guard:
                     status=403,
                 )
             return None
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if scope["path"] in OPEN_PATHS or hmac.compare_digest(given.encode(), self._options.api_key.encode()):
+        if scope["path"] in OPEN_PATHS or hmac.compare_digest(given_key(headers), self._options.api_key.encode()):
             return None
         return ApiError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
@@ -152,7 +163,7 @@ class Guard:
 def _is_local(host: str) -> bool:
     """Whether a Host header names this machine."""
     name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
-    if name in ("", "localhost"):
+    if name.lower().removesuffix(".") in ("", "localhost"):
         return True
     try:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
@@ -165,7 +176,8 @@ def _log_line(scope: Scope, status: int, duration_s: float, *, is_cut_off: bool)
     writer: AnswerWriter | None = scope.get("state", {}).get("writer")
     has_left = status == CLIENT_GONE or (status == 200 and writer is not None and not writer.is_complete)
     outcome = "cut off" if is_cut_off else "client left" if has_left else str(status)
-    fields = [scope["method"], scope["path"], outcome]
+    # A path may hold line breaks, which would look like a line of their own.
+    fields = [*(json.dumps(text, ensure_ascii=False)[1:-1] for text in (scope["method"], scope["path"])), outcome]
     if writer is not None:
         fields += [writer.model, f"{writer.prompt_tokens} + {writer.completion_tokens} tokens"]
     return "  ".join([*fields, f"{duration_s:.2f} s"])
@@ -188,12 +200,13 @@ class Server(uvicorn.Server):
     ) -> None:
         self.engine = EngineThread(engine, on_failure=self._leave)
         self._models = models
-        self._listener = listener
+        self._listener, self._options = listener, options
         self._api = Api(models, self.engine, options.seed)
         self._rollouts: RolloutEndpoints | None = None
         routes = self._api.routes
         if rollouts is not None:
-            self._rollouts = RolloutEndpoints(rollouts, self.engine, models.find(None).chat_tokenizer.decode)
+            decode = models.find(None).chat_tokenizer.decode
+            self._rollouts = RolloutEndpoints(rollouts, self.engine, decode, options.weights_root)
             routes += self._rollouts.routes
         guard = Guard(build_app(routes), options, local=is_loopback(listener))
         # websockets are not spoken, and lines for requests are written by the guard.
@@ -246,6 +259,8 @@ class Server(uvicorn.Server):
         print_status(f"{url_of(self._listener)} answers with {', '.join(self._models.names)}  (Ctrl-C ends)")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._options.leaves_key and self._options.api_key is not None:
+            remove_key(self._listener.getsockname()[1], self._options.api_key)
         stopping = asyncio.ensure_future(self.engine.stop())
         await asyncio.wait((stopping,), timeout=1)
         if not stopping.done():
