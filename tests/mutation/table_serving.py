@@ -192,8 +192,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/serving/server.py",
-        '    fields = [*(json.dumps(text, ensure_ascii=False)[1:-1] for text in (scope["method"], scope["path"])), outcome]',
-        '    fields = [scope["method"], scope["path"], outcome]',
+        "(json.dumps(text, ensure_ascii=False)[1:-1] for text in",
+        "(text for text in",
         "rollout/serving/test_server.py",
         only="line_break",
     ),

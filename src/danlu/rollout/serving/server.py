@@ -177,7 +177,8 @@ def _log_line(scope: Scope, status: int, duration_s: float, *, is_cut_off: bool)
     has_left = status == CLIENT_GONE or (status == 200 and writer is not None and not writer.is_complete)
     outcome = "cut off" if is_cut_off else "client left" if has_left else str(status)
     # A path may hold line breaks, which would look like a line of their own.
-    fields = [*(json.dumps(text, ensure_ascii=False)[1:-1] for text in (scope["method"], scope["path"])), outcome]
+    shown = (json.dumps(text, ensure_ascii=False)[1:-1] for text in (scope["method"], scope["path"]))
+    fields = [*shown, outcome]
     if writer is not None:
         fields += [writer.model, f"{writer.prompt_tokens} + {writer.completion_tokens} tokens"]
     return "  ".join([*fields, f"{duration_s:.2f} s"])
