@@ -19,6 +19,7 @@ LAYERS: dict[str, int] = {
     "errors": 0,
     "file_lock": 0,
     "http_client": 0,
+    "server_key": 0,
     "machine": 0,
     "output_folder": 0,
     "prompt_template": 0,

@@ -150,8 +150,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rollout/serving/api_endpoints.py",
-        "        if most_bytes is not None and size > most_bytes:",
-        "        if False:",
+        "    if most_bytes is not None and size > most_bytes:",
+        "    if False:",
         "rollout/serving/test_bounds.py",
         only="65536",
     ),

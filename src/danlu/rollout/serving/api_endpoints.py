@@ -339,11 +339,12 @@ async def read_body(request: Request, most_bytes: int | None = None) -> bytes:
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if most_bytes is not None and size > most_bytes:
-            raise ApiError(f"the request's body is longer than {most_bytes:,} bytes, which is more than it may say")
         if size > MAX_BODY_BYTES:
             raise ApiError(f"the request's body is longer than {MAX_BODY_BYTES} bytes", status=413)
-        chunks.append(chunk)
+        if most_bytes is None or size <= most_bytes:
+            chunks.append(chunk)
+    if most_bytes is not None and size > most_bytes:  # read to its end, as clients read the answer only then
+        raise ApiError(f"the request's body is longer than {most_bytes:,} bytes, which is more than it may say")
     return b"".join(chunks)
 
 
