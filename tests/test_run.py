@@ -6,8 +6,10 @@ import importlib.util
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
-from danlu.train import loop
+from danlu.train import loop, progress, remarks, trackers
 from danlu.train.checkpoints import loading
 from danlu.train.checkpoints.folders import remove_checkpoint
 from danlu.train.checkpoints.loading import read_group
@@ -543,6 +545,44 @@ def test_missing_wandb_is_said_before_anything_expensive(
     monkeypatch.setattr(reader, "prepare", lambda *arguments, **options: pytest.fail("the data was read"))
     assert danlu("train", tiny_world.recipe(tmp_path / "run", log={"wandb": "project"})) == 2
     assert "log.wandb: the wandb package is not installed. Run `pip install wandb`" in capsys.readouterr().err
+
+
+def test_wandb_without_a_login_is_said_before_the_data_is_read(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(**options: Any) -> None:
+        raise RuntimeError("api_key not configured (no-tty)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
+    monkeypatch.setattr(reader, "prepare", lambda *arguments, **options: pytest.fail("the data was read"))
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", log={"wandb": "project"})) == 6
+    assert " log.wandb: W&B does not let the run begin: api_key not configured" in capsys.readouterr().err
+
+
+def test_a_recorder_that_fails_later_is_said_once_and_the_run_goes_on(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of them: W&B and TensorBoard, the progress of steps, remarks on them."""
+    finished: list[bool] = []
+
+    def fail_from_step_3(metrics: Any, *rest: Any) -> None:
+        if metrics.step >= 3:
+            raise ConnectionError("gone")
+
+    def log(values: Any, step: int) -> None:
+        if step >= 3:
+            raise ConnectionError("no network")
+
+    wandb = SimpleNamespace(log=log, finish=lambda: finished.append(True))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: wandb, __spec__=object()))
+    for recorder in (trackers.TensorBoard, progress.LineProgress, remarks.Remarks):
+        monkeypatch.setattr(recorder, "step", lambda self, metrics: fail_from_step_3(metrics))
+    changes = {"steps": 6, "log": {"wandb": "project", "tensorboard": True}}
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", **changes)) == 0
+    said = capsys.readouterr().err
+    for name in ("log.wandb", "log.tensorboard", "the progress of steps", "remarks on steps"):
+        assert said.count(f"{name}: switched off for the rest of this run (ConnectionError: ") == 1
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6] and finished == [True]
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------

@@ -69,6 +69,12 @@ class TrainingError(DanluError):
     exit_code = 7
 
 
+class HangError(DanluError):
+    """Processes of a run wait for one that does not come."""
+
+    exit_code = 8
+
+
 class InternalError(DanluError):
     """An exception that nothing in danlu raises on purpose. Only the command line and the launcher make it."""
 

@@ -39,6 +39,11 @@ def shortened(names: Sequence[str], shown: int) -> str:
     return ", ".join(names[:shown]) + more
 
 
+def _amount(count: int) -> str:
+    """Bytes for a message; few of them exactly, which would be 0.00 GB."""
+    return f"{count / 1e9:.2f} GB" if count >= 10**7 else f"{count:,} bytes"
+
+
 @contextmanager
 def replace_folder(folder: Path, needed_bytes: int, *, own_file: str) -> Iterator[Path]:
     """A temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not.
@@ -57,8 +62,8 @@ def replace_folder(folder: Path, needed_bytes: int, *, own_file: str) -> Iterato
         free = shutil.disk_usage(folder.parent).free
         if free < needed_bytes:
             raise ResourceError(
-                f"{folder}: the disk has {free / 1e9:.2f} GB free, the model takes {needed_bytes / 1e9:.2f} GB: "
-                f"{(needed_bytes - free) / 1e9:.2f} GB are missing. Nothing was written"
+                f"{folder}: the disk has {_amount(free)} free, the model takes {_amount(needed_bytes)}: "
+                f"{_amount(needed_bytes - free)} are missing. Nothing was written"
             )
         fresh.mkdir()
         yield fresh

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -346,7 +346,6 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
     offloaded = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
-        folder.mkdir(parents=True, exist_ok=True)
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
         local = {} if ranks.alone else local_parameters()  # their memory is in the file now
     partial_gradients = [
@@ -494,8 +493,16 @@ def optimizer_of(
         rate_of=None if ratio == values_ratio == objective_rate == 1 else rate_of,
         offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
         folder=memory.folder,
-        paged_state=paged_state,
+        paged_state=partial(
+            paged_state, field="memory.folder" if _is_offloaded_to_folder(recipe) else "optimizer.folder"
+        ),
     )
+
+
+def _is_offloaded_to_folder(recipe: Recipe) -> bool:
+    """Whether the folder of the optimizer's state is that of `memory`, and not one of its own."""
+    own = getattr(recipe.optimizer, "folder", None)
+    return own is None and recipe.memory.folder is not None and "optimizer" in recipe.memory.offload
 
 
 def replica_devices(recipe: Recipe, device: torch.device) -> list[torch.device]:

@@ -51,6 +51,7 @@ from danlu.train.environment import changes_that_matter, describe_environment, w
 from danlu.train.loop import fit
 from danlu.train.memory_parts import resident_bytes
 from danlu.train.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
+from danlu.train.optional_recorder import OptionalRecorder
 from danlu.train.position import Feed
 from danlu.train.progress import progress_on
 from danlu.train.remarks import Remarks
@@ -200,9 +201,13 @@ def _train(
         barrier=lambda: untimed_barrier("inputs"),
     )
     known_inputs = check_resumed(None if start is None else start.path, inputs)
-    material = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data"))
-    program = resident_bytes(device)
     with ExitStack() as closing:
+        # Before rows are read, which may take hours.
+        trackers = [] if into != folder else _trackers(recipe, folder, ranks, closing, say)
+        material = ranks.world.from_first(
+            lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data")
+        )
+        program = resident_bytes(device)
         closing.callback(material.close)
         for line in material.lines:
             say(line)
@@ -226,9 +231,10 @@ def _train(
             rehearse(run)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
-            run.recorders = (run.metrics, *_shows(recipe, stage, reader, folder, run, stream))
-        for recorder in run.recorders:
-            closing.callback(recorder.close)
+            shows = _shows(recipe, stage, reader, folder, run, stream, say)
+            for recorder in (run.metrics, *shows):
+                closing.callback(recorder.close)
+            run.recorders = (run.metrics, *shows, *trackers)
         stop_request.at_once = False
         fit(run)
         stop_request.at_once = True
@@ -428,14 +434,37 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
     )
 
 
-def _shows(recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO) -> list[Recorder]:
-    """What tells people about the run, beside the metrics file."""
+def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, say: Say) -> list[Recorder]:
+    """W&B where the recipe asks for it, on the first process; closed with `closing`.
+
+    Raises a DanluError on all processes where it cannot be used.
+    """
+    trackers: list[Recorder] = []
+    project = recipe.log.wandb
+    if project is None:
+        return trackers
+
+    def begin() -> None:
+        wandb = WandB(project, folder, recipe.model_dump(mode="json"))
+        trackers.append(OptionalRecorder(wandb, "log.wandb", say))
+        closing.callback(trackers[0].close)
+
+    ranks.world.from_first(begin, barrier=lambda: untimed_barrier("wandb"))
+    return trackers
+
+
+def _shows(
+    recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO, say: Say
+) -> list[Recorder]:
+    """What tells people about the run on this machine, beside the metrics file."""
     progress = progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
-    shows: list[Recorder] = [progress, Remarks(stage.remarks(recipe), progress)]
+    shows: list[Recorder] = [
+        OptionalRecorder(progress, "the progress of steps", say),
+        OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", say),
+    ]
     if recipe.log.tensorboard:
-        shows.append(TensorBoard(folder / "tensorboard", after_step=run.state.step))
-    if recipe.log.wandb is not None:
-        shows.append(WandB(recipe.log.wandb, folder, recipe.model_dump(mode="json")))
+        board = TensorBoard(folder / "tensorboard", after_step=run.state.step)
+        shows.append(OptionalRecorder(board, "log.tensorboard", say))
     return shows
 
 

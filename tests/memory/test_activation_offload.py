@@ -141,8 +141,11 @@ def test_where_activations_go_and_what_is_said_of_it(tmp_path: Path) -> None:
     assert said is not None and "in the host's memory already" in said and "memory.folder" in said
     assert unused_note(CPU, tmp_path) is None and unused_note(CUDA, None) is None
     assert unused_note(CUDA, tmp_path) is not None
-    away = to_files(tmp_path / "gone")
-    with pytest.raises(ResourceError, match=r"memory\.folder: .*/gone cannot hold .* of activations"):
+    offloaded_step(full(), to_files(tmp_path / "new"))
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    away = to_files(tmp_path / "file" / "in")
+    with pytest.raises(ResourceError, match=r"memory\.folder: .*/file/in cannot hold .* of activations: Not a direct"):
         offloaded_step(full(), away)
 
 

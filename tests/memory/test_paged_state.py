@@ -136,9 +136,15 @@ def test_what_stays_in_memory_is_the_share_of_the_largest_parameter() -> None:
     assert plain.resident_state_bytes() == plain.state_bytes() == optimizer.state_bytes()
 
 
-def test_a_folder_that_is_not_there_and_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ResourceError, match=r"optimizer.folder: .*/gone cannot hold .* GiB of state: No such file"):
-        trained(PagedAdamW(folder=str(tmp_path / "gone")))
+def test_a_folder_that_is_not_there_is_made_and_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(PagedAdamW(folder=str(tmp_path / "new" / "folder")))
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").touch()
+    message = r"optimizer.folder: .*/file/in cannot hold [1-9][0-9,]+ bytes of state: Not a directory"
+    with pytest.raises(ResourceError, match=message):
+        trained(PagedAdamW(folder=str(tmp_path / "file" / "in")))
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -117,9 +117,12 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == -9 and list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"memory\.folder: .*/gone cannot hold .* GiB of weights: No such file"):
-        offload_parameters(full(**WIDE).model, tmp_path / "gone")
+def test_a_folder_that_is_not_there_is_made(tmp_path: Path) -> None:
+    offload_parameters(full(**WIDE).model, tmp_path / "new")
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match=r"memory\.folder: .*/file/in cannot hold .* of weights: Not a directory"):
+        offload_parameters(full(**WIDE).model, tmp_path / "file" / "in")
 
 
 @pytest.mark.gpu

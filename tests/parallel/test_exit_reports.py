@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import DanluError, DataError, RecipeError, ResourceError, TrainingError
+from danlu.errors import DanluError, DataError, HangError, RecipeError, ResourceError, TrainingError
 from danlu.parallel.exit_reports import (
     ExitReport,
     FailureCause,
@@ -112,15 +112,15 @@ def test_ended_without_a_word() -> None:
 def test_a_hang_is_told_once_and_may_be_tried_again() -> None:
     words = "ranks 0 and 2 have waited for 45 s in all_reduce; rank 1 never came"
     found = judged(
-        report(0, "hang", 1.0, words, code=7),
+        report(0, "hang", 1.0, words, code=8),
         report(1, "begun", 0.0),
-        report(2, "hang", 1.1, f"{words} (a little later)", code=7),
-        exits=[7, None, 7],
+        report(2, "hang", 1.1, f"{words} (a little later)", code=8),
+        exits=[8, None, 8],
     )
-    assert isinstance(found.error, TrainingError) and str(found.error) == words
+    assert isinstance(found.error, HangError) and found.error.exit_code == 8 and str(found.error) == words
     assert found.may_retry
     # One that was killed, and that the others waited for, is the reason.
-    assert judged(report(0, "hang", 1.0, words, code=7), None, exits=[7, -9]).short.startswith("rank 1 was killed")
+    assert judged(report(0, "hang", 1.0, words, code=8), None, exits=[8, -9]).short.startswith("rank 1 was killed")
 
 
 def test_only_consequences() -> None:

@@ -126,7 +126,7 @@ def test_who_never_came(groups: Groups, group: str, never: int, waits: str) -> N
     for rank, result in enumerate(groups[group]):
         if rank == never:
             continue
-        assert result["kind"] == "TrainingError"  # in the place of gloo's own
+        assert result["kind"] == "HangError"  # in the place of gloo's own
         said = result["error"]
         assert re.match(rf"{waits} waited for \d+ s in all_reduce of 2x3, at layers.3.mlp \(backward, step 3\), ", said)
         assert f"; rank {never} never came: it is at layers.2.attention (forward, step 3), in skipping (" in said

@@ -67,6 +67,13 @@ def test_short_forms(write: Write, line: str, read: str, value: object) -> None:
     assert found == value
 
 
+@pytest.mark.parametrize("line", ["steps: null", "epochs: null", "steps:\nepochs:", "seed: 0"])
+def test_a_key_without_a_value_leaves_the_steps_to_stages_of_lengths(write: Write, line: str) -> None:
+    stages = "long_context: {method: yarn, stages: [{length: 64, steps: 5}, {length: 128, steps: 2}]}"
+    recipe = load(write(f"{MINIMAL}{line}\n{stages}\n")).recipe
+    assert (recipe.steps, recipe.epochs, recipe.data.max_length) == (7, None, 128)
+
+
 def test_every_problem_at_once_in_file_order(write: Write) -> None:
     path = write(
         "\n".join(

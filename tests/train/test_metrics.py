@@ -126,23 +126,36 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    said: list[str] = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", said.append)
     log.step(metrics(1))
     real = os.write
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: real(fd, data[:10]))
+        log.step(metrics(2))  # it waits
         with pytest.raises(ResourceError, match="the disk is full"):
-            log.step(metrics(2))
+            log.sync()
 
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
+        log.step(metrics(3))
         with pytest.raises(ResourceError, match=r"cannot be written: No space left on device\."):
-            log.step(metrics(2))
-    log.step(metrics(3))
-    assert [line["step"] for line in read_metrics(log.path)] == [1, 3]
+            log.sync()
+        assert log.lines == 1 and [line["step"] for line in read_metrics(log.path)] == [1]
+    log.step(metrics(4))
+    assert log.lines == 4 and [line["step"] for line in read_metrics(log.path)] == [1, 2, 3, 4]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        log.step(metrics(5))
+    log.close()
+    assert [line["step"] for line in read_metrics(log.path)] == [1, 2, 3, 4, 5]
+    assert said == [
+        f"{log.path}: cannot be written: the disk is full. Free some space, then resume. Lines of metrics wait in "
+        "memory, and training goes on to the next checkpoint"
+    ]  # once
 
 
 def test_peak_memory_is_what_the_system_counts() -> None:

@@ -93,6 +93,21 @@ def test_a_missing_wandb_is_said_before_the_run(tmp_path: Path, monkeypatch: pyt
         WandB("project", tmp_path, {})
 
 
+def test_wandb_without_login_or_network_is_worded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        # wandb.errors.UsageError of wandb 0.15 to 0.19, wandb/sdk/wandb_login.py: prompt_api_key.
+        raise RuntimeError("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
+    with pytest.raises(ResourceError) as error:
+        WandB("furnace", tmp_path, {})
+    assert str(error.value) == (
+        "log.wandb: W&B does not let the run begin: api_key not configured (no-tty). call "
+        "wandb.login(key=[your_api_key]). Run `wandb login` (or set WANDB_API_KEY) and look at the network; or set "
+        "WANDB_MODE=offline, which keeps the curves in the run folder for `wandb sync`; or leave log.wandb out"
+    )
+
+
 def test_wandb_gets_curves_and_the_same_id_after_a_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[dict[str, Any]] = []
     logged: list[tuple[int, dict[str, Any]]] = []

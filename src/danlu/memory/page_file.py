@@ -90,8 +90,9 @@ def default_folder() -> Path:
 
 
 def _mapped_file(folder: Path, size: int, what: str, field: str) -> mmap.mmap:
-    """A new file without a name in `folder`, mapped to be read and written."""
+    """A new file without a name in `folder`, which is made where it is missing, mapped to be read and written."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             # Reserved now: a disk that fills up later would end the process by a signal, in the middle of a step.
             if hasattr(os, "posix_fallocate"):
@@ -100,7 +101,8 @@ def _mapped_file(folder: Path, size: int, what: str, field: str) -> mmap.mmap:
                 file.truncate(size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
+        amount = f"{size / 2**30:.2f} GiB" if size >= 2**24 else f"{size:,} bytes"
         raise ResourceError(
-            f"{field}: {folder} cannot hold {size / 2**30:.2f} GiB of {what}: {error.strerror or error}. Name a folder "
+            f"{field}: {folder} cannot hold {amount} of {what}: {error.strerror or error}. Name a folder "
             "on a disk with that much room."
         ) from error

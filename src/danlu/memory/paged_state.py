@@ -24,12 +24,15 @@ class PagedState:
 
     Args:
         specs:  what is kept for each parameter.
+        field:  of the recipe that names the folder, for messages.
         folder: where to put the file; None for the host's memory instead. The file has no name: when the process ends,
                 however it does, nothing of it is left.
     Raises ResourceError when the file cannot be made there.
     """
 
-    def __init__(self, specs: Mapping[Parameter, TensorSpecs], folder: Path | None) -> None:
+    def __init__(
+        self, specs: Mapping[Parameter, TensorSpecs], folder: Path | None, *, field: str = "optimizer.folder"
+    ) -> None:
         self._specs = dict(specs)
         self._extents: dict[Parameter, Extent] = {}
         end = 0
@@ -37,7 +40,7 @@ class PagedState:
             size = whole_pages(sum(aligned(spec.bytes) for spec in tensor_specs.values()))
             self._extents[parameter] = Extent(end, size)
             end += size
-        self._file = PageFile(end, folder, what="state", field="optimizer.folder")
+        self._file = PageFile(end, folder, what="state", field=field)
         self._state: dict[Parameter, State] = {}
         self._next = dict(zip(self._extents, list(self._extents)[1:], strict=False))
 
@@ -89,10 +92,12 @@ class PagedState:
         return self._state[parameter]
 
 
-def paged_state(specs: Mapping[Parameter, TensorSpecs], folder: str | None) -> PagedState:
+def paged_state(
+    specs: Mapping[Parameter, TensorSpecs], folder: str | None, *, field: str = "optimizer.folder"
+) -> PagedState:
     """Pages in a file in `folder` or, without one, in the default folder for parameters on CPU and in the host's memory
     for those on a GPU. Raises ResourceError when the file cannot be made there."""
     if folder is not None:
-        return PagedState(specs, Path(folder).expanduser())
+        return PagedState(specs, Path(folder).expanduser(), field=field)
     on_cpu = all(parameter.device.type == "cpu" for parameter in specs)
-    return PagedState(specs, default_folder() if on_cpu else None)
+    return PagedState(specs, default_folder() if on_cpu else None, field=field)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from danlu.errors import RecipeError, ResourceError, TrainingError
+from danlu.errors import HangError, RecipeError, ResourceError
 from danlu.parallel import exit_reports
 from danlu.parallel.flight_recorder import BUFFER_ENTRIES
 from danlu.parallel.rendezvous import rendezvous
@@ -130,7 +130,7 @@ def error_to_report(error: BaseException) -> BaseException:
         and exit_reports.is_peer_failure(error)
         and (report := _membership.watchdog.report()) is not None
     ):
-        return TrainingError(report)
+        return HangError(report)
     return error
 
 
@@ -228,8 +228,8 @@ def _connect(world: World, backend: str, store: Any, timeout_s: float) -> None:
 
 def _end(rank: int, text: str) -> None:
     """Ends this process, whose main thread may never come back."""
-    exit_reports.write_report(exit_reports.ExitReport(rank, "hang", TrainingError.exit_code, (text,)))
+    exit_reports.write_report(exit_reports.ExitReport(rank, "hang", HangError.exit_code, (text,)))
     if exit_reports.EXIT_REPORT not in os.environ:
         write_to_stderr(f"error: {text}")
     sys.stdout.flush()
-    os._exit(TrainingError.exit_code)
+    os._exit(HangError.exit_code)

@@ -17,7 +17,9 @@ def expand_lengths(tree: Node) -> None:
     stages = None if section is None else section.child("stages")
     if stages is None or not isinstance(stages.value, list) or not stages.value:
         return
-    if "steps" not in tree.value and (steps := _whole_numbers(stages.value, "steps")) and "epochs" not in tree.value:
+    # A key without a value (`steps: null`) says nothing, as one that is left out.
+    is_open = all((node := tree.child(name)) is None or node.value is None for name in ("steps", "epochs"))
+    if is_open and (steps := _whole_numbers(stages.value, "steps")):
         tree.value["steps"] = Node(sum(steps), stages.origin)
     data = tree.child("data")
     if data is None or not isinstance(data.value, dict) or "max_length" in data.value:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from danlu.errors import DanluError, TrainingError
+from danlu.errors import DanluError, ResourceError, TrainingError
 from danlu.optim.schedules import multiplier
 from danlu.parallel.watchdog import PHASE
 from danlu.train.diagnosis import explain_gradient, explain_weights, non_finite_on_any
@@ -237,12 +237,23 @@ def save(run: Run, scores: Scores | None = None) -> None:
     if (broken := broken_weights(run)) is not None:
         raise broken
     run.state.saved_step = run.state.step
-    if run.metrics is not None:
-        run.metrics.sync()
+    run.store.make_room()  # for the lines of metrics too
+    if (unwritten := run.agreed(_sync_metrics(run))) is not None:
+        raise unwritten.kind(unwritten.text)
     groups, state = snapshot(run)
     loss, value = (None, None) if scores is None else (scores.loss, scores.judged_by(run.criterion))
     run.store.save(run.state.step, groups, state, loss=loss, value=value, boxes=shard_boxes(run, groups))
     run.learner.parallel.release_pages()
+
+
+def _sync_metrics(run: Run) -> ResourceError | None:
+    """Why not every line of metrics is on the disk; None where all are, or this process writes none."""
+    try:
+        if run.metrics is not None:
+            run.metrics.sync()
+    except ResourceError as error:
+        return error
+    return None
 
 
 def save_before(run: Run, error: DanluError) -> None:

@@ -17,14 +17,17 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from danlu.errors import ResourceError
 from danlu.line_log import LineLog
+from danlu.terminal import print_status
 from danlu.types import SECONDS_OF_ITEMS, StepMetrics
 
 Value = float | int | str | bool | None
@@ -62,8 +65,42 @@ class MetricsLog(LineLog):
     """The metrics.jsonl of a run, which is on the disk before a checkpoint that counts its lines.
 
     Lines are counted, not steps: an evaluation may be of a checkpoint's own step and yet come after it, and a rewind
-    goes through steps twice.
+    goes through steps twice. Lines that the disk has no room for wait in memory, which is said once: only `sync`, for a
+    checkpoint, raises ResourceError.
     """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = print_status) -> None:
+        super().__init__(path)
+        self._say = say
+        self._waiting: list[str] = []
+        self._has_said = False
+
+    def append(self, line: str) -> None:
+        """Adds a line, given without its end."""
+        self._waiting.append(line)
+        try:
+            self._write_waiting()
+        except ResourceError as error:
+            if not self._has_said:
+                self._say(f"{error} Lines of metrics wait in memory, and training goes on to the next checkpoint")
+            self._has_said = True
+
+    def sync(self) -> None:
+        """Return when every line is on the disk. Raises ResourceError where it has no room for one."""
+        self._write_waiting()
+        super().sync()
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._fd >= 0:
+            with suppress(ResourceError):  # it was said when the line came
+                self._write_waiting()
+        super().close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            super().append(self._waiting[0])
+            del self._waiting[0]
 
     def step(self, metrics: StepMetrics) -> None:
         """Log one optimizer step, with `extra` laid beside the other fields."""

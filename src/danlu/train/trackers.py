@@ -98,7 +98,8 @@ class WandB:
         config   what the run's page shows as its configuration (the resolved recipe)
 
     W&B ignores points of steps it has already seen: after a rewind its curves lack the second pass.
-    Raises RecipeError when the wandb package is not installed.
+    Raises RecipeError when the wandb package is not installed, ResourceError when W&B does not let a run begin: without
+    a login, or without a network after WANDB_INIT_TIMEOUT seconds (90 by default).
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -109,9 +110,17 @@ class WandB:
         id_file = folder / WANDB_ID_FILE
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
-        self._run = wandb.init(
-            project=project, dir=str(folder), config=dict(config), id=id_file.read_text().strip(), resume="allow"
-        )
+        try:
+            self._run = wandb.init(
+                project=project, dir=str(folder), config=dict(config), id=id_file.read_text().strip(), resume="allow"
+            )
+        except Exception as error:  # UsageError, AuthenticationError, CommError, and what lies below them
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise ResourceError(
+                f"log.wandb: W&B does not let the run begin: {first.rstrip('.')}. Run `wandb login` (or set "
+                "WANDB_API_KEY) and look at the network; or set WANDB_MODE=offline, which keeps the curves in the run "
+                "folder for `wandb sync`; or leave log.wandb out"
+            ) from error
 
     def step(self, metrics: StepMetrics) -> None:
         self._log(metrics.step, "train", step_fields(metrics))

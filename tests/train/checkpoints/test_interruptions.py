@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from danlu.errors import ResourceError
+from danlu.parallel.comm import ALONE
+from danlu.train.checkpoints import store as store_module
 from danlu.train.checkpoints.loading import load_checkpoint
 from danlu.train.checkpoints.manifest import MARK
 from danlu.train.checkpoints.store import CheckpointStore
@@ -210,10 +212,50 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monk
         store.save(2, {"model": {"w": torch.zeros(250_000)}}, {})
     assert str(caught.value) == (
         f"{tmp_path / 'checkpoints'}: the checkpoint of step 2 cannot be written: it needs 1.02 MiB, 300 KiB are free, "
-        "741 KiB are missing. The checkpoint of step 1 stays. Free some space, or keep fewer checkpoints "
-        "(checkpoint.keep), and start the run again: it resumes."
+        "741 KiB are missing. The checkpoint of step 1 stays. Free some space, and start the run again: it resumes."
     )
     assert [entry.name for entry in store.folder.iterdir()] == ["step-00000001"]
+
+
+def steps_of(store: CheckpointStore) -> list[int]:
+    return [info.step for info in store.checkpoints()]
+
+
+def test_on_a_full_disk_what_keep_no_longer_wants_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk on which each checkpoint takes what is asked for it, with room for `capacity` of them."""
+    folder, real = tmp_path / "checkpoints", shutil.disk_usage(tmp_path)
+    needed_bytes = store_module._Draft(tensors(1), {"step": 1, "double": 2}, {}, ALONE).plan()
+    capacity = 3.5
+
+    def usage(path: Path) -> Any:
+        return real._replace(free=int(needed_bytes * (capacity - len(list(folder.glob("step-*"))))))
+
+    for step in (1, 2, 3):
+        save(CheckpointStore(folder, keep=3, background=False), step)
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    # Kept by the recipe as it was: nothing may go, and the advice is to keep fewer.
+    with pytest.raises(ResourceError, match=r"Free some space, or keep fewer checkpoints \(checkpoint\.keep\)"):
+        save(CheckpointStore(folder, keep=4, background=False), 4)
+    assert steps_of(CheckpointStore(folder)) == [1, 2, 3]
+    one = CheckpointStore(folder, keep=1, background=False)  # as advised
+    one.make_room()
+    assert steps_of(one) == [3]
+    save(one, 4)
+    assert steps_of(one) == [4]
+    # With two, the older one goes where there is no room for both and a new one; the newest never does.
+    two = CheckpointStore(folder, keep=2, background=False)
+    save(two, 5)
+    capacity = 2.5
+    save(two, 6)
+    assert steps_of(two) == [5, 6]
+    assert_latest_is_whole(folder, at_least=6)
+    capacity = 1.5
+    with pytest.raises(ResourceError):
+        save(two, 7)
+    assert steps_of(two) == [6]
+    with pytest.raises(ResourceError, match=r"The checkpoint of step 6 stays\. Free some space, and start"):
+        save(one, 7)
+    assert_latest_is_whole(folder, at_least=6)
 
 
 @pytest.mark.parametrize("background", [False, True])

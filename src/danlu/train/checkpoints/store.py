@@ -26,7 +26,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -185,6 +185,20 @@ class CheckpointStore:
         """The complete checkpoint with the best evaluation."""
         return best_checkpoint(self.checkpoints())
 
+    def make_room(self) -> None:
+        """Delete what `keep` and the others do not want of the checkpoints that are there.
+
+        They are deleted after each save in any case. Here a run that goes on with a smaller `keep`, because a disk was
+        full, gets the room before its next save.
+        """
+        self.wait()
+        agree(self.group, lambda: None, lambda _: self._prune(list_checkpoints(self.folder)))
+
+    def _prune(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        unwanted = to_prune(checkpoints, keep=self.keep, keep_every=self.keep_every, keep_best=self.keep_best)
+        for info in unwanted:
+            remove_checkpoint(info.path)
+
     def discard_after(self, step: int) -> list[Path]:
         """Delete checkpoints of later steps; for a run that goes back on purpose, whose future they no longer are."""
         self.wait()
@@ -203,10 +217,25 @@ class CheckpointStore:
         with self._explained(step, needed_bytes, temporary):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_leftovers()
-            if shutil.disk_usage(self.folder).free < needed_bytes:
+            if self._free_bytes() < needed_bytes:
+                self._prune_for(step)
+            if self._free_bytes() < needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             temporary.mkdir()
         return temporary.name, needed_bytes
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def _prune_for(self, step: int) -> None:
+        """Deletes what nothing asks to keep once `step` is saved, where there is no room for both.
+
+        The newest complete checkpoint stays, whatever is asked for: a kill before `step` is marked leaves it.
+        """
+        complete = [info for info in list_checkpoints(self.folder) if info.complete]
+        newer = CheckpointInfo(step, self.folder / step_folder_name(step), True, 0, None, 0.0)
+        if complete and complete[-1].step < step and self.keep > 1:
+            self._prune([*complete, newer])
 
     def _publish_and_remember(self, publish: partial[None]) -> None:
         try:
@@ -277,10 +306,7 @@ class CheckpointStore:
         write_atomically(target / MARK, mark(manifest, total_bytes=total, time=time.time()).encode())
         if aside.exists():
             remove_checkpoint(aside)
-        for info in to_prune(
-            list_checkpoints(self.folder), keep=self.keep, keep_every=self.keep_every, keep_best=self.keep_best
-        ):
-            remove_checkpoint(info.path)
+        self._prune(list_checkpoints(self.folder))
 
     def _clear_leftovers(self) -> None:
         """Delete what killed runs left; bring back a checkpoint that was set aside for one that was never marked."""
@@ -317,7 +343,7 @@ class CheckpointStore:
 
     def _explanation(self, step: int, needed_bytes: int, error: OSError) -> str:
         what = f"{self.folder}: the checkpoint of step {step} cannot be written"
-        remaining = self._remaining_checkpoint()
+        remaining, count = self._remaining_checkpoints()
         if error.errno not in _NO_SPACE_ERRORS:
             return f"{what}: {error.strerror or error} ({error.filename or self.folder}). {remaining}"
         free = shutil.disk_usage(self.folder).free
@@ -328,15 +354,17 @@ class CheckpointStore:
         )
         return (
             f"{what}: it needs {format_bytes(needed_bytes)}, {format_bytes(free)} are free, {missing}. {remaining} "
-            "Free some space, or keep fewer checkpoints (checkpoint.keep), and start the run again: it resumes."
+            f"Free some space{', or keep fewer checkpoints (checkpoint.keep)' if count > 1 else ''}, and start the run "
+            "again: it resumes."
         )
 
-    def _remaining_checkpoint(self) -> str:
+    def _remaining_checkpoints(self) -> tuple[str, int]:
+        """(which is the newest, in words; how many there are)."""
         with contextlib.suppress(OSError):  # a folder that cannot even be read has nothing to report
             steps = [info.step for info in list_checkpoints(self.folder) if info.complete]
             if steps:
-                return f"The checkpoint of step {steps[-1]} stays."
-        return "There is no earlier checkpoint."
+                return f"The checkpoint of step {steps[-1]} stays.", len(steps)
+        return "There is no earlier checkpoint.", 0
 
 
 @dataclass
