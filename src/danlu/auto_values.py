@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -20,9 +20,12 @@ from danlu.recipe.sections import value_at
 from danlu.recipe.stage_defaults import former_values, stage_of, with_values
 from danlu.train.run_folder import resumed_run, run_recipe
 
+FORMER_KL = {"in": "loss", "estimator": "k3"}
+"""Of `objective.kl` where a recipe does not say: also in the reward, and where ppo's default is a mapping of others."""
+
 
 def with_former_defaults(loaded: Loaded, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
-    """The recipe, with the defaults of the run that is resumed where that began before defaults followed the stage.
+    """The recipe, with the defaults of the run that is resumed where that began with others than there are now.
 
     A key that the user writes keeps its value, and one that the run's recipe had otherwise than by default is compared
     as every other key is.
@@ -31,12 +34,17 @@ def with_former_defaults(loaded: Loaded, folder: Path, resume: str, say: Callabl
     if run is None:
         return recipe
     saved = run_recipe(run)
+    candidates: dict[str, Any] = {}
+    if saved.optimizer.kind == recipe.optimizer.kind:
+        candidates |= former_values(stage_of(saved), saved.optimizer.kind)
+    if all(each.policy_gradient is not None and each.policy_gradient.kl is not None for each in (saved, recipe)):
+        candidates |= {f"objective.0.kl.{name}": value for name, value in FORMER_KL.items()}
     former = {
         key: value
-        for key, value in former_values(stage_of(saved), saved.optimizer.kind).items()
+        for key, value in candidates.items()
         if not loaded.is_written(key) and value_at(saved, key) == value != value_at(recipe, key)
     }
-    if not former or saved.optimizer.kind != recipe.optimizer.kind:
+    if not former:
         return recipe
     kept = ", ".join(f"{key}: {value}" for key, value in former.items())
     say(f"{kept}: as when the run began, although the stage has other defaults now")

@@ -787,4 +787,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_state_pool.py",
         "float32_whatever",
     ),
+    Mutation(
+        "auto_values.py",
+        'candidates |= {f"objective.0.kl.{name}": value for name, value in FORMER_KL.items()}',
+        "pass",
+        "test_auto_values.py",
+    ),
+    Mutation(
+        "recipe/stage_defaults.py",
+        "[new if number == int(part) else each for",
+        "[new for",
+        "recipe/test_stage_defaults.py",
+    ),
 )

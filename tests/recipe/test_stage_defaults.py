@@ -10,8 +10,8 @@ import pytest
 from danlu.recipe import explain, load
 from danlu.recipe.loading import load_resolved
 from danlu.recipe.resolved_yaml import resolved_yaml
-from danlu.recipe.sections import AdamW, Recipe, Schedule
-from danlu.recipe.stage_defaults import STAGE_DEFAULTS, former_values, stage_of
+from danlu.recipe.sections import AdamW, Grpo, Recipe, Schedule
+from danlu.recipe.stage_defaults import STAGE_DEFAULTS, former_values, stage_of, with_values
 
 Write = Callable[..., str]
 
@@ -113,3 +113,8 @@ def test_former_defaults() -> None:
         "batch.pairs": 8,
     }
     assert former_values("sft", "lion")["optimizer.learning_rate"] == 3e-5
+
+
+def test_values_of_a_list_of_sections_are_those_of_one_of_them() -> None:
+    first, second = with_values([Grpo(), Grpo()], {"1.clip": 0.3})
+    assert (first, second) == (Grpo(), Grpo(clip=0.3))

@@ -116,12 +116,16 @@ def stage_of(recipe: Recipe) -> str:
     return _name(recipe.stage, [term.kind for term in recipe.objective or ()], on_policy=bool(recipe.on_policy))
 
 
-def with_values(section: Section, values: dict[str, Any]) -> Any:
-    """A section with other values at dotted keys, each of which it has."""
+def with_values(section: Section | list[Section], values: dict[str, Any]) -> Any:
+    """A section, or a list of them, with other values at dotted keys, each of which it has."""
     for key, value in values.items():
         part, _, rest = key.partition(".")
-        new = with_values(value_at(section, part), {rest: value}) if rest else value
-        section = section.model_copy(update={part: new})
+        old = section[int(part)] if isinstance(section, list) else value_at(section, part)
+        new = with_values(old, {rest: value}) if rest else value
+        if isinstance(section, list):
+            section = [new if number == int(part) else each for number, each in enumerate(section)]
+        else:
+            section = section.model_copy(update={part: new})
     return section
 
 
