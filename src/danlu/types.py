@@ -448,3 +448,18 @@ class StepMetrics:
     tokens_per_second: float
     memory_bytes: int  # peak so far: resident on CPU, allocated on CUDA
     extra: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in an answer."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """What an answer means as a call, and that cannot be made."""
+
+    problem: str

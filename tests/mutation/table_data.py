@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation.table import Mutation
 
 SHOWN = "data/test_shown_texts.py"
+CALLS = "data/test_tool_calls.py"
 TOKENIZING = "data/test_tokenizing.py"
 MUTATIONS: tuple[Mutation, ...] = (
     # -- text that a template leaves out
@@ -76,6 +77,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_columnar_rows.py",
     ),
     Mutation("data/sources.py", '.with_format("arrow")', "", "data/test_columnar_rows.py"),
+    # -- calls of tools
+    Mutation("data/tool_calls.py", "            self._thought_end = _THOUGHTS[mark]", "            pass", CALLS),
+    Mutation("data/tool_calls.py", "        withheld = 0 if ended else", "        withheld = 0 if True else", CALLS),
+    Mutation(
+        "data/tool_calls.py", "            in_thought = bool(end) and", "            in_thought = False and", CALLS
+    ),
+    Mutation("data/tool_calls.py", "        while end := next(", "        while end := None and next(", CALLS),
+    Mutation("data/tool_calls.py", "        if text.strip():", "        if False:", CALLS),
+    Mutation("data/tool_call_forms.py", "        and value.keys() <= _BARE_KEYS", "        and True", CALLS),
+    Mutation("data/tool_call_forms.py", '("arguments" in value) != ("parameters" in value)', "True", CALLS),
+    Mutation("data/tool_call_forms.py", "        if behind.startswith(tuple(followers))", "        if True", CALLS),
+    Mutation(
+        "data/tool_call_forms.py",
+        'is_thought = channel is not None and channel[1] == "analysis"',
+        "is_thought = False",
+        CALLS,
+    ),
+    Mutation("data/tool_call_forms.py", "    return value.lower() == ", "    return value == ", CALLS),
+    Mutation("data/tool_call_forms.py", 'if types - {"string"} and', "if", CALLS),
+    Mutation(
+        "data/tool_call_forms.py", "        if not ended and (is_open or", "        if not ended and (False or", CALLS
+    ),
     # -- a step that the prompt quotes
     Mutation("data/render.py", "draft.text.rfind(answer)", "draft.text.find(answer)", "data/test_answer_trees.py"),
 )

@@ -89,7 +89,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_results_errors_and_the_end",
     ),
     Mutation(
-        "rewards/environments/tools.py",
+        "data/tool_call_forms.py",
         'value.get("arguments", value.get("parameters", {}))',
         'value.get("arguments", {})',
         "rewards/test_tools.py",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from danlu.data.tool_calls import ReadCalls
 from danlu.errors import RecipeError
 from danlu.rewards.environments.protocol import EpisodeCall, Reply, TurnText
-from danlu.rewards.environments.tools import MalformedCall, Toolbox, ToolCall, parse_calls
+from danlu.rewards.environments.tools import Toolbox
 from danlu.rewards.environments.workers import EnvironmentWorkers
+from danlu.types import MalformedCall, ToolCall
 
 TOOLS = '''
 def add(a: float, b: float) -> float:
@@ -54,14 +57,14 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def toolbox(file):
-    return Toolbox.read([f"{file}:{name}" for name in ("add", "look_up", "divide")])
+    return replace(Toolbox.read([f"{file}:{name}" for name in ("add", "look_up", "divide")]), read_calls=ReadCalls())
 
 
 def hermes(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-ADD = ToolCall("add", {"a": 1, "b": 2})
+ADD, NOW = ToolCall("add", {"a": 1, "b": 2}), ToolCall("now", {})
 
 
 @pytest.mark.parametrize(
@@ -76,11 +79,14 @@ ADD = ToolCall("add", {"a": 1, "b": 2})
         (f"See:\n{hermes('add', a=1, b=2)}\n{hermes('divide', a=1)}", [ADD, ToolCall("divide", {"a": 1})]),
         (hermes("add", a=1, b=2).removesuffix("</tool_call>"), [ADD]),
         ('{"name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
-        (' [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now"}]\n', [ADD, ToolCall("now", {})]),
+        (' [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now", "arguments": {}}]\n', [ADD, NOW]),
+        # What has a name is no call by that.
+        ('[{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now"}]', []),
+        ('{"name": 3}', []),
     ],
 )  # fmt: skip
 def test_calls_of_answers(answer, calls):
-    assert parse_calls(answer) == calls
+    assert ReadCalls()(answer)[1] == calls
 
 
 @pytest.mark.parametrize(
@@ -88,12 +94,12 @@ def test_calls_of_answers(answer, calls):
     [
         ("<tool_call>add(1, 2)</tool_call>", "the call is no JSON: Expecting value"),
         ("<tool_call>[1]</tool_call>", 'a call is {"name"'),
-        ('{"name": 3}', 'a call is {"name"'),
+        ('<tool_call>{"name": 3}</tool_call>', 'a call is {"name"'),
         ('{"name": "add", "arguments": [1, 2]}', "the arguments of add are no JSON object"),
     ],
 )
 def test_what_was_meant_as_a_call_is_said_to_be_none(answer, problem):
-    (call,) = parse_calls(answer)
+    (call,) = ReadCalls()(answer)[1]
     assert isinstance(call, MalformedCall) and call.problem.startswith(problem)
 
 

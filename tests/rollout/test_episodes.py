@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from builders.tiny_world import tiny_world
 
 from danlu.data.prompts import Prompt
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tool_calls import ReadCalls
 from danlu.errors import DataError
 from danlu.parallel.comm import ALONE
 from danlu.rewards.environments.protocol import Reply, TurnText
@@ -301,6 +302,7 @@ def test_results_of_tools_are_turns_of_the_conversation_and_are_not_trained(toke
     )
     qwen, toolbox = thinking(tokenizer, tmp_path), Toolbox.read([f"{file}:double"])
     schemas = toolbox.schemas()
+    toolbox = replace(toolbox, read_calls=ReadCalls.of(qwen.template(tools=True), schemas))
     call = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'
     engine = Script(qwen, [call, "42"])
     renderer = TurnRenderer(qwen, frozenset(qwen.end_of_turn_ids), tools=schemas)

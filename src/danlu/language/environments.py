@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from danlu.data.tool_calls import ReadCalls
 from danlu.parallel.comm import Group
 from danlu.placing import Subject
 from danlu.recipe import Recipe
-from danlu.recipe.sections import AgentSection
+from danlu.recipe.sections import AgentSection, EnvironmentSection, Tools
 from danlu.rewards.environments.build import agent_processes, environment_workers, tool_schemas
+from danlu.rewards.environments.workers import EnvironmentWorkers
 from danlu.rollout.chat_tokenizer import ChatTokenizer
 from danlu.rollout.episode_engine import EpisodeEngine
 from danlu.rollout.episodes import Episodes
@@ -36,15 +38,22 @@ def episodes_of(
         endpoint = AgentEndpoint(section.host, section.port, sampling, chat.tokenizer)
         agents = agent_processes(section)
         return AgentEpisodes(agents, endpoint, rules.renderer, section, rules.max_length, recipe.seed, world)
-    return Episodes(environment_workers(section), rules, world)
+    return Episodes(_workers(section, chat), rules, world)
 
 
 def episode_engine(recipe: Recipe, chat: ChatTokenizer, subject: Subject, engine: WorkerEngine) -> EpisodeEngine:
     """An engine whose answers are episodes, of which another one draws the turns. Raises what `environment_workers`
     does."""
     assert recipe.environment is not None, "episodes have an environment"
-    workers = environment_workers(recipe.environment)
+    workers = _workers(recipe.environment, chat)
     return EpisodeEngine(engine, workers, _rules(recipe, chat, subject), most_growing=recipe.rollout.sequences)
+
+
+def _workers(section: EnvironmentSection, chat: ChatTokenizer) -> EnvironmentWorkers:
+    """The processes of environments, which read calls in the form of the chat template."""
+    if not isinstance(section, Tools):
+        return environment_workers(section)
+    return environment_workers(section, ReadCalls.of(chat.tokenizer.template(tools=True), tool_schemas(section)))
 
 
 def _rules(recipe: Recipe, chat: ChatTokenizer, subject: Subject) -> EpisodeRules:

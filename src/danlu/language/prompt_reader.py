@@ -11,7 +11,9 @@ import torch
 
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.data.prompts import Prompt, PromptOrder, PromptSpec, read_prompts
+from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import tokenizer_info
+from danlu.data.tool_calls import unknown_form_line
 from danlu.errors import DataError
 from danlu.language.builder import DecoderBuilder
 from danlu.language.distillation import check_teachers, with_teacher_notes
@@ -20,6 +22,7 @@ from danlu.language.reader import tokenizer_of, tokenizer_path
 from danlu.language.reinforcement import empty_item, reward_parts
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
+from danlu.recipe.sections import AgentSection, Tools
 from danlu.rewards.build import check_columns, check_functions
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.stage_protocols import Material, Prompts
@@ -55,12 +58,17 @@ class PromptReader:
         for prompt in everyone:
             check_columns(parts, prompt.row, prompt.where)
         positions = max_sample_length(model, recipe.adapter)
+        tokenizer = tokenizer_of(recipe)
         return Material(
             None,
             len(prompts.train) * recipe.batch.passes,
             None,
-            [*prompts.lines(), *position_lines(everyone, recipe.data.max_length, spec.max_new_tokens, positions)],
-            tokenizer=tokenizer_info(tokenizer_of(recipe)),
+            [
+                *prompts.lines(),
+                *position_lines(everyone, recipe.data.max_length, spec.max_new_tokens, positions),
+                *_call_lines(recipe, tokenizer),
+            ],
+            tokenizer=tokenizer_info(tokenizer),
             empty=empty_item(recipe),
             prompts=Prompts(PromptOrder(prompts.train, recipe.seed), prompts.train, prompts.eval),
         )
@@ -76,6 +84,14 @@ class PromptReader:
         if environment is not None:
             longest = min(longest * environment.max_turns, self.recipe.data.max_length)
         return items * rollout.samples * longest
+
+
+def _call_lines(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    """What is to be told of how calls of tools will be read, where the recipe's environment has any."""
+    if not isinstance(recipe.environment, Tools | AgentSection) or not tokenizer.has_template:
+        return []
+    line = unknown_form_line(tokenizer.template(tools=True))
+    return [] if line is None else [line]
 
 
 def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, positions: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +13,7 @@ from danlu.rewards.environments.agent_processes import AgentProcesses
 from danlu.rewards.environments.agents import AgentCommand, AgentFunction, AgentSource
 from danlu.rewards.environments.openenv import OpenEnvServer
 from danlu.rewards.environments.protocol import EnvironmentSource
-from danlu.rewards.environments.tools import Toolbox
+from danlu.rewards.environments.tools import ReadCalls, Toolbox
 from danlu.rewards.environments.user_class import UserEnvironment
 from danlu.rewards.environments.verifiers_agent import VerifiersEnvironment
 from danlu.rewards.environments.workers import EnvironmentWorkers
@@ -105,7 +106,13 @@ def tool_schemas(section: EnvironmentSection | None) -> tuple[dict[str, Any], ..
     return Toolbox.read(section.tools).schemas() if isinstance(section, Tools) else ()
 
 
-def environment_workers(section: EnvironmentSection) -> EnvironmentWorkers:
-    """The processes that hold the environments of a recipe. Raises what `environment_source` raises."""
+def environment_workers(section: EnvironmentSection, read_calls: ReadCalls | None = None) -> EnvironmentWorkers:
+    """The processes that hold the environments of a recipe; `read_calls` reads the calls of tools in answers.
+
+    Raises what `environment_source` raises.
+    """
     workers = None if section.workers == "auto" else section.workers
-    return EnvironmentWorkers(environment_source(section), count=workers, timeout_s=section.timeout_s)
+    source = environment_source(section)
+    if isinstance(source, Toolbox):
+        source = replace(source, read_calls=read_calls)
+    return EnvironmentWorkers(source, count=workers, timeout_s=section.timeout_s)

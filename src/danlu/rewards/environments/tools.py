@@ -1,8 +1,7 @@
 """Functions that the policy may call: how calls stand in its answers, and what comes of them.
 
-What an answer calls is read as vLLM's parsers read it: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`
-(Hermes, Qwen), any number of times with text between, or an answer that is one JSON object of that form or a list of
-them (Llama 3.1, whose key is `parameters`; Mistral). An answer without a call ends the episode. No torch here.
+What an answer calls is read by a function that the run gives (`danlu.data.tool_calls.ReadCalls`), in the form of the
+policy's family. An answer without a call ends the episode. No torch here.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import inspect
 import json
 import os
 import pickle
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from danlu.environment import Done, Environment, Step, Turn
@@ -23,55 +21,14 @@ from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.calling import failure_reason
 from danlu.rewards.function import UserFunction
 from danlu.rewards.worker_connection import LOAD_TIMEOUT_S
+from danlu.types import MalformedCall, ToolCall
 from danlu.worker_process import import_paths, python_command, take_over_pipes
 
 START = "from danlu.rewards.environments.tools import describe; describe()"
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of an answer."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class MalformedCall:
-    """What was meant as a call, and cannot be made."""
-
-    problem: str
-
-
-def parse_calls(answer: str) -> list[ToolCall | MalformedCall]:
-    """The calls of an answer, in their order; none where it only says something."""
-    if "<tool_call>" in answer:
-        return [_call(text) for text in _HERMES.findall(answer)]
-    try:
-        value = json.loads(answer)
-    except ValueError:
-        return []
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(each, dict) and "name" in each for each in values):
-        return []
-    return [_call_of(each) for each in values]
-
-
-def _call(text: str) -> ToolCall | MalformedCall:
-    try:
-        return _call_of(json.loads(text))
-    except ValueError as error:
-        return MalformedCall(f"the call is no JSON: {error}")
-
-
-def _call_of(value: Any) -> ToolCall | MalformedCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return MalformedCall('a call is {"name": the tool, "arguments": {..}}')
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return MalformedCall(f"the arguments of {value['name']} are no JSON object")
-    return ToolCall(value["name"], arguments)
+ReadCalls = Callable[[str], tuple[str, Sequence[ToolCall | MalformedCall]]]
+"""From an answer to its text without calls, and its calls in their order."""
 
 
 class ToolEpisode:
@@ -80,8 +37,9 @@ class ToolEpisode:
     What a tool returns is told to the policy as text, or as JSON; so is why a call could not be made.
     """
 
-    def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, tools: Mapping[str, Callable[..., Any]], read_calls: ReadCalls | None) -> None:
         self._tools = tools
+        self._read_calls = read_calls
         self.errors = 0
         """Calls of the last answer that could not be made, or whose tool raised."""
 
@@ -91,7 +49,8 @@ class ToolEpisode:
     async def step(self, answer: str) -> Step:
         """The results of an answer's calls."""
         self.errors = 0
-        turns = [await self._result(call) for call in parse_calls(answer)]
+        assert self._read_calls is not None, "a run says how its policy writes calls"
+        turns = [await self._result(call) for call in self._read_calls(answer)[1]]
         return turns or Done()
 
     async def _result(self, call: ToolCall | MalformedCall) -> Turn:
@@ -122,6 +81,8 @@ class Toolbox:
     """An `EnvironmentSource`: functions FILE.py:NAME of the user's, which the policy calls by their names."""
 
     functions: tuple[UserFunction, ...]
+    read_calls: ReadCalls | None = field(default=None, compare=False)
+    """How answers are read; None where none will be."""
 
     @classmethod
     def read(cls, paths: Sequence[str]) -> Toolbox:
@@ -139,7 +100,7 @@ class Toolbox:
     def load(self) -> Callable[[], Environment]:
         """What makes episodes. Raises RecipeError for a file that raises."""
         tools = {function.name: function.resolve() for function in self.functions}
-        return functools.partial(ToolEpisode, tools)
+        return functools.partial(ToolEpisode, tools, self.read_calls)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """What a chat template is given of the tools: JSON schemas in OpenAI's form, which transformers reads from

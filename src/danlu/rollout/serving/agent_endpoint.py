@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import uvicorn
@@ -26,10 +26,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from danlu.data.tokenizer import Tokenizer
+from danlu.data.tool_calls import ReadCalls
 from danlu.errors import ResourceError
 from danlu.rewards.environments.agents import POLICY
 from danlu.rewards.environments.protocol import EpisodeKey
-from danlu.rewards.environments.tools import ToolCall, parse_calls
 from danlu.rollout import request as engine_request
 from danlu.rollout.request import Completion, SamplingOptions
 from danlu.rollout.serving.api_endpoints import (
@@ -44,6 +44,7 @@ from danlu.rollout.serving.openai_answers import ChatWriter
 from danlu.rollout.serving.openai_api import ApiError, ChatBody, given_key
 from danlu.rollout.serving.openai_api import Message as BodyMessage
 from danlu.rollout.serving.server import bind, url_of
+from danlu.types import ToolCall
 
 START_TIMEOUT_S = 30.0
 _WAKE = b"w"
@@ -89,6 +90,7 @@ class AgentEndpoint:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._created = int(time.time())
+        self._calls: ReadCalls | None = None  # without tools
         self.base_url = ""
 
     # -- for the trainer -----------------------------------------------------------------------------------------------
@@ -148,9 +150,16 @@ class AgentEndpoint:
         """Sends an answer, where its agent still waits. Returns the message as chat templates would see it."""
         # Not of the clock or of chance: templates may show the names of calls.
         name = f"{asked.random_number}/{asked.draw_sample}/{len(asked.prompt)}"
-        message = reply_message(completion.text, request.tools, name)
+        message = reply_message(completion.text, self._read_calls(request.tools), name)
         self._finish(request, (asked, completion, message))
         return BodyMessage.model_validate(message).turn
+
+    def _read_calls(self, tools: Sequence[Mapping[str, Any]]) -> ReadCalls | None:
+        """How calls of these tools are read; None without tools."""
+        if not tools:
+            return None
+        self._calls = self._calls or ReadCalls.of(self._tokenizer.template(tools=True), ())
+        return replace(self._calls, tools=tuple(tools))
 
     def refuse(self, request: AgentRequest, error: ApiError) -> None:
         """Sends an error in the place of an answer."""
@@ -294,18 +303,17 @@ _NOT_TRAINED: dict[str, Any] = {
 """Parameters that an answer must not have, and the values with which they change nothing."""
 
 
-def reply_message(text: str, tools: Sequence[Mapping[str, Any]], name: str) -> Message:
-    """An answer as the message of a chat completion; where there are tools its calls are apart from its text.
+def reply_message(text: str, read_calls: ReadCalls | None, name: str) -> Message:
+    """An answer as the message of a chat completion, its calls apart from its text; read_calls: None without tools.
 
     name: what the names of its calls follow from, nine letters and digits each, which Mistral's templates ask for.
 
-    Calls are read as `rewards.environments.tools` reads them. A text with one that cannot be read stays as it is.
+    A text with a call that cannot be read stays as it is.
     """
-    calls = parse_calls(text.strip()) if tools else []
+    said, calls = (text, []) if read_calls is None else read_calls(text)
     valid = [call for call in calls if isinstance(call, ToolCall)]
     if not valid or len(valid) < len(calls):
         return {"role": "assistant", "content": text}
-    before = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
     written = [
         {
             "id": hashlib.blake2b(f"{name}/{index}".encode()).hexdigest()[:9],
@@ -314,7 +322,7 @@ def reply_message(text: str, tools: Sequence[Mapping[str, Any]], name: str) -> M
         }
         for index, call in enumerate(valid)
     ]
-    return {"role": "assistant", "content": before or None, "tool_calls": written}
+    return {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
 
 
 async def _events(writer: ChatWriter, body: ChatBody, completion: Completion, message: Message) -> AsyncGenerator[str]:
