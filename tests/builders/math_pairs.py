@@ -76,6 +76,7 @@ UNITS_DIFFERENT = r"""
 6\pi cm | 6\pi m
 2 ft 3 in | 2 ft 5 in
 8 am | 8 pm
+7 in the morning | 7 inches
 4g^2 | 4
 3m+5 | 3m-7
 18 eggs and 3 chickens | 18
@@ -129,6 +130,8 @@ PARTS_DIFFERENT = r"""
 (1,2),(3,4) | (2,1),(3,4)
 (0,3) | (0,1)\cup(2,3)
 1<x<2 | 1<y<2
+1,2 | 1<x<2
+x=1,2 | 1<x<2
 a=1,b=2 | a=2,b=1
 x = 4 | y = 4
 \pm 2 | 2
@@ -164,6 +167,7 @@ x^2+y^2=4 | x^2+y^2=2
 \sqrt{x+1} | \sqrt{x}+1
 3+4i | 3-4i
 a_1 | a_2
+\sqrt{2}\times10^{-19} | \sqrt{3}\times10^{-19}
 AB | ab
 1011_2 | 1011_3
 \frac{dy}{dx} | \frac{dx}{dy}

@@ -25,7 +25,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '        if name == "in" and rest and',
         '        if name == "in" and False and',
         "rewards/test_math_answer.py",
-        only="the_same",
+        only="not_the_same",
     ),
     Mutation(
         "rewards/math_units.py",
@@ -53,7 +53,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return Number(Fraction(repr(value))) if math.isfinite(value) else None",
         "        return Number(Fraction(value)) if math.isfinite(value) else None",
         "rewards/test_rewards.py",
-        only="numbers_of_columns",
+        only="float_of_a_column",
     ),
     Mutation(
         "rewards/math_answer.py",
@@ -102,7 +102,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '            raise NotRead(f"the command \\\\{command} is not read")',
         "            pass",
         "rewards/test_math_answer.py",
-        only="not_the_same",
+        only="not_given",
     ),
     Mutation(
         "rewards/symbolic.py",

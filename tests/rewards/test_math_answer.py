@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -232,6 +233,28 @@ def _score_hostile(runner: RewardRunner, names: Sequence[str]) -> RewardTable:
     assert not table.failures
     assert (table.values[0::2, 0] == 1).all() and (table.values[1::2, 0] == 0).all()
     return table
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (r"\prod_{n=1}^{9} n", r"the command \prod is not read"),
+        (r"\int x dx", r"the command \int is not read"),
+        ("9^{9^{9}}", "a power of a power"),
+        ("(x+1)^{9999}", "powers of more than 1000"),
+        ("(x+1)!", "a factorial of what is no number"),
+        ("201!+x", "a factorial of more than 200"),
+        (r"\binom{9999}{2}x", "more than 999"),
+        ("x+" + "7" * 61, "a number of more than 60 digits"),
+        ("(" * 17 + "x" + ")" * 17, "brackets within more than 16 others"),
+        ("x+" * 250 + "x", "a formula of 501 characters"),
+        ("some words", "the word 'some' is no mathematics"),
+        ("2 3x", "two numbers without an operation"),
+    ],
+)
+def test_what_is_not_given_to_math_verify(text, why):
+    with pytest.raises(symbolic.NotRead, match=re.escape(why)):
+        symbolic.equal(text, "x")
 
 
 STUCK = """

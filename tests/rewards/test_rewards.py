@@ -64,6 +64,12 @@ def test_numbers_of_columns_stay_numbers():
     ]
 
 
+def test_a_float_of_a_column_is_the_number_that_it_is_written_as():
+    """0.1 is a tenth, not the nearest float to it."""
+    reward = Numeric("answer", tolerance=0.0)
+    assert reward([judged(text, answer=0.1) for text in ("0.1", "1/10", "0.1000000000000000055")]) == [1, 1, 0]
+
+
 def test_a_percentage_may_be_given_with_its_sign_or_without():
     answers = [judged(text, answer=column) for text in ("60%", "60", "0.6") for column in (60, "60%", 0.6)]
     assert Numeric("answer")(answers) == [1, 1, 1, 1, 1, 0, 0, 1, 1]

@@ -41,6 +41,7 @@ _CLAUSE_END = re.compile(
     r"\s(?:because|since)\b|\n|<|[;,]?\s*+\\(?:boxed|fbox)"
 )
 _LEADING_VALUE = re.compile(r"[-+\s]*+[\d.$€£(\[{\\]")
+_DIGITS = re.compile(r"[-+]?\$?[\d,]*+\d(?:\.\d++)?%?")
 _HEDGES = re.compile(
     r"\(?(?<![A-Za-z])(?:approximately|about|around|roughly|simply|just|therefore|thus|then|exactly|equal to)\)?\s++",
     re.I,
@@ -116,6 +117,8 @@ def _marked(text: str) -> Iterator[str]:
 
 def _clause(said: str, *, numeric: bool) -> str | None:
     """The answer at the start of what follows its mark; None where words alone do and a number is wanted."""
+    if _DIGITS.fullmatch(said):
+        return said
     if match := _LEADING_FORMULA.match(said):
         formula = next(group for group in match.groups() if group is not None)
         behind = said[match.end() :].lstrip(" *")

@@ -98,6 +98,8 @@ def is_number(reference: str) -> bool:
     """Whether a reference is a number, perhaps with a unit: other answers are looked for among numbers then."""
     if len(reference) > LONGEST_ANSWER:
         return False
+    if _DIGITS.fullmatch(reference):
+        return True
     head, _, _ = split_unit(plain(reference))
     return read_number(head) is not None
 
@@ -155,7 +157,7 @@ class _Comparison:
             return self._same_relation(left, right)
         relation, other = (left, reference) if left is not None else (right, answer)
         assert relation is not None, "one of both is a relation"
-        if (interval := relation.as_interval()) is not None:
+        if (interval := relation.as_interval()) is not None and not Group.of(other).is_bare_list:
             return Match(self.equal(*((interval, other) if relation is left else (other, interval))), "as an interval")
         return Match(False, "a relation, and a value")
 

@@ -53,6 +53,10 @@ class Group:
         return cls(brackets, tuple(parts), opened)
 
     @property
+    def is_bare_list(self) -> bool:
+        return not self.brackets and len(self.parts) > 1
+
+    @property
     def is_interval(self) -> bool:
         return self.brackets in ("()", "[]", "(]", "[)") and len(self.parts) == 2
 
