@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from danlu.errors import ResourceError
+from danlu.terminal import print_status
 
 
 class LineLog:
@@ -61,3 +63,33 @@ class LineLog:
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise ResourceError(f"{self.path}: cannot be written: the disk is full. Free some space, then resume.")
         self.lines += 1
+
+
+class OptionalLineLog(LineLog):
+    """A file of lines that nothing depends on: a disk that takes no more of it ends no run.
+
+    The first line that cannot be written is said once, and from then on no line is added: what is in the file stays
+    without gaps.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] = print_status) -> None:
+        super().__init__(path)
+        self._say = say
+        self._is_on = True
+
+    def append(self, line: str) -> None:
+        """Adds a line, given without its end, unless an earlier one could not be written."""
+        self._attempt(lambda: super(OptionalLineLog, self).append(line))
+
+    def sync(self) -> None:
+        """Return when the lines are on the disk, as far as it takes them."""
+        self._attempt(super().sync)
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        if not self._is_on:
+            return
+        try:
+            write()
+        except ResourceError as error:
+            self._is_on = False
+            self._say(f"{error} Nothing more is written there in this run, and training goes on")

@@ -346,4 +346,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_exit_reports.py",
         only="hang",
     ),
+    Mutation("line_log.py", "        self._attempt(super().sync)", "        super().sync()", "test_line_log.py"),
+    Mutation("line_log.py", "            self._is_on = False", "            pass", "test_line_log.py"),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from danlu.language.reader import chat_tokenizer_of
 from danlu.language.reinforcement import sampling_options
 from danlu.language.rollout import engine_options, rollout_engine
-from danlu.line_log import LineLog
+from danlu.line_log import OptionalLineLog
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rollout.cache_size import cache_gib
@@ -61,5 +61,5 @@ def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, 
     )
     engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
     engine.sleep()
-    log = LineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None
+    log = OptionalLineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None
     return OnPolicyRows(rows, engine, settings, chat.decode, log)

@@ -22,7 +22,7 @@ from danlu.language.rollout import engine_options, rollout_engine
 from danlu.language.rollout_processes import policy_weights
 from danlu.language.tree_reader import laid_out
 from danlu.language.tree_scoring import TreeScorer
-from danlu.line_log import LineLog
+from danlu.line_log import OptionalLineLog
 from danlu.models.config import ModelConfig
 from danlu.models.loading import meta_decoder
 from danlu.objectives.policy_losses import AdaptiveKl
@@ -177,7 +177,7 @@ def experience_items(
     def through_model(item: Pack) -> Pack:
         return Pack((laid_out(item.samples[0], shared),))
 
-    log = LineLog(folder / ROLLOUTS) if ranks.leads else None
+    log = OptionalLineLog(folder / ROLLOUTS) if ranks.leads else None
     episodes = episodes_of(recipe, chat, placed.placed.subject, settings.sampling, ranks.world)
     sampler = RolloutSampler(prompts.order, engine, rewards, settings, ranks.world, episodes=episodes)
     if recipe.rollout.staleness > 0:

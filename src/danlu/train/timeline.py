@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from danlu.line_log import LineLog
+from danlu.line_log import OptionalLineLog
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.schedules.action import Kind
 from danlu.parallel.timeline import TimelineEvent, timeline_events, timeline_line, timeline_name
@@ -30,7 +30,7 @@ class TimelineWriter:
         device: torch.device = torch.device("cpu"),  # noqa: B008  # no call that could give another one later
     ) -> None:
         """path: of the file. world: all ranks, whose clocks begin together."""
-        self._log = None if path is None else LineLog(path)
+        self._log = None if path is None else OptionalLineLog(path)
         self._every, self._world, self._device = every, world, device
         self._step: int | None = None  # that is being timed
         self._events: list[TimelineEvent] = []
