@@ -41,7 +41,7 @@ def judge(**settings):
 
 
 def test_every_section_is_a_reward(file, monkeypatch):
-    monkeypatch.setattr(build, "require_isolation", lambda: None)
+    monkeypatch.setattr(build, "find_sandbox", lambda wanted: wanted)
     parts = build_rewards(
         [
             sections.ExactReward(column="a", ignore_case=True),
@@ -49,7 +49,7 @@ def test_every_section_is_a_reward(file, monkeypatch):
             sections.MathReward(column="c", name="mathematics"),
             sections.FormatReward(pattern="####", whole=True),
             sections.LengthReward(fewest=1, most=5, slack=2),
-            sections.CodeReward(column="d", timeout_s=1.0, memory_mib=64, processes=3),
+            sections.CodeReward(column="d", timeout_s=1.0, memory_mib=64, processes=3, sandbox="none"),
             sections.FunctionReward(path=f"{file}:short"),
             judge(bounds=(0.0, 10.0), connections=2, timeout_s=3.0, retries=1, max_new_tokens=7, temperature=0.5),
             sections.ModelReward(path="somewhere", weight=0.5),
@@ -67,7 +67,7 @@ def test_every_section_is_a_reward(file, monkeypatch):
         Mathematical("c"),
         Pattern("####", True),
         Length(1, 5, 2),
-        Code("d", 1.0, 64, 3),
+        Code("d", 1.0, 64, 3, "none"),
     ]
     assert rewards[6] == UserFunction.read(f"{file}:short")
     judging = rewards[7]
@@ -79,10 +79,10 @@ def test_every_section_is_a_reward(file, monkeypatch):
 
 
 def test_all_problems_are_told_at_once(file, monkeypatch):
-    def no_namespaces():
+    def no_namespaces(wanted):
         raise ResourceError("rewards of kind code: this system has no namespaces")
 
-    monkeypatch.setattr(build, "require_isolation", no_namespaces)
+    monkeypatch.setattr(build, "find_sandbox", no_namespaces)
     with pytest.raises(RecipeError) as error:
         build_rewards(
             [

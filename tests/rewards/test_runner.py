@@ -16,8 +16,9 @@ import pytest
 
 from danlu.errors import RecipeError, ResourceError
 from danlu.rewards import worker_connection, worker_pool
-from danlu.rewards.code import Code, require_isolation
+from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
+from danlu.rewards.programs.sandbox import find_sandbox
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Pattern
@@ -352,7 +353,7 @@ def test_a_worker_has_no_torch(tmp_path):
 
 def test_programs_are_judged_side_by_side(tmp_path):
     try:
-        require_isolation()
+        find_sandbox()
     except ResourceError as error:
         pytest.skip(str(error))
     answers = [JudgedAnswer("x = 1", {"tests": ["assert x == 1", f"assert x == {number}"]}) for number in range(3)]
@@ -377,6 +378,7 @@ def test_an_interrupt_ends_the_scoring_at_once(runner):
 CALLER = """
 from danlu.rewards import worker_connection, worker_pool
 from danlu.rewards.function import UserFunction
+from danlu.rewards.programs.sandbox import find_sandbox
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardPart, RewardRunner
 

@@ -28,7 +28,7 @@ from danlu.recipe import Recipe, load
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, RewardSection
 from danlu.recipe.sections.rollout import SAMPLING_KEYS
-from danlu.rewards.build import build_rewards, build_runner, check_columns
+from danlu.rewards.build import build_rewards, build_runner, check_columns, check_first_tests
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner, RewardTable
 from danlu.rewards.summary import distinct_failures, summarise
@@ -222,9 +222,11 @@ def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) 
 
 
 def require_columns(parts: Sequence[RewardPart], answers: Sequence[Answer] | Sequence[Prompt]) -> None:
-    """Raises DataError for the first row that lacks a column which a reward reads."""
-    for each in answers:
-        check_columns(parts, each.judged.row if isinstance(each, Answer) else each.row, each.where)
+    """Raises DataError for the first row that lacks a column which a reward reads, or holds a test of nothing."""
+    rows = [(each.judged.row if isinstance(each, Answer) else each.row, each.where) for each in answers]
+    for row, where in rows:
+        check_columns(parts, row, where)
+    check_first_tests(parts, rows)
 
 
 def evaluate_rollouts(

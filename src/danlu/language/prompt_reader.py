@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import TextIO
 
 import numpy as np
@@ -23,7 +24,7 @@ from danlu.language.reinforcement import empty_item, reward_parts
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.recipe.sections import AgentSection, Tools
-from danlu.rewards.build import check_columns, check_functions
+from danlu.rewards.build import check_columns, check_first_tests, check_functions
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.stage_protocols import Material, Prompts
 from danlu.train.progress import RowProgress
@@ -133,12 +134,16 @@ class RolloutBuilder(DecoderBuilder):
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The decoder, and the models beside it, on the processes of a layout.
 
-        Also raises what loading rewards and an environment of the user's raises, before any model is loaded.
+        Also raises what loading rewards and an environment of the user's raises, and DataError for tests of programs
+        that the empty program passes, before any model is loaded.
         """
-        ranks.world.from_first(self._check_loading)
+        ranks.world.from_first(partial(self._check_loading, material))
         return with_teacher_notes(super().place(ranks, device, start, material))
 
-    def _check_loading(self) -> None:
-        check_functions(reward_parts(self.recipe), self.recipe.reward_limits)
+    def _check_loading(self, material: Material) -> None:
+        parts = reward_parts(self.recipe)
+        check_functions(parts, self.recipe.reward_limits)
+        if material.prompts is not None:
+            check_first_tests(parts, ((prompt.row, prompt.where) for prompt in material.prompts.train))
         if self.recipe.environment is not None:
             check_environment_code(self.recipe.environment)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from danlu.errors import DanluError, DataError, RecipeError
@@ -22,9 +23,10 @@ from danlu.recipe.sections import (
     RewardLimits,
     RewardSection,
 )
-from danlu.rewards.code import Code, require_isolation
+from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
 from danlu.rewards.judge import Judge
+from danlu.rewards.programs.sandbox import find_sandbox
 from danlu.rewards.protocol import Reward
 from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
@@ -33,6 +35,10 @@ from danlu.spelling import did_you_mean
 
 OWN_COLUMNS = ("completion", "prompt", "tokens", "finish", "turns")
 """What functions are given beside the columns of the row."""
+
+
+ROWS_TRIED = 64
+"""Of which the tests of programs are tried before the first answer."""
 
 
 def build_rewards(
@@ -44,7 +50,7 @@ def build_rewards(
         reward_model: makes the reward of a section of kind `model`, which this room knows nothing of.
 
     Raises RecipeError with all that is wrong: a file that is not there, a pattern that does not compile, a template
-    that cannot be read, a key that the environment lacks, a system that cannot keep programs from the network.
+    that cannot be read, a key that the environment lacks, a system without a sandbox for programs.
     """
     parts, problems = list[RewardPart](), list[str]()
     for number, section in enumerate(sections):
@@ -77,7 +83,7 @@ def check_functions(parts: Sequence[RewardPart], limits: RewardLimits) -> None:
 
 
 def check_columns(parts: Sequence[RewardPart], row: Mapping[str, Any], where: str) -> None:
-    """Raises DataError with the columns that rewards read and a row lacks, naming those that it has.
+    """Raises DataError with the columns that rewards read and a row lacks, and with cells without a test.
 
     Args:
         where: the row's place, as in questions.jsonl:3.
@@ -89,8 +95,28 @@ def check_columns(parts: Sequence[RewardPart], row: Mapping[str, Any], where: st
                 there = ", ".join(map(repr, row)) or "none"
                 hint = did_you_mean(column, list(row))
                 problems.append(f"{where}: reward {part.name} reads the column {column!r}; the row has {there}.{hint}")
+            elif isinstance(part.reward, Code):
+                try:
+                    part.reward.check_row(row)
+                except DataError as error:
+                    problems.append(f"{where}: reward {part.name}: {error}")
     if problems:
         raise DataError("\n".join(problems))
+
+
+def check_first_tests(parts: Sequence[RewardPart], rows: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+    """Runs the tests of the first rows, each with its place, on the empty program; those of others when they are drawn.
+
+    Raises DataError for a row with a test that the empty program passes: it would pass every program.
+    """
+    codes = [part for part in parts if isinstance(part.reward, Code)]
+    for row, where in islice(rows, ROWS_TRIED) if codes else ():
+        for part in codes:
+            assert isinstance(part.reward, Code), "they were chosen so"
+            try:
+                part.reward.check_row(row, runs=True)
+            except DataError as error:
+                raise DataError(f"{where}: reward {part.name}: {error}") from None
 
 
 def _reward(section: RewardSection, reward_model: Callable[[ModelReward], Reward] | None) -> Reward:
@@ -107,8 +133,8 @@ def _reward(section: RewardSection, reward_model: Callable[[ModelReward], Reward
         case LengthReward():
             return Length(section.fewest, section.most, section.slack)
         case CodeReward():
-            require_isolation()
-            return Code(section.column, section.timeout_s, section.memory_mib, section.processes)
+            find_sandbox(section.sandbox)
+            return Code(section.column, section.timeout_s, section.memory_mib, section.processes, section.sandbox)
         case FunctionReward():
             function = UserFunction.read(section.path)
             function.check_text()

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from danlu.errors import DataError
 from danlu.machine import usable_cores
 from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on_each, decided_at_once
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
-from danlu.rewards.judge import Judge
+from danlu.rewards.judge import Judge, prompt_text
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards, Verdict
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers, Task
@@ -113,9 +114,12 @@ class RewardRunner:
 
         A reward that raises, takes too long, gives None, NaN or an infinity, or whose process ends, gives NaN for the
         answers of that call, with the reason for each. All other numbers are what they would be without it.
+
+        Raises DataError for a row with a test that the empty program passes, when it is first drawn.
         """
         with self._lock, self._ending_on_error():
             self.start()
+            self._check_tests(answers)
             threaded = self._begin_threads(answers)
             try:
                 outcomes = self._score_here(answers, threaded) | self._score_in_workers(answers)
@@ -143,6 +147,16 @@ class RewardRunner:
         except BaseException:
             self.close()
             raise
+
+    def _check_tests(self, answers: Sequence[JudgedAnswer]) -> None:
+        """Raises DataError for the first row that tests nothing."""
+        codes = [(part.name, part.reward) for part in self.parts if isinstance(part.reward, Code)]
+        for name, reward in codes:
+            for answer in (each for each in answers if reward.column in each.row):  # else it fails for itself
+                try:
+                    reward.check_row(answer.row, runs=True)
+                except DataError as error:
+                    raise DataError(f"reward {name}, prompt {prompt_text(answer.prompt)!r:.80}: {error}") from None
 
     def _begin_threads(self, answers: Sequence[JudgedAnswer]) -> dict[int, ThreadedCalls]:
         """The calls that wait for others, by the number of the part, begun."""

@@ -82,17 +82,22 @@ class LengthReward(RewardSection):
 
 
 class CodeReward(RewardSection):
-    """The share of tests that the program in the answer passes, each run in a process without network, with limits."""
+    """The share of tests that the program in the answer passes. It runs in a sandbox without files and network, and the
+    tests in a process that it cannot reach."""
 
     kind: Literal["code"] = "code"
     column: str
-    """The column of the row that holds the tests: a piece of Python, or a list of them."""
+    """The column of the row that holds the tests: Python or a list of it (asserts as in MBPP, check(candidate) as in
+    HumanEval, pytest, unittest), or inputs and outputs as in APPS and TACO."""
     timeout_s: Positive = 5.0
     """Seconds that a test may take."""
     memory_mib: PositiveInt = 512
-    """Memory that a test may take, in MiB."""
+    """Memory that all processes of a program may take together, in MiB."""
     processes: PositiveInt = 2
     """Answers that are judged at a time."""
+    sandbox: Literal["auto", "bubblewrap", "unshare", "none"] = "auto"
+    """What keeps programs from the machine: bubblewrap, or the same namespaces without it (unshare); auto takes the
+    first that works, and none runs them with limits alone."""
 
 
 class FunctionReward(RewardSection):

@@ -1,0 +1,137 @@
+"""Programs of answers: what is right passes, and no answer forges its verdict, in either sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from builders.programs import CLOSE, CLOSE_TESTS, FORGED, HONEST, LIMITED
+
+from danlu.errors import ResourceError
+from danlu.rewards.programs import sandbox
+from danlu.rewards.programs.blocks import code_of
+from danlu.rewards.programs.sandbox import KINDS, find_sandbox
+from danlu.rewards.programs.session import judge_program
+from danlu.rewards.programs.test_forms import parse_tests
+
+ADD = "assert add(1, 2) == 3\nassert add(5, 5) == 10\n"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    """Each kind of sandbox; both have to say the same."""
+    try:
+        return find_sandbox(request.param)
+    except ResourceError as error:
+        pytest.skip(str(error))
+
+
+def judged(kind, code, tests, row=None, **limits):
+    given = {"timeout_s": 20.0, "memory_mib": 512, **limits}
+    return judge_program(code, parse_tests(tests, row or {}), sandbox=kind, **given)
+
+
+def at_once(function, names):
+    """The results of a function by name, several at a time: most of them wait for processes."""
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(function, names), strict=True))
+
+
+def test_right_programs_pass(kind):
+    reasons = at_once(lambda name: judged(kind, *HONEST[name])[0].reason, HONEST)
+    assert {name: reason for name, reason in reasons.items() if reason} == {}
+
+
+def test_wrong_programs_fail(kind):
+    verdicts = at_once(lambda name: judged(kind, FORGED[name], ADD, timeout_s=0.7)[0], FORGED)
+    assert [name for name, verdict in verdicts.items() if verdict.passed] == []
+    assert judged(kind, "def add(a, b): return a + b", ADD)[0].passed, "it has taken the judge with it"
+
+
+def test_numbers_that_are_only_close_are_compared_by_the_judge(kind):
+    several = {name: [verdict.passed for verdict in judged(kind, code, [*CLOSE_TESTS])] for name, code in CLOSE.items()}
+    assert several == dict.fromkeys(CLOSE, [False] * len(CLOSE_TESTS))
+    passed = [verdict.passed for verdict in judged(kind, "def f(): return 4.5", [*CLOSE_TESTS])]
+    assert passed == [True] * 6 + [False] + [True] * 6
+
+
+def test_programs_meet_their_limits(kind, tmp_path):
+    (tmp_path / "precious").write_text("x")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = {"PORT": server.getsockname()[1], "PATH": str(tmp_path / "precious"), "PID": os.getpid()}
+
+        def verdict(name):
+            code, tests, _ = LIMITED[name]
+            for key, value in values.items():
+                tests = tests.replace(key, repr(value))
+            return judged(kind, code.replace("TESTS", str(Path(__file__).parent)), tests, memory_mib=256)[0]
+
+        verdicts = at_once(verdict, LIMITED)
+    for name, (*_, reason) in LIMITED.items():
+        assert not verdicts[name].passed and reason in verdicts[name].reason, (name, verdicts[name])
+
+
+def test_limits_hold_without_control_groups(kind, monkeypatch):
+    monkeypatch.setattr(sandbox, "take_cgroup", lambda *limits: None)
+    for name, reasons in {
+        "three children with the memory of one each": ["too much memory"],
+        "a bomb": ["too many processes", "BlockingIOError"],  # whichever is first
+    }.items():
+        code, tests, _ = LIMITED[name]
+        (verdict,) = judged(kind, code, tests, memory_mib=255)  # a limit for which no sandbox rests
+        assert not verdict.passed and any(reason in verdict.reason for reason in reasons), verdict
+
+
+def test_what_a_program_started_ends_with_its_verdict(kind):
+    seconds = f"{4000 + os.getpid() / 1e6}"
+    code = (
+        "import os, time\ndef f():\n    if not os.fork():\n        os.setsid()\n        if not os.fork():\n"
+        f"            os.execvp('sleep', ['sleep', '{seconds}'])\n        os._exit(0)\n"
+        "    while 'sleep' not in str([open(f'/proc/{p}/comm').read() for p in os.listdir('/proc') if p.isdigit()]):\n"
+        "        if not os.listdir('/proc'): return time.sleep(0.3) or 1\n    return 1"
+    )
+    assert judged(kind, code, "assert f() == 1")[0].passed
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [each for each in commands if seconds.encode() in each]
+
+
+def test_each_test_begins_with_a_program_that_nothing_has_touched(kind):
+    code = (
+        "import os\nn = 0\ndef f():\n    global n\n    n += 1\n    open('a', 'x').close()\n    return n, os.listdir()"
+    )
+    assert [each.reason for each in judged(kind, code, ["assert f() == (1, ['a'])"] * 2)] == ["", ""]
+    hangs = "def f(x):\n    while x: pass\n    return x"
+    verdicts = judged(kind, hangs, ["assert f(0) == 0", "assert f(1) == 0", "assert f(0) == 0"], timeout_s=0.7)
+    assert not verdicts[1].passed and verdicts[1].reason == "longer than 0.7 s"
+    assert "the program ended" in judged(kind, "import os\ndef f(): os._exit(0)", "assert f()")[0].reason
+
+
+def test_without_a_sandbox_limits_hold_all_the_same():
+    verdicts = judged("none", "def add(a, b): return a + b", [ADD, "assert add(1, 1) == 3"])
+    assert [each.passed for each in verdicts] == [True, False]
+    assert not judged("none", "def add(a, b): return bytearray(9 << 30)", ADD)[0].passed
+
+
+def test_a_system_without_sandboxes_is_refused_once(monkeypatch):
+    monkeypatch.setattr(sandbox, "_works", lambda kind: False)
+    with pytest.raises(ResourceError, match=r"bubblewrap \(bwrap\) and user namespaces do not work .*`sandbox: none`"):
+        find_sandbox()
+    with pytest.raises(ResourceError, match="sandbox unshare does not work"):
+        find_sandbox("unshare")
+    assert find_sandbox("none") == "none"
+    monkeypatch.setattr(sandbox, "_works", lambda kind: kind == "unshare")
+    assert find_sandbox() == "unshare"
+
+
+def test_the_shared_cases(kind, shared_data):
+    wrong = []
+    for line in (shared_data / "cases" / "code_answers.jsonl").read_text().splitlines():
+        case = json.loads(line)
+        verdicts = judged(kind, code_of(case["answer"]), case["tests"])
+        if all(each.passed for each in verdicts) != case["right"]:
+            wrong.append(case["name"])
+    assert wrong == []
