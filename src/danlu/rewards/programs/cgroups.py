@@ -13,7 +13,7 @@ from pathlib import Path
 PREFIX = "danlu-code"
 _lock = threading.Lock()
 _free: dict[int, list[Cgroup]] = {}
-_made: list[Cgroup] = []
+_own_cgroups: list[Cgroup] = []
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Cgroup:
         """How many processes have been ended because all of them together took too much memory."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
-                words = (self.memory / name).read_text().split()
-                return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+                fields = (self.memory / name).read_text().split()
+                return int(fields[fields.index("oom_kill") + 1]) if "oom_kill" in fields else 0
         return 0
 
     def is_empty(self) -> bool:
@@ -48,10 +48,10 @@ def take_cgroup(memory_bytes: int, most_processes: int) -> Cgroup | None:
         parents = _parents()
         if parents is None:
             return None
-        made = _make(*parents, f"{PREFIX}-{os.getpid()}-{len(_made)}", memory_bytes, most_processes)
-        if made is not None:
-            _made.append(made)
-        return made
+        cgroup = _make(*parents, f"{PREFIX}-{os.getpid()}-{len(_own_cgroups)}", memory_bytes, most_processes)
+        if cgroup is not None:
+            _own_cgroups.append(cgroup)
+        return cgroup
 
 
 def give_cgroup_back(cgroup: Cgroup, memory_bytes: int) -> None:
@@ -97,16 +97,16 @@ def _parents() -> tuple[Path, Path | None] | None:
         mounts = list(_mounts())
     except OSError:
         return None
-    found: dict[str, Path] = {}
+    parents: dict[str, Path] = {}
     for controller in ("memory", "pids"):
         for place, controllers in mounts:
             key = controller if controllers else ""
             if (controllers and controller not in controllers) or key not in own:
                 continue
             for folder in (place / own[key].lstrip("/"), place):
-                if controller not in found and _allows(folder, controller, bool(controllers)):
-                    found[controller] = folder
-    return (found["memory"], found.get("pids")) if "memory" in found else None
+                if controller not in parents and _allows(folder, controller, bool(controllers)):
+                    parents[controller] = folder
+    return (parents["memory"], parents.get("pids")) if "memory" in parents else None
 
 
 def _allows(folder: Path, controller: str, is_version_1: bool) -> bool:
@@ -162,5 +162,5 @@ def _remove(cgroup: Cgroup) -> None:
 
 def remove_all() -> None:
     """Removes the control groups of this process, in which nothing runs any more."""
-    for cgroup in _made:
+    for cgroup in _own_cgroups:
         _remove(cgroup)

@@ -63,14 +63,14 @@ class Channel:
             data = data[posix.write(self._descriptor, data) :]
 
     def _read(self, size: int) -> bytes:
-        pieces = []
+        chunks = []
         while size:
-            piece = posix.read(self._descriptor, min(size, 1 << 20))
-            if not piece:
+            chunk = posix.read(self._descriptor, min(size, 1 << 20))
+            if not chunk:
                 posix._exit(0)  # the judge has seen enough
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
 
 
 def json_pieces(value: Any) -> Any:

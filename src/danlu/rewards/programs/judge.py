@@ -260,10 +260,10 @@ class AnswerModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
             return sorted(self._program.request("names", ["*"]))
-        found = {} if name.startswith("__") else self._program.request("names", [name])
-        if name not in found:
+        names = {} if name.startswith("__") else self._program.request("names", [name])
+        if name not in names:
             raise AttributeError(f"the program does not define {name!r}")
-        return found[name]
+        return names[name]
 
 
 def _run_unittest(cases: list[Any]) -> None:
@@ -356,10 +356,10 @@ def _run_script(program: Program, test: dict[str, Any]) -> None:
 
 def same_output(output: str, expected: str) -> bool:
     """Whether two outputs are equal up to spaces at the ends of lines, empty lines, and the last digits of numbers."""
-    ours, theirs = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
-    if len(ours) != len(theirs) or any(len(a) != len(b) for a, b in zip(ours, theirs, strict=True)):
+    printed, wanted = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
+    if len(printed) != len(wanted) or any(len(a) != len(b) for a, b in zip(printed, wanted, strict=True)):
         return False
-    pairs = ((a, b) for left, right in zip(ours, theirs, strict=True) for a, b in zip(left, right, strict=True))
+    pairs = ((a, b) for left, right in zip(printed, wanted, strict=True) for a, b in zip(left, right, strict=True))
     return all(a == b or _nearly(a, b) for a, b in pairs)
 
 

@@ -191,12 +191,12 @@ class Answer:
                     return real
             own = {"_danlu_number": number, "__module__": "answer"}
             try:
-                made = type(str(name), tuple(bases) or (Exception,), own)
+                error_class = type(str(name), tuple(bases) or (Exception,), own)
             except TypeError:
-                made = type(str(name), (Exception,), own)
-            made.__str__ = _text_of_exception  # type: ignore[method-assign,assignment]
-            made.__getattr__ = _attribute_of_exception  # type: ignore[attr-defined]
-            self._exception_classes[number] = made
+                error_class = type(str(name), (Exception,), own)
+            error_class.__str__ = _text_of_exception  # type: ignore[method-assign,assignment]
+            error_class.__getattr__ = _attribute_of_exception  # type: ignore[attr-defined]
+            self._exception_classes[number] = error_class
         return self._exception_classes[number]
 
     def _receive(self) -> list[Any]:
@@ -215,12 +215,12 @@ class Answer:
         data = bytearray()
         while len(data) < size:
             try:
-                piece = os.read(self._descriptor, min(size - len(data), 1 << 20))
+                chunk = os.read(self._descriptor, min(size - len(data), 1 << 20))
             except ConnectionError:
-                piece = b""
-            if not piece:
+                chunk = b""
+            if not chunk:
                 self._lost("the program ended")
-            data += piece
+            data += chunk
         return bytes(data)
 
     def _write(self, message: bytes) -> None:

@@ -91,27 +91,27 @@ class Sandbox:
         self._cgroup: Cgroup | None = None
         self._is_watched, self._is_namespace = is_shared_limit, kind != "none"
         self._folder = None if self._is_namespace else tempfile.mkdtemp(dir=_folder())
-        ours, theirs = socket.socketpair()
+        ours, child_socket = socket.socketpair()
         self.socket = ours
         self._info, info = os.pipe()
         if is_shared_limit and sys.platform == "linux":
             self._cgroup = take_cgroup(limits.memory_mib * MIB, MOST_PROCESSES)
         self._kills = 0 if self._cgroup is None else self._cgroup.kills()
         try:
-            command = self._command(kind, modules, theirs.fileno(), info)
+            command = self._command(kind, modules, child_socket.fileno(), info)
             with open(_bundle(("namespaces", *modules) if kind == "unshare" else modules), "rb") as code:
                 self.process = subprocess.Popen(
                     command,
                     stdin=code,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), info),
+                    pass_fds=(child_socket.fileno(), info),
                     cwd=self._folder or "/",
                     env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                     start_new_session=True,
                 )
         finally:
-            theirs.close()
+            child_socket.close()
             os.close(info)
 
         _running.add(self)
@@ -254,10 +254,10 @@ def _works(kind: str) -> bool:
     if sys.platform != "linux" or (kind == "bubblewrap" and shutil.which("bwrap") is None):
         return False
     sandbox = Sandbox(kind, GUEST, Limits(memory_mib=512), is_shared_limit=False)
-    ours, theirs = socket.socketpair()
+    ours, child_socket = socket.socketpair()
     try:
-        sandbox.hand_over(PROGRAM, [theirs.fileno()])
-        theirs.close()
+        sandbox.hand_over(PROGRAM, [child_socket.fileno()])
+        child_socket.close()
         ours.settimeout(PROBE_S)
         deadline = time.monotonic() + PROBE_S
         while not sandbox.has_ended and time.monotonic() < deadline:
@@ -357,13 +357,13 @@ def _kill_and_wait(pid: int) -> None:
 
 def _descendants(pid: int) -> list[int]:
     """A process and all that it and they have started; itself alone where the system does not tell."""
-    found, waiting = list[int](), [pid]
+    pids, waiting = list[int](), [pid]
     while waiting:
-        found.append(waiting.pop())
+        pids.append(waiting.pop())
         with contextlib.suppress(OSError):
-            for path in Path(f"/proc/{found[-1]}/task").iterdir():
+            for path in Path(f"/proc/{pids[-1]}/task").iterdir():
                 waiting += map(int, (path / "children").read_text().split())
-    return found
+    return pids
 
 
 def _resident_bytes(pid: int) -> int:

@@ -106,8 +106,8 @@ class _Program:
                     return "late", f"longer than {asked['timeout_s']:g} s"
                 tick_s = 1.0 if self._guest is None else self._guest.tick_s
                 if select.select([session], [], [], tick_s)[0]:
-                    said += (piece := session.recv(1 << 16))
-                    if not piece:
+                    said += (chunk := session.recv(1 << 16))
+                    if not chunk:
                         return self._silence(session)
                 elif self._guest is not None and (excess := self._guest.excess()):
                     return "lost", excess

@@ -64,18 +64,18 @@ def parse_tests(cell: Any, row: Mapping[str, Any], prompt: str = "") -> list[Pro
     value = _unquoted(cell)
     if isinstance(value, Mapping):
         return list(_cases(value))
-    pieces = [value] if isinstance(value, str) else value
-    if not isinstance(pieces, Sequence) or not pieces:
-        raise NoTest("it is empty" if not pieces else f"it is {type(cell).__name__}, and no text or list of texts")
-    if all(isinstance(each, Mapping) for each in pieces):
-        return [case for each in pieces for case in _cases(each)]  # type: ignore[arg-type]
-    if wrong := next((each for each in pieces if not isinstance(each, str)), None):
+    sources = [value] if isinstance(value, str) else value
+    if not isinstance(sources, Sequence) or not sources:
+        raise NoTest("it is empty" if not sources else f"it is {type(cell).__name__}, and no text or list of texts")
+    if all(isinstance(each, Mapping) for each in sources):
+        return [case for each in sources for case in _cases(each)]  # type: ignore[arg-type]
+    if wrong := next((each for each in sources if not isinstance(each, str)), None):
         raise NoTest(f"a list of tests holds {type(wrong).__name__}: {wrong!r:.80}")
     setup = "".join(f"{line}\n" for column in SETUP_COLUMNS for line in _lines(row.get(column)))
     entry_point = row.get(ENTRY_POINT)
     hints = tuple(DEFINITION.findall(prompt))
     named = entry_point if isinstance(entry_point, str) and entry_point else None
-    return [ProgramTest("source", _checked(setup, piece), named, hints) for piece in pieces]
+    return [ProgramTest("source", _checked(setup, source), named, hints) for source in sources]
 
 
 def _unquoted(cell: Any) -> Any:
@@ -100,24 +100,24 @@ def _lines(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [each for each in value or () if isinstance(each, str)]
 
 
-def _checked(setup: str, piece: str) -> str:
+def _checked(setup: str, source: str) -> str:
     """A piece of Python that can fail, behind what it needs. Raises NoTest for any other."""
-    if not piece.strip():
+    if not source.strip():
         raise NoTest("a test is empty")
     try:
-        tree = ast.parse(setup + piece)
+        tree = ast.parse(setup + source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise NoTest(f"a test is no Python, and no form that is known: {error}: {piece!r:.80}") from None
-    if not any(_can_fail(node) for node in ast.walk(ast.parse(piece))):
+        raise NoTest(f"a test is no Python, and no form that is known: {error}: {source!r:.80}") from None
+    if not any(_can_fail(node) for node in ast.walk(ast.parse(source))):
         raise NoTest(
-            f"it tests nothing: no assert, no check(candidate), no test of pytest or unittest in {piece!r:.80}"
+            f"it tests nothing: no assert, no check(candidate), no test of pytest or unittest in {source!r:.80}"
         )
     roots = {
         alias.name.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     }
     if "pytest" in roots and importlib.util.find_spec("pytest") is None:
         raise NoTest("it imports pytest, which is not installed. Install it: pip install pytest")
-    return setup + piece
+    return setup + source
 
 
 def _can_fail(node: ast.AST) -> bool:

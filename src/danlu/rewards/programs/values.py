@@ -185,11 +185,11 @@ class Decoder:
                 entered.add(place)
                 stack += missing
             else:
-                self.objects[place] = self._made(self.nodes[place])
+                self.objects[place] = self._new_object(self.nodes[place])
                 self._done[place] = True
                 stack.pop()
 
-    def _made(self, node: list[Any]) -> Any:
+    def _new_object(self, node: list[Any]) -> Any:
         kind, *items = node
         if kind in ("tuple", "frozenset"):
             return (tuple if kind == "tuple" else frozenset)(map(self.value, items))
