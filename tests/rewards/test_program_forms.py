@@ -246,3 +246,12 @@ BLOCKS = {
 def test_the_code_of_an_answer():
     found = {text: code_of(text) for text in BLOCKS}
     assert {text: None if code is None else code.strip() for text, code in found.items()} == BLOCKS
+
+
+def test_a_verdict_says_what_was_judged_and_why(sandboxed):
+    row = {"tests": ["assert add(1, 1) == 2", "assert add(1, 2) == 4"]}
+    (verdict,) = Code("tests").verdicts([JudgedAnswer(f"```python\n{ADD}```", row)])
+    assert (verdict.value, verdict.extracted) == (0.5, ADD)
+    assert verdict.why == "1 of 2 tests passed; test 2: AssertionError: "
+    (verdict,) = Code("tests").verdicts([JudgedAnswer("no code at all!", row)])
+    assert (verdict.value, verdict.extracted, verdict.why) == (0, None, "no block of Python")

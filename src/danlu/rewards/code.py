@@ -10,9 +10,9 @@ from danlu.errors import DataError
 from danlu.rewards.judge import prompt_text
 from danlu.rewards.programs.blocks import code_of
 from danlu.rewards.programs.sandbox import find_sandbox
-from danlu.rewards.programs.session import Verdict, judge_program
+from danlu.rewards.programs.session import ProgramResult, judge_program
 from danlu.rewards.programs.test_forms import NoTest, ProgramTest, parse_tests
-from danlu.rewards.protocol import JudgedAnswer, column_of
+from danlu.rewards.protocol import JudgedAnswer, Verdict, column_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Code:
     """The hashes of tests that were tried on the empty program, which fails them."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return [verdict.value for verdict in self.verdicts(answers)]
+
+    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+        """The share, with the code that was found, and why the first test that fails does."""
         find_sandbox(self.sandbox)
         return [self._judge(answer) for answer in answers]
 
@@ -50,17 +54,22 @@ class Code:
         if runs:
             self._require_failing(tests)
 
-    def _judge(self, answer: JudgedAnswer) -> float | None:
+    def _judge(self, answer: JudgedAnswer) -> Verdict:
         column_of(answer, self.column)
         prompt = prompt_text(answer.prompt)
         self.check_row(answer.row, prompt, runs=True)
         tests = parse_tests(answer.row[self.column], answer.row, prompt)
         code = code_of(answer.text)
         if code is None:
-            return 0.0
-        return sum(verdict.passed for verdict in self._verdicts(code, tests)) / len(tests)
+            return Verdict.of(0.0, None, "no block of Python")
+        results = self._results(code, tests)
+        passed = sum(result.passed for result in results)
+        failed = next(
+            (f"; test {number}: {each.reason}" for number, each in enumerate(results, 1) if not each.passed), ""
+        )
+        return Verdict.of(passed / len(tests), code, f"{passed} of {len(tests)} tests passed{failed}")
 
-    def _verdicts(self, code: str | None, tests: Sequence[ProgramTest]) -> list[Verdict]:
+    def _results(self, code: str | None, tests: Sequence[ProgramTest]) -> list[ProgramResult]:
         kind = find_sandbox(self.sandbox)
         return judge_program(code, tests, timeout_s=self.timeout_s, memory_mib=self.memory_mib, sandbox=kind)
 
@@ -72,7 +81,7 @@ class Code:
             if test.form == "script":
                 passes = not test.expected.split()
             else:
-                passes = test.form == "source" and self._verdicts(None, [test])[0].passed
+                passes = test.form == "source" and self._results(None, [test])[0].passed
             if passes:
                 shown = test.source or test.given
                 raise DataError(

@@ -27,7 +27,7 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramResult:
     """Whether a program passes a test, and why not."""
 
     passed: bool
@@ -36,8 +36,8 @@ class Verdict:
 
 def judge_program(
     code: str | None, tests: Sequence[ProgramTest], *, timeout_s: float, memory_mib: int, sandbox: str
-) -> list[Verdict]:
-    """The verdict of each test on a program; code None: on the empty program, which needs no sandbox.
+) -> list[ProgramResult]:
+    """The result of each test of a program; code None: on the empty program, which needs no sandbox.
 
     Every process of the program has ended when this returns. Raises ResourceError where a sandbox does not start.
     """
@@ -63,7 +63,7 @@ class _Program:
             self._guest = None
         self._end()
 
-    def judge(self, test: ProgramTest, timeout_s: float) -> Verdict:
+    def judge(self, test: ProgramTest, timeout_s: float) -> ProgramResult:
         """Runs a test, in a new sandbox where it does not start in the one that there is."""
         for _ in range(2):
             start_s = START_S if self._guest is None else GRACE_S
@@ -74,7 +74,7 @@ class _Program:
             if state not in ("passed", "failed"):
                 self._end()
             if state != "not started":
-                return Verdict(state == "passed", reason)
+                return ProgramResult(state == "passed", reason)
         raise ResourceError(f"rewards of kind code: the sandbox of a program did not start: {reason}")
 
     def _state(self, asked: dict[str, Any], modules: str) -> tuple[str, str]:
