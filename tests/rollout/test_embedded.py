@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from builders.rollout_requests import GREEDY, SAMPLED, cache_of, check_same, requests, slowly
+from builders.tiny_adapters import adapter_set, perturb
 
 from danlu.errors import DataError, ModelError, ResourceError
 from danlu.models.hf_config import read_config_values
 from danlu.models.loading import build
 from danlu.models.saving import save
+from danlu.recipe.sections import Lora
 from danlu.rollout.embedded import EmbeddedEngine
 from danlu.rollout.engine import EngineOptions
 from danlu.rollout.request import Request, SamplingOptions
@@ -33,6 +35,21 @@ def test_equals_a_loop_of_full_passes(small_decoder, kind, options):
             torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
     # Negative control: other weights give other text.
     assert EmbeddedEngine(small_decoder(kind, seed=1)).generate(asked)[0].tokens != slowly(model, asked[0])[0]
+
+
+@pytest.mark.parametrize("kind", ["sinks", "latent", "factorized", "key-reuse"])
+def test_adapters_on_every_kind_of_attention(small_decoder, kind):
+    """Caches hold what keys and values are made of, absorbed while tokens are drawn: with the adapters of that too."""
+    model, (request,) = small_decoder(kind), requests(count=5, prompts=[(11, 12, 13, 14)])
+    bare = slowly(model, request)
+    adapters = adapter_set(model)
+    adapters.add("made", Lora(rank=2))
+    perturb(adapters, "made")
+    (completion,) = EmbeddedEngine(model).generate([request])
+    tokens, logprobs = slowly(model, request)
+    assert completion.tokens == tokens
+    torch.testing.assert_close(completion.logprobs, logprobs, atol=1e-4, rtol=1e-4)
+    assert bare[0] != tokens or max(abs(x - y) for x, y in zip(bare[1], logprobs, strict=True)) > 1e-2  # the control
 
 
 TWINS = {
