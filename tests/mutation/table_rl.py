@@ -799,4 +799,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "[new for",
         "recipe/test_stage_defaults.py",
     ),
+    Mutation(
+        "rollout/rollout_sampler.py",
+        "if not left_out[answer]:",
+        "if answer >= 0:",
+        "rollout/test_experience.py",
+        "steps_of_an_answer",
+    ),
 )

@@ -13,7 +13,7 @@ from danlu.data.trees import repeat_stem
 from danlu.errors import TrainingError
 from danlu.line_log import LineLog
 from danlu.parallel.comm import ALONE
-from danlu.rewards.protocol import Verdict
+from danlu.rewards.protocol import StepRewards, Verdict
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
 from danlu.rewards.text import Mathematical
 from danlu.rollout.estimators import GroupEstimator
@@ -330,6 +330,21 @@ def test_a_reward_that_fails_too_often_ends_the_run_whatever_the_others_say():
     made = experience(failures=0.4)
     made.sampler.rewards = TwoRewards(declined=True)
     assert made.at(0)  # control
+
+
+def test_steps_of_an_answer_that_another_reward_fails_for_are_left_out_too():
+    class WithSteps(TwoRewards):
+        def score(self, answers):
+            table = super().score(answers)
+            return replace(table, steps={(place, 0): StepRewards((1,), (0.5,)) for place in range(len(answers))})
+
+    made = experience()
+    made.sampler.rewards = WithSteps(declined=False, without={(1, 0)})
+    prompts = [made.sampler.prompts.at(number) for number in range(3)]
+    with made.sampler.awake():
+        answered = made.sampler.answer(range(3), prompts, SAMPLING["sampling"])
+    assert [len(of_answer) for (of_answer,) in answered.steps] == [1, 0, 1]
+    assert np.isnan(answered.rewards).all(-1).tolist() == [[False], [True], [False]]
 
 
 def test_failures_of_one_reward_are_no_signal_and_are_held_out_too():
