@@ -176,6 +176,12 @@ def test_wordings(template):
         (r"\boxed{3} or \boxed{unclosed", "3"),
         ("nothing here to be seen or read", None),
         ("It costs $1,250.50 now", "$1,250.50"),
+        ("The solutions are $x=2$ and $x=3$.", "x=2, x=3"),
+        ("Answer: $x=2$ or $x=3$.", "x=2, x=3"),
+        ("The answer is\n\\[\n x = 1\n\\]\nas before.", "x = 1"),
+        ("The correct option is (B).", "(B)"),
+        (r"The answer is $\$5$", r"\$5"),
+        ("The area is 12 cm^2 in all, and no more than that", "12"),
         (r"So the probability is $\frac{3}{4}$, as before.", r"\frac{3}{4}"),
     ],
 )

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from danlu.rewards.math_notation import plain, unwrapped
 from danlu.rewards.plain_numbers import numbers_in
 
+LONGEST_MARKED = 500
+"""Characters behind "the answer is"."""
 LONGEST_BARE = 200
 """Characters of a text that is its own answer as a whole, if nothing in it says where the answer is."""
 
@@ -25,7 +27,7 @@ HEADING = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 PHRASED = re.compile(
-    r"(?<![A-Za-z])(?:answers?|result|ans)[ \t]*+(?:\*\*|__)?[ \t]*+"
+    r"(?<![A-Za-z])(?:answers?|result|ans|option|choice)[ \t]*+(?:\*\*|__)?[ \t]*+"
     r"(?::|=|(?:is|are|was|(?:would|will|should|must)[ \t]++be|equals|comes[ \t]++to)(?![A-Za-z]))"
     r"[ \t]*+:?[ \t]*+(?:\*\*|__)?\s*+(\S.*+)|答案(?:是|为|：|:)\s*+(\S.*+)",
     re.IGNORECASE,
@@ -34,7 +36,9 @@ NAMED = re.compile(
     r"(?<![\w.])([-+]?\$?\d[\d,./%]*+)\s++(?:\w++\s++)?(?:is|are)\s++(?:the|our|my)\s++(?:final\s++|correct\s++)?answer",
     re.IGNORECASE,
 )
-FORMULA = re.compile(r"\$\$([^$]++)\$\$|\$([^$\n]++)\$|\\\(((?:[^\\\n]|\\(?!\)))++)\\\)|\\\[((?:[^\\]|\\(?!\]))++)\\\]")
+FORMULA = re.compile(
+    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)\$|\\\(((?:[^\\\n]|\\(?!\)))++)\\\)|\\\[((?:[^\\]|\\(?!\]))++)\\\]"
+)
 _LEADING_FORMULA = re.compile(rf"(?:\*\*|[ \t])*+(?:{FORMULA.pattern})")
 _CLAUSE_END = re.compile(
     r"[.!?](?=\s++[A-Z\"'(]|\s*+$)|[,;]\s++(?:because|since|as|so|which|where|and so|for|given|not)\b|"
@@ -42,6 +46,11 @@ _CLAUSE_END = re.compile(
 )
 _LEADING_VALUE = re.compile(r"[-+\s]*+[\d.$€£(\[{\\]")
 _DIGITS = re.compile(r"[-+]?\$?[\d,]*+\d(?:\.\d++)?%?")
+_CONJUNCTION = re.compile(r"\s*+(?:,|(?:,\s*+)?(?:and|or))\s*+")
+_AND_A_FORMULA = re.compile(
+    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)\$"
+    r"|\\\(((?:[^\\\n]|\\(?!\)))++)\\\)|\\\[((?:[^\\]|\\(?!\]))++)\\\]"
+)
 _HEDGES = re.compile(
     r"\(?(?<![A-Za-z])(?:approximately|about|around|roughly|simply|just|therefore|thus|then|exactly|equal to)\)?\s++",
     re.I,
@@ -108,7 +117,9 @@ def _marked(text: str) -> Iterator[str]:
         if not re.fullmatch(r"[*\s]*+(?:the\s)?(?:final\s)?(?:answer|result|solution)[*:\s]*+", answer, re.IGNORECASE):
             yield answer
     yield from reversed(HEADING.findall(text))
-    yield from (first or second for first, second in reversed(PHRASED.findall(text)))
+    for match in reversed(list(PHRASED.finditer(text))):
+        start = match.start(1) if match[1] is not None else match.start(2)
+        yield text[start : start + LONGEST_MARKED]  # a displayed formula is on other lines
     yield from reversed(NAMED.findall(text))
     unclosed = list(BOXED.finditer(text))
     if unclosed:
@@ -117,11 +128,14 @@ def _marked(text: str) -> Iterator[str]:
 
 def _clause(said: str, *, numeric: bool) -> str | None:
     """The answer at the start of what follows its mark; None where words alone do and a number is wanted."""
-    if _DIGITS.fullmatch(said):
-        return said
+    first_line = said.split("\n", 1)[0]
+    if _DIGITS.fullmatch(first_line):
+        return first_line
     if match := _LEADING_FORMULA.match(said):
         formula = next(group for group in match.groups() if group is not None)
         behind = said[match.end() :].lstrip(" *")
+        if _AND_A_FORMULA.match(behind):
+            return _last_formula(first_line)
         if behind.startswith(("%", r"\%")):
             return formula.strip() + "%"
         if len(formula) == len(said.strip(" *.$\\()[]")) or behind[:1] != "$":
@@ -162,14 +176,24 @@ def _is_prose(text: str) -> bool:
 
 def _last_formula(text: str) -> str | None:
     """The last that is no text between two prices, as in $5 and $18."""
-    formulas = [next(group for group in groups if group) for groups in FORMULA.findall(text)]
-    return next((each.strip() for each in reversed(formulas) if each.strip() and not _is_text(each)), None)
+    matches = [match for match in FORMULA.finditer(text) if not _is_text(_content(match)) and _content(match)]
+    if not matches:
+        return None
+    start = len(matches) - 1
+    while start and _CONJUNCTION.fullmatch(text, matches[start - 1].end(), matches[start].start()):
+        start -= 1
+    return ", ".join(_content(match) for match in matches[start:])
+
+
+def _content(match: re.Match[str]) -> str:
+    """What stands between the dollar signs or brackets of a formula."""
+    return next((group for group in match.groups() if group), "").strip()
 
 
 def _behind(text: str, formula: str) -> str:
     """The text from the last place of a formula on, if no other number follows it; else nothing."""
-    place = text.rindex(formula)
-    return "" if _last_number(text[place + len(formula) :]) is not None else formula
+    place = text.rfind(formula)
+    return "" if place < 0 or _last_number(text[place + len(formula) :]) is not None else formula
 
 
 def _is_text(formula: str) -> bool:
