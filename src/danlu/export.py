@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,8 +12,7 @@ from danlu.errors import CheckpointError
 from danlu.output_folder import refuse_existing
 from danlu.parallel.comm import ALONE
 from danlu.recipe import Recipe
-from danlu.shard_box import ShardBox
-from danlu.stage_protocols import PlacedModel
+from danlu.shard_box import BoxValue, ShardBox
 from danlu.stages import STAGES
 from danlu.train.checkpoints.folders import is_checkpoint_folder, is_complete
 from danlu.train.checkpoints.gathering import Gathering
@@ -23,7 +23,7 @@ from danlu.train.state import Run, shard_boxes
 
 
 def export_result(
-    run: Run, placed: PlacedModel, recipe: Recipe, folder: Path, say: Callable[[str], None]
+    run: Run, placed: Writes, recipe: Recipe, folder: Path, say: Callable[[str], None]
 ) -> tuple[Path, ...]:
     """The result: a model or an adapter, and its average beside it.
 
@@ -45,7 +45,13 @@ def export_result(
     return _write(placed, own, run), averaged
 
 
-def _write(placed: PlacedModel, target: Path, run: Run | None = None) -> Path:
+class Writes(Protocol):
+    """What writes a result; the rest of a `PlacedModel` is not asked for."""
+
+    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None: ...  # as `PlacedModel` has it
+
+
+def _write(placed: Writes, target: Path, run: Run | None = None) -> Path:
     """Writes `placed` as `target`. run: whose processes have its shards; None where this process has all of it."""
     parallel = None if run is None else run.learner.parallel
     local = {} if parallel is None else parallel.all_parameters

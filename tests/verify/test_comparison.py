@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from danlu.recipe import sections
 from danlu.shard_box import ShardBox
 from danlu.verify.comparison import Comparison, compare, module_of, sign_flip_distance
-from danlu.verify.trace import LocalShards, StepTrace, Trace, assemble
+from danlu.verify.trace import AverageTrace, LocalShards, SpoiledStep, StepTrace, Trace, assemble
 from danlu.verify.workers import Traces
 
 NAMES = ("embed_tokens.weight", "layers.0.attention.q_proj.weight", "layers.0.mlp_norm.weight", "lm_head.weight")
@@ -263,3 +264,151 @@ def test_shards_are_assembled_and_what_no_process_holds_is_refused() -> None:
 def test_modules_of_many_layers_are_shown_together() -> None:
     assert module_of("layers.7.attention.q_proj.adapter.default.lora_A") == "layers.7.attention"
     assert module_of("layers.7.attention.q_proj.weight", all_layers=True) == "layers.*.attention"
+
+
+def with_state() -> Traces:
+    """Traces with all that is compared beside steps."""
+    traces = make_traces()
+    for rank, trace in enumerate([*traces.by_rank, traces.reference, traces.perturbed]):
+        cut = full_shards if rank > 1 else lambda of, rank=rank: shard(of, rank)  # type: ignore[misc]
+        average = AverageTrace(cut(tensors(5)), 2)
+        trace.average = trace.loaded_average = average
+        trace.next_average = trace.resumed_average = AverageTrace(cut(tensors(6)), 3)
+        trace.counters = trace.loaded_counters = {"steps": 2, "tokens": 200}
+        trace.evaluation_metrics = {"nll": 2.0, "accuracy": 0.25}
+        trace.steps = [replace(step, metrics={"nll": 2.5, "kl": 0.0}) for step in trace.steps]
+        trace.exported = {"model/lm_head.weight": torch.ones(6, 4)} if rank in (0, 2) else None
+        trace.spoiled = SpoiledStep("lm_head.weight" if rank == 1 else "", "step 4: in lm_head.weight")
+    return traces
+
+
+def doubled(average: AverageTrace | None) -> AverageTrace:
+    assert average is not None
+    weights = {
+        name: (box, 2 * value if name == "lm_head.weight" else value) for name, (box, value) in average.weights.items()
+    }
+    return replace(average, weights=weights)
+
+
+def test_state_that_is_the_same_passes() -> None:
+    comparison = compare(with_state(), 1e-6)
+    assert comparison.first_failure() is None
+    assert comparison.modules()[-1].parameters == 24
+    kinds = {tensor.kind for tensor in comparison.compared}
+    assert kinds >= {
+        "metrics",
+        "moving average",
+        "counters",
+        "saved average, loaded",
+        "saved counters, loaded",
+        "exported result",
+        "gradient not finite",
+    }
+
+
+def metric_of_rank_1(trace: Trace) -> None:
+    trace.steps[1] = replace(trace.steps[1], metrics={"nll": 2.5, "kl": 1e-6})
+
+
+def metric_missing(trace: Trace) -> None:
+    trace.evaluation_metrics = {"nll": 2.0}
+
+
+def average_changed(trace: Trace) -> None:
+    trace.average = doubled(trace.average)
+
+
+def average_counted_anew(trace: Trace) -> None:
+    assert trace.loaded_average is not None
+    trace.loaded_average = replace(trace.loaded_average, updates=0)
+
+
+def average_not_loaded(trace: Trace) -> None:
+    trace.loaded_average = doubled(trace.loaded_average)
+
+
+def average_after_resuming(trace: Trace) -> None:
+    trace.resumed_average = doubled(trace.resumed_average)
+
+
+def counted_twice(trace: Trace) -> None:
+    trace.counters = {"steps": 2, "tokens": 400}
+
+
+def begun_anew(trace: Trace) -> None:
+    trace.loaded_counters = {"steps": 0, "tokens": 200}
+
+
+def not_told(trace: Trace) -> None:
+    trace.spoiled = SpoiledStep("lm_head.weight", None)
+
+
+def told_without_name(trace: Trace) -> None:
+    trace.spoiled = SpoiledStep("lm_head.weight", "step 4: in its global norm")
+
+
+def not_saved(trace: Trace) -> None:
+    trace.problems["saving"] = "CheckpointError: two files"
+
+
+def not_loaded(trace: Trace) -> None:
+    trace.problems["loading"] = "CheckpointError: it does not fit"
+
+
+def gap(trace: Trace) -> None:
+    box, value = trace.steps[0].gradients["lm_head.weight"]
+    there = replace(box, offsets=(box.offsets[0] - 1, 0))
+    trace.steps[0] = replace(trace.steps[0], gradients={**trace.steps[0].gradients, "lm_head.weight": (there, value)})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "stage", "name"),
+    [
+        (metric_of_rank_1, "kl of step 2", None),
+        (metric_missing, "accuracy of evaluation", None),
+        (average_changed, "average of the last step", "lm_head.weight"),
+        (average_counted_anew, "updates of the average of one process's checkpoint in the layout", None),
+        (average_not_loaded, "average of one process's checkpoint in the layout", "lm_head.weight"),
+        (
+            average_after_resuming,
+            "average after a step of one process's checkpoint in the layout",
+            "lm_head.weight",
+        ),
+        (counted_twice, "tokens after the last step", None),
+        (begun_anew, "steps of one process's checkpoint in the layout", None),
+        (not_told, "a gradient that is not finite", "lm_head.weight"),
+        (told_without_name, "a gradient that is not finite", "lm_head.weight"),
+        (not_saved, "saving", None),
+        (not_loaded, "loading one process's checkpoint in the layout", None),
+        (gap, "gradients of step 1", "lm_head.weight"),
+    ],
+)
+def test_a_mistake_of_one_process_in_what_surrounds_a_step_is_found(
+    mistake: Callable[[Trace], None], stage: str, name: str | None
+) -> None:
+    traces = with_state()
+    mistake(traces.by_rank[1])
+    first = compare(traces, 1e-6).first_failure()
+    assert first is not None and (first.stage, first.name) == (stage, name)
+
+
+def test_each_tensor_of_the_result_has_to_be_the_same_to_the_last_bit() -> None:
+    for exported in (
+        {"model/lm_head.weight": torch.nextafter(torch.ones(6, 4), torch.tensor(2.0))},
+        {},
+        {"model/lm_head.weight": torch.ones(4, 6)},
+        {"model/lm_head.weight": torch.ones(6, 4), "model/more": torch.ones(1)},
+    ):
+        traces = with_state()
+        traces.by_rank[0].exported = exported
+        first = compare(traces, 1e-6).first_failure()
+        assert first is not None and first.stage == "exported result"
+        assert first.name == ("model/more" if len(exported) > 1 else "model/lm_head.weight")
+
+
+def test_metrics_may_differ_by_what_rounding_makes_of_them() -> None:
+    for off, holds in ((4e-6, True), (4e-3, False)):
+        traces = with_state()
+        for trace, error in ((traces.by_rank[0], off), (traces.by_rank[1], off), (traces.perturbed, 1e-6)):
+            trace.steps = [replace(step, metrics={"nll": 2.5, "kl": error}) for step in trace.steps]
+        assert (compare(traces, 1e-6).first_failure() is None) == holds

@@ -19,10 +19,12 @@ from danlu.models.experts import RowOrder
 from danlu.models.load_balancing import Balancer
 from danlu.models.modules import RMSNorm
 from danlu.models.router import Router
+from danlu.optim import clip
 from danlu.optim.build import Optimizers
-from danlu.parallel import ring_attention
+from danlu.parallel import local_parameter, ring_attention, step_parallel
 from danlu.parallel.comm import Group
 from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.layout import Layout
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import DataGroups, Ranks
@@ -30,6 +32,9 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import load
 from danlu.train import loop, step
+from danlu.train import state as state_module
+from danlu.train.checkpoints.gathering import Gathering
+from danlu.train.step import StepSums
 from danlu.verify import trace
 from danlu.verify.fault_injection import FAULTS
 
@@ -67,6 +72,14 @@ TOUCHED = [
     (learner, "replaying"),
     (Optimizers, "step"),
     (WeightStash, "_copy_parameters"),
+    (state_module, "load_checkpoint"),
+    (state_module, "_optimizer_scalars"),
+    (Gathering, "part"),
+    (GradientBuckets, "__init__"),
+    (step_parallel, "_all_reduce_flat"),
+    (StepSums, "own_means"),
+    (clip, "_global_norm"),
+    (local_parameter, "_copied"),
 ]
 
 

@@ -63,6 +63,7 @@ MISTAKES: dict[str, tuple[list[str], str | None, str | None, str]] = {
     ),
     "sum-before-last-gradient": ([PIPELINE], None, "embed_tokens.weight", "do not sum its gradient to the same"),
     "sum-over-stages-missing": ([PIPELINE], None, "embed_tokens.weight", "over pipeline ranks is missing"),
+    "unstepped-of-first-stage": ([PIPELINE], None, None, "state that is kept of one process's parameters alone"),
 }
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders.adapter_folders import adapter_folder
-from builders.tiny_world import tiny_world
+from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.adapters.adapter_config import read_adapter_config
 from danlu.memory import recompute_planner
@@ -22,9 +23,12 @@ from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.loading import load as load_model
+from danlu.models.long_context import ropes_by_length, with_long_context
+from danlu.models.rope_config import DynamicScaling, LongRopeScaling, QueryTemperature, Rope, RopeScaling
 from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
+from danlu.types import Pack, Sample
 from danlu.verify.proxy_model import (
     EPS,
     LEAST_RATE,
@@ -33,6 +37,9 @@ from danlu.verify.proxy_model import (
     proxy_config,
     proxy_optimizer,
     proxy_recipe,
+    rope_trained_at,
+    staged_ropes,
+    trained_length,
 )
 from danlu.verify.role_proxies import write_model
 
@@ -197,7 +204,7 @@ def on_base(folder: Path, **changes: Any) -> Recipe:
 
 def test_a_base_is_written_with_norms_that_differ(tmp_path: Path) -> None:
     given = on_base(tmp_path).model_copy(update={"adapter": None})
-    small, config, _ = proxy_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path)
+    small, config, _ = proxy_recipe(given, read_config_values(LARGE["llama"]), Layout(shard=2), tmp_path, 64)
     assert small.model.path == str(tmp_path / "model")
     model = load_model(tmp_path / "model")
     assert model.config == config
@@ -224,7 +231,7 @@ def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
         ),
         [f"model={tiny_world().base}", f"adapter={adapter}", "quantization={kind: int8, group: 128}"],
     ).recipe
-    small = proxy_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path)[0]
+    small = proxy_recipe(made, read_config_values(LARGE["llama"]), Layout(tensor=2), tmp_path, 64)[0]
     assert small.adapter is not None and small.quantization is not None
     assert (small.adapter.rank, small.adapter.dropout, small.adapter.rank_pattern) == (4, 0.1, {"q_proj": 6})
     assert (small.quantization.kind, small.quantization.group) == ("int8", 16)
@@ -234,7 +241,7 @@ def test_adapters_blocks_and_lengths_get_small(tmp_path: Path) -> None:
 def test_a_planned_recompute_has_something_to_plan(tmp_path: Path) -> None:
     given = recipe(tmp_path, memory={"recompute": {"kind": "planned", "budget": 8.0}}, batch={"micro": 2})
     for name in ("gemma2", "llama", "qwen3"):
-        small, config, _ = proxy_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path)
+        small, config, _ = proxy_recipe(given, read_config_values(LARGE[name]), Layout(shard=2), tmp_path, 64)
         budget, length = small.memory.recompute.budget, small.data.max_length
         assert budget is not None and length == 64
         model = build(config)
@@ -256,7 +263,7 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
     below = adapter_folder(tiny_world().base, tmp_path / "below", sections.Vera(rank=32))
     made = on_base(tmp_path)
     given = made.model_copy(update={"model": made.model.model_copy(update={"adapters": [str(below)]})})
-    small, _, notes = proxy_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path)
+    small, _, notes = proxy_recipe(given, read_config(tiny_world().base), Layout(shard=2), tmp_path, 64)
     assert small.model.adapters == [str(tmp_path / "adapters" / "0-below")]
     assert read_adapter_config(Path(small.model.adapters[0])).kind == "VERA"
     assert notes[-1].endswith("with numbers of their own: vera")
@@ -267,3 +274,45 @@ def test_updates_of_a_small_learning_rate_are_made_large_enough_to_see() -> None
     assert raised.learning_rate == LEAST_RATE and "larger than rounding" in notes[-1]
     kept, notes = proxy_optimizer(sections.AdamW(learning_rate=2e-5, eps=EPS))
     assert kept.learning_rate == 2e-5 and notes == []
+
+
+def rope_with(scaling: RopeScaling | None, temperature: QueryTemperature | None = None) -> Rope:
+    return Rope(1e4, 16, 131072, scaling=scaling, temperature=temperature)
+
+
+def test_rotations_by_length_are_trained_at_a_short_one() -> None:
+    long = LongRopeScaling((1.0,) * 8, (4.0,) * 8, 4096, 32.0)
+    small = rope_trained_at(rope_with(long), 24)
+    assert (
+        small.short_length == 24 and small.max_position_embeddings == 768 and isinstance(small.scaling, LongRopeScaling)
+    )
+    assert small.scaling.attention_scaling > 1 and small.scaling.long_factor == long.long_factor
+    dynamic = rope_trained_at(rope_with(DynamicScaling(4.0)), 24)
+    assert dynamic.short_length == dynamic.max_position_embeddings == 24
+    assert rope_trained_at(rope_with(None), 24) == rope_with(None)
+    turned = rope_trained_at(rope_with(None, QueryTemperature(0.1, 8192)), 24)
+    assert turned.temperature == QueryTemperature(0.1, 24)
+
+
+def test_a_small_model_is_trained_at_half_of_the_longest_documents() -> None:
+    def pack(*lengths: int) -> Pack:
+        return Pack(tuple(Sample(np.zeros(n, np.int32), np.ones(n, np.float32), "row") for n in lengths))
+
+    assert trained_length([pack(10, 60, 20), pack(128), pack(40)]) == 30
+    assert trained_length([pack(3)]) == 2
+
+
+def test_stages_of_lengths_are_as_those_of_the_large_model() -> None:
+    large = read_config_values({"vocab_size": 400, **CONFIG, "max_position_embeddings": 4096})
+    section = sections.LongContext.model_validate(
+        {"method": "dynamic", "stages": [{"length": 4096, "steps": 1}, {"length": 16384, "steps": 1}]}
+    )
+    scaled = with_long_context(large, section, 16384)
+    small = proxy_config(scaled, Layout(), trained_length=24)
+    stages = staged_ropes(scaled, small, ropes_by_length(large, section), 24)
+    (first, second) = stages.values()
+    assert [rope.scaling for rope in (*first, *second)] == [None, DynamicScaling(4.0)]
+    assert second == small.ropes and second[0].short_length == 24
+    keys = list(stages)
+    assert len(keys) == 2 and max(keys) // min(keys) == 1, "as many packs in a micro-batch of each"
+    assert staged_ropes(scaled, small, {}, 24) == {}

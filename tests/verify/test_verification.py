@@ -168,9 +168,14 @@ WITH_LORA = f"adapter={LORA}"
 CONTEXT = "parallel={context: 2}"
 DIAGNOSES = {
     "adapter-in-reference": "the policy with its adapter",
+    "average-counted-from-zero": "how many updates it has taken in",
+    "average-not-restored": "the moving average does not come back as it was saved",
     "branch-sums-per-rank": "one context rank's tokens alone",
+    "bucket-dropped": "over data ranks is missing",
+    "clipped-to-larger-norm": "squares of a part",
     "divisors-per-rank": "one process's own pairs",
     "document-leak": "documents that see each other",
+    "document-lengths-lost": "a length of the part on a rank",
     "doubled": "too large by a constant",
     "frozen-models-differ": "not the same on all processes",
     "local-clip": "the norm of what it holds",
@@ -178,8 +183,12 @@ DIAGNOSES = {
     "mean-of-means": "mean over data ranks of their own means",
     "mean-of-micro-batches": "each micro-batch counts alike",
     "mean-over-context-ranks": "divides by the weight of its own targets",
+    "metrics-of-one-rank": "a metric of one process's rows alone",
     "missing-norm-sum": "is missing",
     "never-filled": "never filled",
+    "not-finite-hidden": "is hidden from others",
+    "overlapping-parts": "be cut afterwards",
+    "parts-doubled-in-export": "the exported result is not",
     "positions-begin-anew": "positions or frequencies that begin anew",
     "repeated-rows": "more than once",
     "same-masks": "dropout",
@@ -192,15 +201,30 @@ DIAGNOSES = {
     "window-at-border": "off by one there",
 }
 """A part of the cause that a verification reports for each mistake."""
+FACTORS = "short_factor: [1, 1.1, 1.2, 1.3], long_factor: [1, 2, 4, 8]"
+LONGROPE = (
+    "model.config.model_type=phi3",
+    "model.config.pad_token_id=0",
+    f"model.config.rope_scaling={{type: longrope, {FACTORS}}}",
+    "model.config.original_max_position_embeddings=4096",
+    "model.config.max_position_embeddings=131072",
+)
+DYNAMIC = "model.config.rope_scaling={rope_type: dynamic, factor: 4}"
+STAGES = "long_context={method: dynamic, stages: [{length: 96, steps: 2}, {length: 512, steps: 2}]}"
 CASES = {
     "adapter-in-reference": (
         ("parallel.data=2", WITH_LORA, "reference=adapter-off"),
         {"base": True, "rows_of": "preference"},
         "layers.0.attention.q_proj.adapter.default.lora_A",
     ),
+    "average-counted-from-zero": ((SHARDED, "ema=0.9"), {}, None),
+    "average-not-restored": ((SHARDED, "ema=0.9"), {}, "embed_tokens.weight"),
     "branch-sums-per-rank": ((CONTEXT,), {"rows_of": "preference"}, "embed_tokens.weight"),
+    "bucket-dropped": (("parallel.data=2",), {}, "norm.weight"),
+    "clipped-to-larger-norm": (("parallel.data=2",), {}, None),
     "divisors-per-rank": (("parallel.data=2",), {"rows_of": "preference"}, "embed_tokens.weight"),
     "document-leak": ((CONTEXT,), {}, "embed_tokens.weight"),
+    "document-lengths-lost": ((CONTEXT, *LONGROPE), {}, "embed_tokens.weight"),
     "doubled": ((TENSOR,), {}, "embed_tokens.weight"),
     "frozen-models-differ": ((SHARDED,), {"rows_of": "preference"}, "embed_tokens.weight"),
     "local-clip": ((SHARDED,), {}, None),
@@ -208,8 +232,12 @@ CASES = {
     "mean-of-means": (("parallel.data=2",), {}, "embed_tokens.weight"),
     "mean-of-micro-batches": ((SHARDED,), {}, "embed_tokens.weight"),
     "mean-over-context-ranks": ((CONTEXT,), {}, "embed_tokens.weight"),
+    "metrics-of-one-rank": ((SHARDED,), {}, None),
     "missing-norm-sum": ((TENSOR,), {}, "layers.0.attention_norm.weight"),
     "never-filled": ((SHARDED,), {}, None),
+    "not-finite-hidden": ((SHARDED,), {}, "embed_tokens.weight"),
+    "overlapping-parts": ((SHARDED,), {}, "embed_tokens.weight"),
+    "parts-doubled-in-export": ((SHARDED,), {}, "model/model.embed_tokens.weight"),
     "positions-begin-anew": ((CONTEXT,), {}, "embed_tokens.weight"),
     "repeated-rows": ((SHARDED,), {}, "embed_tokens.weight"),
     "same-masks": (
@@ -240,6 +268,7 @@ OF_EXPERTS = (
     "expert-gradients-times-expert",
     "experts-not-in-norm",
     "idle-expert-without-gradient",
+    "large-gradients-not-summed",
     "router-by-balance-alone",
     "routes-not-replayed",
 )
@@ -267,6 +296,28 @@ def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
     assert found.finding.parameter == parameter
     assert DIAGNOSES[name] in found.finding.cause
     assert not all(check.holds for check in found.checks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scaled", [DYNAMIC, STAGES], ids=["dynamic", "stages"])
+def test_a_length_that_is_lost_where_a_document_is_cut_is_named(scaled: str, tmp_path: Path) -> None:
+    by_length = recipe(tmp_path, CONTEXT, scaled, *(["steps=null", "data.max_length=512"] if scaled == STAGES else []))
+    found, _ = verify("recipe.yaml", by_length, Options(steps=2))
+    assert found.finding is None and all(check.holds for check in found.checks)
+    assert any(line.startswith("rotations by length as of a model that was trained at") for line in found.about)
+    assert ("stages of 96, 512 tokens, a step of each" in found.about) == (scaled == STAGES)
+    found, _ = verify("recipe.yaml", by_length, Options(steps=2, fault="document-lengths-lost"))
+    assert found.finding is not None and DIAGNOSES["document-lengths-lost"] in found.finding.cause
+
+
+@pytest.mark.distributed
+def test_averages_and_the_result_are_compared(tmp_path: Path) -> None:
+    averaged = recipe(tmp_path, "parallel={shard: zero3, tensor: 2}", "ema=0.9")
+    found, _ = verify("recipe.yaml", averaged, Options(steps=1))
+    assert found.finding is None
+    checks = {check.what: check.error for check in found.checks}
+    assert checks["saved average, loaded"] == checks["exported result"] == checks["gradient not finite"] == 0
+    assert checks["moving average"] < 1e-5 and checks["metrics"] < 1e-5
 
 
 @pytest.mark.distributed

@@ -22,7 +22,7 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.schedules import Action
 
 T = TypeVar("T")
-_LARGE_BYTES = 25 * 2**20  # as of a bucket: see `gradient_buckets`
+LARGE_BYTES = 25 * 2**20  # as of a bucket: see `gradient_buckets`
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class StepParallel:
 
 def _is_large(grad: Tensor) -> bool:
     """Whether a copy of it costs more than a collective of its own, as of experts' gradients."""
-    return grad.nbytes >= _LARGE_BYTES and grad.is_contiguous()
+    return grad.nbytes >= LARGE_BYTES and grad.is_contiguous()
 
 
 def _all_reduce_flat(group: Group, grads: Sequence[Tensor]) -> None:

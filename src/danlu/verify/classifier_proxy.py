@@ -18,6 +18,7 @@ from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
+from danlu.shard_box import BoxValue
 from danlu.stages import STAGES
 from danlu.train.run_folder import Start
 from danlu.verify.collective_traffic import data_parallel_traffic
@@ -31,6 +32,7 @@ class ClassifierProxy:
 
     has_tied_head: bool = False
     has_norms: bool = False
+    has_files: bool = True
     layer_kinds: Sequence[LayerSpec] = ()
 
     def trains_experts(self, recipe: Recipe) -> bool:
@@ -39,6 +41,9 @@ class ClassifierProxy:
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         start = None if resumed is None else Start(resumed, ())
         return ClassifierBuilder(recipe, STAGES["classify"]).place(ranks, device, start)
+
+    def write(self, placed: PlacedClassifier, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+        placed.write(target, value, writes=writes)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         return data_parallel_traffic(training, micro_batches, gathered=torch.float32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from torch import Tensor
 from danlu.numerics.relative_error import relative_error, worst_error
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
+from danlu.shard_box import ShardBox
 from danlu.verify.proxy_model import EPS
-from danlu.verify.trace import LocalShards, StepTrace, assemble
+from danlu.verify.trace import AverageTrace, LocalShards, SpoiledStep, StepTrace, Trace, assemble
 from danlu.verify.workers import Traces
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
@@ -28,6 +29,8 @@ TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
 _ROUNDING_FACTOR = 8.0  # how many times the effect of rounding is allowed
 _FLIPPED_PER_TENSOR = 8  # numbers of a tensor whose update may change its sign by rounding in a step
 _FEW_LAYERS = 4  # a model with more of them is shown with all layers together
+_LEAST_METRIC = 0.1  # below which errors of a metric are relative to this
+_JUMP = 1e-3  # a difference by rounding from which a metric is taken for one that counts
 _LAYER = re.compile(r"^(layers)\.(\d+)\.([a-z_]+)")
 
 
@@ -83,7 +86,7 @@ class Comparison:
 
     def _module(self, module: str, names: set[str]) -> Module:
         own = [tensor for tensor in self.compared if tensor.name in names]
-        sizes = {tensor.name: tensor.reference.numel() for tensor in own}
+        sizes = {tensor.name: tensor.reference.numel() for tensor in own if tensor.kind == "weights"}
         return Module(
             module,
             sum(sizes.values()),
@@ -134,6 +137,7 @@ def sign_flip_distance(optimizer: Optimizer) -> float:
 
 def _compared(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
     by_rank, reference, perturbed = traces.by_rank, traces.reference, traces.perturbed
+    metrics = _Metrics(rounding)
     initial = assemble([reference.initial_weights])[0]
     for name, value in initial.items():
         yield _tensor("first weights", "first weights", name, [trace.initial_weights for trace in by_rank], value, 0.0)
@@ -144,13 +148,29 @@ def _compared(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
             return
         steps = [trace.steps[number - 1] for trace in by_rank]
         yield from _step(f"step {number}", steps, step, perturbed_step, previous, rounding)
+        yield from metrics.compared(
+            f"step {number}", [each.metrics for each in steps], step.metrics, perturbed_step.metrics
+        )
         previous = assemble([step.weights])[0]
     if reference.evaluation is not None and perturbed.evaluation is not None:
         allowed = rounding.number(perturbed.evaluation, reference.evaluation)
         losses = [math.nan if trace.evaluation is None else trace.evaluation for trace in by_rank]
         yield _number("evaluation", "evaluation", losses, reference.evaluation, allowed)
+        own = [trace.evaluation_metrics for trace in by_rank]
+        yield from metrics.compared("evaluation", own, reference.evaluation_metrics, perturbed.evaluation_metrics)
+    if not by_rank[0].hit_non_finite:
+        averages = [trace.average for trace in by_rank]
+        yield from _averages("average of the last step", averages, reference.average, perturbed.average, rounding)
+        counters = [trace.counters for trace in by_rank]
+        yield from _counters("after the last step", "counters", counters, reference.counters)
+    for doing in ("saving", "exporting"):
+        if any(doing in trace.problems for trace in by_rank):
+            yield _number(doing, doing, [math.nan] * len(by_rank), 0.0, 0.0)
+            return
     if not by_rank[0].hit_non_finite or by_rank[0].loaded_weights:
         yield from _resumed(traces, rounding)
+    if (spoiled := [trace.spoiled for trace in by_rank if trace.spoiled is not None]) and len(spoiled) == len(by_rank):
+        yield from _spoiled(spoiled)
 
 
 class _Rounding:
@@ -192,6 +212,78 @@ class _Rounding:
         self._flipped_sum += self._flipped_norm
         distance = _ROUNDING_FACTOR * farthest + self._flipped_sum
         return {name: self.tolerance + distance / norm for name, norm in norms.items()}
+
+
+class _Metrics:
+    """Metrics of steps and evaluations, and what is allowed of them: some are zero but for rounding, others count."""
+
+    def __init__(self, rounding: _Rounding) -> None:
+        self._rounding = rounding
+        self._worst: dict[str, float] = {}  # of each, by rounding alone, until now
+        self._usual = 0.0  # the worst of all, without those that jump as a count does
+
+    def compared(
+        self,
+        label: str,
+        by_rank: Sequence[Mapping[str, float]],
+        reference: Mapping[str, float],
+        perturbed: Mapping[str, float],
+    ) -> Iterator[ComparedTensor]:
+        for name, value in reference.items():
+            errors = _finite([_metric_error(perturbed.get(name, math.nan), value)])
+            self._worst[name] = max(self._worst.get(name, 0.0), *errors)
+            self._usual = max(self._usual, *(error for error in errors if error < _JUMP))
+        flipped = self._rounding.number(1.0, 1.0)
+        for name, value in reference.items():
+            allowed = max(flipped, _ROUNDING_FACTOR * max(self._usual, self._worst[name]))
+            values = [metrics.get(name, math.nan) for metrics in by_rank]
+            number = _number(f"{name} of {label}", "metrics", values, value, allowed)
+            yield replace(number, error=max(_metric_error(each, value) for each in values))
+
+
+def _metric_error(value: float, reference: float) -> float:
+    """Relative to a least size: of what is zero but for rounding no more is known."""
+    if _is_same(value, reference):
+        return 0.0
+    error = abs(value - reference) / max(abs(reference), _LEAST_METRIC)
+    return error if math.isfinite(error) else math.inf
+
+
+def _averages(
+    label: str,
+    by_rank: Sequence[AverageTrace | None],
+    reference: AverageTrace | None,
+    perturbed: AverageTrace | None,
+    rounding: _Rounding,
+) -> Iterator[ComparedTensor]:
+    """The moving average of the layout beside one process's."""
+    if reference is None or perturbed is None:
+        return
+    own = [average for average in by_rank if average is not None]
+    updates = [float(average.updates) for average in own] or [math.nan]
+    yield _number(f"updates of the {label}", "moving average", updates, float(reference.updates), 0.0)
+    values = assemble([reference.weights])[0]
+    allowed = rounding.weights(assemble([perturbed.weights])[0], values)
+    shards = [average.weights for average in own]
+    for name, value in values.items():
+        yield _tensor(label, "moving average", name, shards, value, allowed[name])
+
+
+def _counters(
+    label: str, kind: str, by_rank: Sequence[Mapping[str, float]], reference: Mapping[str, float]
+) -> Iterator[ComparedTensor]:
+    """What the run counts, exactly."""
+    for name, count in reference.items():
+        yield _number(f"{name} {label}", kind, [counters.get(name, math.nan) for counters in by_rank], count, 0.0)
+
+
+def _spoiled(by_rank: Sequence[SpoiledStep]) -> Iterator[ComparedTensor]:
+    """Whether every process ended with an error that names a gradient which was not finite on one of them."""
+    name = next((step.parameter for step in by_rank if step.parameter), None)
+    if name is not None:
+        named = [float(step.error is not None and name in step.error) for step in by_rank]
+        number = _number("a gradient that is not finite", "gradient not finite", named, 1.0, 0.0)
+        yield replace(number, name=name, ranks=None)
 
 
 def _finite(errors: Iterable[float]) -> list[float]:
@@ -239,24 +331,70 @@ def _resumed(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
     assert reference.next_step is not None and traces.perturbed.next_step is not None
     after = assemble([reference.next_step.weights])[0]
     allowed = rounding.weights(assemble([traces.perturbed.next_step.weights])[0], after)
-    of_reference = "one process's", assemble([reference.steps[-1].weights])[0]
-    of_layout = "the layout's", assemble([trace.steps[-1].weights for trace in by_rank])[0]
+    of_reference = "one process's", assemble([reference.steps[-1].weights])[0], [reference]
+    of_layout = "the layout's", assemble([trace.steps[-1].weights for trace in by_rank])[0], by_rank
     in_layout, in_reference = (of_reference, of_layout) if traces.reshards else (of_layout, of_reference)
     layout_steps = [trace.resumed_step.weights for trace in by_rank if trace.resumed_step is not None]
     reference_steps = [] if reference.resumed_step is None else [reference.resumed_step.weights]
-    for (whose, saved), where, loaded, stepped in (
+    for (whose, saved, saved_by), where, loaded, stepped in (
         (in_layout, "in the layout", [trace.loaded_weights for trace in by_rank], layout_steps),
         (in_reference, "in one process", [reference.loaded_weights], reference_steps),
     ):
         label = f"{whose} checkpoint {where}"
+        traced = by_rank if where == "in the layout" else [reference]
+        if any(trace.problems.get("loading") for trace in traced):
+            yield _number(f"loading {label}", "loading", [math.nan] * len(traced), 0.0, 0.0)
+            return
         for name, value in saved.items():
             yield _tensor(f"weights of {label}", "saved weights, loaded", name, loaded, value, 0.0)
+        yield from _loaded_average(f"average of {label}", traced, [trace.average for trace in saved_by])
+        counters = [trace.loaded_counters for trace in traced]
+        yield from _counters(f"of {label}", "saved counters, loaded", counters, reference.counters)
         kind = "a step after resuming"
         if not stepped:
             yield _number(f"a step of {label}", kind, [math.nan], reference.next_step.loss, 0.0)
             return
         for name, value in after.items():
             yield _tensor(f"a step of {label}", kind, name, stepped, value, allowed[name], saved[name])
+        averages = [trace.resumed_average for trace in traced]
+        yield from _averages(
+            f"average after a step of {label}",
+            averages,
+            reference.next_average,
+            traces.perturbed.next_average,
+            rounding,
+        )
+    yield from _exported(traces)
+
+
+def _loaded_average(
+    label: str, traced: Sequence[Trace], saved: Sequence[AverageTrace | None]
+) -> Iterator[ComparedTensor]:
+    """The moving average as a checkpoint brought it back, which is the one that was saved."""
+    was = [average for average in saved if average is not None]
+    if not was:
+        return
+    now = [trace.loaded_average for trace in traced if trace.loaded_average is not None]
+    updates = [float(average.updates) for average in now] or [math.nan]
+    yield _number(f"updates of the {label}", "saved average, loaded", updates, float(was[0].updates), 0.0)
+    shards = [average.weights for average in now]
+    for name, value in assemble([average.weights for average in was])[0].items():
+        yield _tensor(label, "saved average, loaded", name, shards, value, 0.0)
+
+
+def _exported(traces: Traces) -> Iterator[ComparedTensor]:
+    """The files of the result: written by the layout, and by one process from the layout's checkpoint; exactly."""
+    own, reference = traces.by_rank[0].exported, traces.reference.exported
+    if own is None or reference is None:  # the error of the one that could not is told elsewhere
+        return
+    stage = kind = "exported result"
+    for name in dict.fromkeys((*reference, *own)):
+        value, written = reference.get(name), own.get(name)
+        if value is None or written is None or written.shape != value.shape:
+            there = next(tensor for tensor in (value, written) if tensor is not None)
+            yield ComparedTensor(stage, kind, name, math.inf, EXACT, torch.zeros_like(there), there)
+        else:
+            yield _tensor(stage, kind, name, [{name: (ShardBox.full(value.shape), written)}], value, 0.0)
 
 
 def _tensor(
@@ -272,7 +410,10 @@ def _tensor(
     own = [{name: shards[name]} if name in shards else {} for shards in shards_by_rank]
     if not any(own):
         return ComparedTensor(stage, kind, name, math.inf, allowed, torch.zeros_like(reference), reference)
-    tensors, differing = assemble(own)
+    try:
+        tensors, differing = assemble(own)
+    except ValueError:  # a part of it is on no process
+        return ComparedTensor(stage, kind, name, math.inf, allowed, torch.full_like(reference, math.nan), reference)
     # Two processes with one box must agree bit for bit: what they do with it from then on would drift apart.
     ranks, value = differing.get(name), tensors[name]
     error = relative_error(value, reference)

@@ -74,6 +74,11 @@ def _branch_sums_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
     return _changed(change)
 
 
+def _document_lengths_lost(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """The length that a document is rotated by is read from the part of it that a rank has."""
+    return _changed(lambda batch, share: replace(batch, document_lengths=None))
+
+
 def _document_leak(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Chunks of all documents are attended as if they were of one."""
     as_rows = ring_attention.as_rows
@@ -122,6 +127,11 @@ def _compares_cut_branches(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool
     return layout.context > 1 and recipe.row_type is not None
 
 
+def _rotates_by_length(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    ropes = (getattr(kind.mixer, "rope", None) for kind in proxy.layer_kinds)
+    return layout.context > 1 and any(rope is not None and rope.follows_length for rope in ropes)
+
+
 def _has_ring(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.context > layout.ulysses
 
@@ -140,6 +150,7 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     "balance-of-one-share": Fault(_balances_documents, _balance_of_one_share),
     "branch-sums-per-rank": Fault(_compares_cut_branches, _branch_sums_per_rank),
     "document-leak": Fault(_has_ring, _document_leak),
+    "document-lengths-lost": Fault(_rotates_by_length, _document_lengths_lost),
     "positions-begin-anew": Fault(_is_cut, _positions_begin_anew),
     "sink-on-each-rank": Fault(_has_ring_with_sinks, _sink_on_each_rank),
     "target-lost-at-cut": Fault(_is_cut, _target_lost_at_cut),

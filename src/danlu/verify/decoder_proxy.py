@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from danlu.adapters.peft_folder import write_adapter
+from danlu.assembly.parameter_roles import TRAINED
 from danlu.assembly.recipe_adapters import base_config, check_adapters
 from danlu.data.batch import EMPTY_PACK, empty_like
-from danlu.errors import RecipeError
+from danlu.errors import ModelError, RecipeError
 from danlu.language.builder import check_router, placed_decoder
 from danlu.language.distillation import check_teachers, resolved_teacher
 from danlu.language.placed import PlacedDecoder
 from danlu.models.config import ModelConfig
 from danlu.models.experts_spec import Experts
+from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.layer_spec import LayerSpec
-from danlu.models.long_context import with_long_context
+from danlu.models.long_context import ropes_by_length, with_long_context
 from danlu.models.presets import from_scratch
+from danlu.models.rope_config import Rope
+from danlu.models.saving import save
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
@@ -27,6 +32,7 @@ from danlu.placing import place, subject_of
 from danlu.plan.pipeline_split import pipedream_problems
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
+from danlu.shard_box import BoxValue
 from danlu.stages import STAGES
 from danlu.train.checkpoints.loading import read_group
 from danlu.types import Pack
@@ -36,7 +42,14 @@ from danlu.verify.data import fold_tokens, proxy_data
 from danlu.verify.pipeline_traffic import stages_traffic
 from danlu.verify.proxy import MicroBatches, PreparedProxy, ProxyTraining, has_experts
 from danlu.verify.proxy_adapters import adapted_sites
-from danlu.verify.proxy_model import LENGTH_OF_ROUTES, MAX_LENGTH, proxy_recipe
+from danlu.verify.proxy_model import (
+    CANDIDATES,
+    LENGTH_OF_ROUTES,
+    MAX_LENGTH,
+    proxy_recipe,
+    staged_ropes,
+    trained_length,
+)
 from danlu.verify.role_proxies import with_columns
 from danlu.verify.synthetic_rollouts import with_synthetic_routes
 from danlu.verify.teacher_proxies import with_small_teachers
@@ -52,7 +65,9 @@ class DecoderProxy:
     vocab_size: int | None = None
     """Texts that adapters start from are encoded as bytes modulo this; None: by the recipe's tokenizer."""
     has_norms: bool = True
+    has_files: bool = True
     empty: Pack = EMPTY_PACK  # an item without targets, with the columns and facts of the others
+    staged_ropes: Mapping[int, tuple[Rope, ...]] = field(default_factory=dict)  # as of `Decoder`
 
     @property
     def layer_kinds(self) -> Sequence[LayerSpec]:
@@ -78,8 +93,18 @@ class DecoderProxy:
             ranks=ranks,
         )
         placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
+        placed.subject.model.staged_ropes = self.staged_ropes
         decoder = placed_decoder(recipe, STAGES[recipe.stage], placed, self.config, device, resumed=resumed is not None)
         return replace(decoder, empty=self.empty)
+
+    def write(self, placed: PlacedDecoder, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+        adapters = placed.placed.subject.adapters
+        if adapters is None:
+            save(placed.model, target, value=value, writes=writes)
+            return
+        if writes:
+            target.mkdir(parents=True, exist_ok=True)
+        write_adapter(adapters, TRAINED, target, base="base", base_fingerprint=None, value=value, writes=writes)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         return [
@@ -105,6 +130,8 @@ class DecoderProxy:
 def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> PreparedProxy:
     """`count` packs and a shrunken model for them; the folders that it starts from are written into `folder`.
 
+    Of a model with experts there are `CANDIDATES` times as many packs.
+
     full: keep the recipe's own model and lengths.
     Raises RecipeError for a layout that the large model cannot be cut into, or a router that it has not, ModelError for
     adapters of another one.
@@ -118,13 +145,14 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         longest = LENGTH_OF_ROUTES if config.has_experts else MAX_LENGTH
         short = min(recipe.data.max_length, longest)
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": short})})
-    data = proxy_data(recipe, count)
-    config = with_long_context(_config(recipe, data.vocab_size), recipe.long_context, max_length)
+    data = proxy_data(recipe, count * (CANDIDATES if config.has_experts else 1))
+    unscaled = _config(recipe, data.vocab_size)
+    config, length = with_long_context(unscaled, recipe.long_context, max_length), trained_length(data.packs)
     if wrong := [*problems(recipe.parallel, config), *pipedream_problems(recipe, config)]:
         raise RecipeError(wrong)
-    small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder)
+    small_recipe, small, notes = (recipe, config, []) if full else proxy_recipe(recipe, config, layout, folder, length)
     if not full:
-        small_recipe, of_teachers = with_small_teachers(small_recipe, config, small, layout, folder)
+        small_recipe, of_teachers = with_small_teachers(small_recipe, config, small, layout, folder, length)
         notes += of_teachers
     assert full or not list(problems(small_recipe.parallel, small)), "divides as the large one does"
     stage = STAGES[recipe.stage]
@@ -137,6 +165,13 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     if small.has_experts and recipe.stage == "rl" and replays_routes(recipe):
         packs = with_synthetic_routes(packs, small, recipe.seed)
         notes.append("tokens go to experts that are drawn, in the place of those of a rollout (rollout.routing_replay)")
+    by_stage = ropes_by_length(unscaled, recipe.long_context)
+    ropes = staged_ropes(config, small, by_stage, None if full else length)
+    if ropes:
+        notes.append(f"stages of {', '.join(f'{tokens:,}' for tokens in by_stage)} tokens, a step of each")
+    has_files = recipe.adapter is not None or can_be_written(small)
+    if not has_files:
+        notes.append("the result is compared by parameters, for no config.json can say this model")
     first = packs[0].samples[0]
     return PreparedProxy(
         recipe=small_recipe,
@@ -144,6 +179,8 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
             small,
             None if full else small.vocab_size,
             empty=empty_like(first) if first.branches or first.columns else EMPTY_PACK,
+            staged_ropes=ropes,
+            has_files=has_files,
         ),
         items=packs,
         parameters=small.parameter_count(),
@@ -151,7 +188,17 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
         model_summary=_summary(small, config),
         data_summary=data.source,
         notes=notes,
+        stages=tuple(ropes),
     )
+
+
+def can_be_written(config: ModelConfig) -> bool:
+    """Whether the config.json of its family can say a model."""
+    try:
+        config_values(config, torch_dtype="float32")
+    except ModelError:
+        return False
+    return True
 
 
 def _config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:

@@ -28,6 +28,7 @@ from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.report.verification import Finding
 from danlu.types import ROUTES, Item, Pack
+from danlu.verify.causes import CAUSES, NOT_REPLAYED, OTHER_VERSION, WHERE_CUT
 from danlu.verify.comparison import ComparedTensor, Comparison
 from danlu.verify.proxy import norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
@@ -35,15 +36,6 @@ from danlu.verify.routes import is_of_experts, is_of_router
 from danlu.verify.trace import ItemGradient, LocalShards, assemble
 from danlu.verify.workers import Task, Traces
 
-_WHERE_CUT = (
-    "a document that is cut over context ranks: positions or frequencies that begin anew at a cut, a window that is "
-    "off by one there, a target that is lost between two chunks, documents that see each other, a sink on each rank"
-)
-_OTHER_VERSION = (
-    "a backward pass with other weights than its forward pass: each micro-batch keeps, on each stage, the version that "
-    "it began with, and an update must leave those alone that micro-batches in flight will go back through"
-)
-_NOT_REPLAYED = "tokens that do not go to the experts that their rollout says they went to"
 _SAME = 1e-3  # relative error up to which a value counts as explained
 
 
@@ -129,7 +121,27 @@ def _explained(first: ComparedTensor, comparison: Comparison, case: Case) -> tup
                 "evaluation uses other parameters than training left (gathered ones that are out of date, an average "
                 "that is not swapped in), or rows of some ranks are left out"
             )
-    return _ratio_of(first, case), _of_checkpoint(first)
+        case "metrics" | "counters" | "saved counters, loaded":
+            return _by_rank_of(first), CAUSES[first.kind]
+        case "gradient not finite":
+            processes = sum(map(bool, first.layout_value.tolist()))
+            return f"told by {processes} of {len(first.layout_value)} processes", CAUSES[first.kind]
+        case "saving" | "exporting" | "loading":
+            return _problem(first.kind, case), CAUSES[first.kind]
+    return _ratio_of(first, case), CAUSES.get(first.kind) or _of_checkpoint(first)
+
+
+def _problem(doing: str, case: Case) -> str:
+    """The first error of what a process could not do."""
+    traces = [*case.traces.by_rank, case.traces.reference]
+    text = next(trace.problems[doing] for trace in traces if doing in trace.problems)
+    return " ".join(text.split("\n  ")[:2])
+
+
+def _by_rank_of(first: ComparedTensor) -> str:
+    """`by rank 0.5, 0.25 instead of 0.375` of a number."""
+    numbers = ", ".join(f"{float(number):.4g}" for number in first.layout_value)
+    return f"by rank {numbers} instead of {float(first.reference):.4g}"
 
 
 def _of_counts(first: ComparedTensor, case: Case) -> tuple[str, str]:
@@ -143,7 +155,7 @@ def _of_counts(first: ComparedTensor, case: Case) -> tuple[str, str]:
     if counted > rows:
         return ratio, "tokens that fill a batch up, and belong to no row, are counted as others are"
     cause = "tokens go to other experts than in one process: the forward pass before the router differs"
-    return ratio, cause + ("" if not case.has_routes else f", or there are {_NOT_REPLAYED}")
+    return ratio, cause + ("" if not case.has_routes else f", or there are {NOT_REPLAYED}")
 
 
 def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
@@ -167,13 +179,13 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
         if has_frozen_models(case.recipe):
             causes.append("weights of a reference or teacher that are not the same on all processes")
         if case.has_routes:
-            causes.append(_NOT_REPLAYED)
+            causes.append(NOT_REPLAYED)
         if case.layout.tensor > 1:
             if norms_all_heads(case.task.proxy):
                 causes.append("norms over all queries and keys that have the mean square of one rank's heads")
             causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
         if case.layout.context > 1:
-            causes.append(_WHERE_CUT)
+            causes.append(WHERE_CUT)
             if case.recipe.row_type is not None:
                 causes.append("a sum over an answer of one context rank's tokens alone")
         causes.append("a loss that is averaged before it is summed")
@@ -182,6 +194,8 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
         "the step before left the right weights, and this forward pass used others: parameters that were gathered "
         "before the update are out of date"
     )
+    if case.layout.context > 1 and getattr(case.task.steps[0][0], "stage_length", None) is not None:
+        cause += f"; or the step is of another stage of lengths: {WHERE_CUT}"
     if isinstance(resolve_reference(case.recipe), AdapterOff):
         cause += "; or the reference is the policy with its adapter, which had no effect before"
     return cause
@@ -189,7 +203,7 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
 
 def _of_gradient(first: ComparedTensor, comparison: Comparison, case: Case) -> tuple[str, str]:
     if case.recipe.parallel.pipeline.updates_each_micro_batch and first.stage != "gradients of step 1":
-        return _ratio_of(first, case), _OTHER_VERSION
+        return _ratio_of(first, case), OTHER_VERSION
     gradients = comparison.of(first.stage)
     failed = [tensor for tensor in gradients if not tensor.holds]
     if first.ranks is not None or all(tensor.ranks is not None for tensor in failed):
@@ -375,8 +389,7 @@ def _all_are(values: Tensor, value: float) -> bool:
 
 def _of_norm(first: ComparedTensor, case: Case) -> tuple[str, str]:
     if first.ranks is not None:
-        norms = ", ".join(f"{float(norm):.4g}" for norm in first.layout_value)
-        return f"by rank {norms} instead of {float(first.reference):.4g}", (
+        return _by_rank_of(first), (
             "each process clips by the norm of what it holds: squares must be summed over all processes first"
         )
     step = case.traces.reference.steps[int(first.stage.rpartition(" ")[2]) - 1]

@@ -19,6 +19,8 @@ from danlu.models.decoder import Decoder
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
 from danlu.models.router import Router
 from danlu.optim.build import Optimizers
+from danlu.parallel import step_parallel
+from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -53,6 +55,16 @@ def _experts_not_in_norm(recipe: Recipe, ranks: Ranks) -> AbstractContextManager
         }
 
     return replaced(StepParallel, "norm_weights", norm_weights)
+
+
+def _large_gradients_not_summed(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """Gradients that have a collective of their own are left as each process has them."""
+    original, is_large = step_parallel._all_reduce_flat, step_parallel._is_large
+
+    def all_reduce_flat(group: Group, grads: list[Tensor]) -> None:
+        original(group, [grad for grad in grads if not is_large(grad)])
+
+    return replaced(step_parallel, "_all_reduce_flat", all_reduce_flat)
 
 
 def _router_by_balance_alone(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -145,6 +157,12 @@ def _distributes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.expert > 1 and proxy.trains_experts(recipe)
 
 
+def _sums_experts_apart(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
+    """Whether experts' gradients are summed over some ranks, which are fewer than those of the buckets."""
+    copies = layout.data * layout.context // layout.expert
+    return layout.expert > 1 and copies > 1 and recipe.parallel.shard == "none" and proxy.trains_experts(recipe)
+
+
 def _has_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return has_experts(proxy)
 
@@ -187,6 +205,7 @@ EXPERT_FAULTS: dict[str, Fault] = {
     "expert-gradients-times-expert": Fault(_distributes_experts, _expert_gradients_times_expert),
     "experts-not-in-norm": Fault(_trains_experts, _experts_not_in_norm),
     "idle-expert-without-gradient": Fault(_decays_experts, _idle_expert_without_gradient, _idle_expert),
+    "large-gradients-not-summed": Fault(_sums_experts_apart, _large_gradients_not_summed),
     "router-by-balance-alone": Fault(_has_balance_loss, _router_by_balance_alone),
     "routes-not-replayed": Fault(_replays_routes, _routes_not_replayed),
 }

@@ -46,6 +46,7 @@ from danlu.verify.fault import Fault, replaced
 from danlu.verify.pipeline_faults import PIPELINE_FAULTS
 from danlu.verify.proxy import Proxy, norms_all_heads
 from danlu.verify.role_proxies import has_frozen_models
+from danlu.verify.state_faults import STATE_FAULTS
 
 _OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
 
@@ -406,6 +407,7 @@ FAULTS: dict[str, Fault] = {
     **CONTEXT_FAULTS,
     **EXPERT_FAULTS,
     **PIPELINE_FAULTS,
+    **STATE_FAULTS,
     "adapter-in-reference": Fault(_is_its_own_reference, _adapter_in_reference),
     "divisors-per-rank": Fault(_has_divisors, _divisors_per_rank),
     "doubled": Fault(_always, _doubled),

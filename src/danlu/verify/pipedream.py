@@ -23,9 +23,9 @@ from danlu.recipe.sections import Pipeline
 from danlu.train.pipedream import train_turn
 from danlu.train.state import Run
 from danlu.train.step import StepObserver
-from danlu.train.trained_roles import TrainedRoles
+from danlu.train.trained_roles import NORM, TrainedRoles
 from danlu.verify.proxy import ProxyTraining
-from danlu.verify.trace import LocalShards, StepTrace, local_shards, targets_of, trace_step
+from danlu.verify.trace import LocalShards, StepTrace, local_shards, targets_of, trace_step, weight_shards
 
 
 def trace_turn(training: ProxyTraining, run: Run, steps: int) -> list[StepTrace]:
@@ -45,7 +45,7 @@ def trace_turn(training: ProxyTraining, run: Run, steps: int) -> list[StepTrace]
         norms.append(clip_grad_norm(holders, None, group=parallel.ranks.tensor, norm_weights=norm_weights))
 
     def after_update() -> None:
-        weights.append(local_shards(placed, weights=True))
+        weights.append(weight_shards(training))
 
     first, per_step = run.feed.next, run.feed.per_step
     run.cadence = replace(run.cadence, checkpoint=run.state.step + steps)  # after which the turn ends
@@ -54,7 +54,15 @@ def trace_turn(training: ProxyTraining, run: Run, steps: int) -> list[StepTrace]
     clipped = [math.hypot(*of_stages) for of_stages in zip(*parallel.pipeline.all_gather(norms), strict=True)]
     taken = [targets_of(run, range(first + step * per_step, first + (step + 1) * per_step)) for step in range(steps)]
     return [
-        StepTrace(step.loss, step.norm, clipped[number], taken[number], gradients[number], weights[number])
+        StepTrace(
+            step.loss,
+            step.norm,
+            clipped[number],
+            taken[number],
+            gradients[number],
+            weights[number],
+            metrics=step.metrics,
+        )
         for number, step in enumerate(done)
     ]
 
@@ -73,7 +81,9 @@ def replay_turn(training: ProxyTraining, run: Run, steps: int, section: Pipeline
     for step in range(steps):
         _load(parameters, {name: models[max(0, step - count)][name] for name, count in missing.items()})
         newest: Callable[[], None] = partial(_load, parameters, models[-1])
-        traces.append(trace_step(training, run, after_backward=newest))
+        trace = trace_step(training, run, after_backward=newest)
+        own = {name: value for name, value in trace.metrics.items() if not name.startswith(f"{NORM}/")}
+        traces.append(replace(trace, metrics=own))  # norms by stage are the replay's alone
         models.append(_copied(parameters))
     return traces
 

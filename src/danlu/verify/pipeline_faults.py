@@ -20,8 +20,10 @@ from danlu.parallel.schedules import Action
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import Recipe
+from danlu.train import state
 from danlu.train import step as step_module
 from danlu.train.learner import MicroStep
+from danlu.train.state import Run
 from danlu.verify.fault import Fault, replaced
 from danlu.verify.proxy import Proxy, has_experts
 
@@ -103,6 +105,16 @@ def _newest_weights_in_backward(recipe: Recipe, ranks: Ranks) -> AbstractContext
     return replaced(WeightStash, "_copy_parameters", lambda stash: None)
 
 
+def _unstepped_of_first_stage(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
+    """A checkpoint knows of the first stage alone which parameters have had no gradient yet."""
+
+    def scalars(run: Run) -> dict[str, Any]:
+        of_stages: list[dict[str, Any]] = run.learner.parallel.pipeline.all_gather(run.optimizer.state_scalars())
+        return of_stages[0]
+
+    return replaced(state, "_optimizer_scalars", scalars)
+
+
 def _has_stages(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     """Whether there are some that are clipped by one norm."""
     return layout.pipeline > 1 and not _has_versions(recipe, layout, proxy)
@@ -136,5 +148,6 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "router-loss-missing-on-stage": Fault(_has_router_loss, _router_loss_missing_on_stage),
     "sum-before-last-gradient": Fault(_sums_over_stages_alone, _sum_before_last_gradient),
     "sum-over-stages-missing": Fault(_has_stages_that_share, _without_sum_over_stages),
+    "unstepped-of-first-stage": Fault(_has_stages, _unstepped_of_first_stage),
 }
 """By name, sorted."""

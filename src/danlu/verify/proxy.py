@@ -23,6 +23,7 @@ from danlu.placing import optimizer_of
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Schedule
 from danlu.recipe.sections import Watch as WatchSection
+from danlu.shard_box import BoxValue
 from danlu.stage_protocols import PlacedModel
 from danlu.stages import STAGES
 from danlu.train.checkpoints.store import CheckpointStore
@@ -50,6 +51,9 @@ class Proxy(Protocol):
     def has_norms(self) -> bool: ...  # it has parameters of one dimension that tensor parallelism does not cut
 
     @property
+    def has_files(self) -> bool: ...  # a config.json can say its model, so that a result can be written
+
+    @property
     def layer_kinds(self) -> Sequence[LayerSpec]: ...  # the layers that differ from each other; none of no decoder
 
     def trains_experts(self, recipe: Recipe) -> bool:
@@ -58,6 +62,13 @@ class Proxy(Protocol):
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedModel:
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
+        ...
+
+    def write(self, placed: Any, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+        """Writes the weights of the model that `place` has placed as a run ends with them, without a tokenizer.
+
+        value, writes: as `PlacedModel.write` has them.
+        """
         ...
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
@@ -87,6 +98,7 @@ class PreparedProxy:
     model_summary: str
     data_summary: str  # where the items are from
     notes: Sequence[str] = ()  # what is not as the recipe says, beside sizes
+    stages: Sequence[int] = ()  # keys of the stages of lengths, in order, one after the other at each step
 
 
 class ProxyTraining:

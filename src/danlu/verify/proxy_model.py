@@ -7,6 +7,7 @@ layout's degrees, the kind of adapter, packing, objective and optimizer. What is
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from danlu.models.hf_folder import CONFIG
 from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Feed, LayerSpec, Mixer
 from danlu.models.mlp_spec import Dense
-from danlu.models.rope_config import LongRopeScaling, Rope
+from danlu.models.rope_config import DynamicScaling, LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
 from danlu.plan.activation_memory import ActivationPlan, activation_bytes
 from danlu.plan.pipeline_split import num_chunks
 from danlu.plan.precision import DTYPES
 from danlu.recipe import Recipe, sections
+from danlu.types import Pack
 from danlu.verify.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
 from danlu.verify.role_proxies import BLOCK, proxy_reference, small_blocks, write_model
 from danlu.verify.value_proxies import proxy_value
@@ -35,11 +37,16 @@ VOCAB_SIZE = 256
 EXPERTS, TOP_K, GROUPS = 8, 2, 4
 LENGTH_OF_ROUTES = 48
 """Tokens of a pack of a model with experts: with fewer tokens more seeds have no two experts of almost one score."""
+CANDIDATES = 6
+"""Times as many items of a model with experts, from which those are chosen that rounding routes alike."""
 EPS = 1e-4
 """Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
-its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-3."""
+its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-4."""
+CLIPPING = 0.1
+"""At most, of the global norm: that of a small model is 0.2 to 3, which the usual 1.0 would often leave alone."""
 LEAST_RATE = 1e-5  # learning rate: with less, as for alignment, a wrong update is hardly larger than rounding
 _STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
+_FIRST_STAGE = 2**20  # key of the first stage of lengths
 _BUDGET_SHARE = 0.7
 """Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
 of it a small Llama recomputes nothing."""
@@ -53,11 +60,13 @@ def proxy_config(
     deep: bool = False,
     other_width: int | None = None,
     least_layers: int = 2,
+    trained_length: int | None = None,
 ) -> ModelConfig:
     """The config with small sizes; what of it divides by the layout's degrees does so still, and the rest does not.
 
     quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them. other_width: of
-    a model that this one is not as wide as. least_layers: what the chunks of a pipeline need.
+    a model that this one is not as wide as. least_layers: what the chunks of a pipeline need. trained_length: tokens of
+    a document from which it is rotated as one longer than the large model was trained at; None: as of the large one.
     """
     tensor = layout.tensor
     large = _sample_layers(config.layers, max(least_layers, 4 if deep or len(config.kinds) > 1 else 2))
@@ -68,7 +77,7 @@ def proxy_config(
     inner_unit = unit if quantized else 4 * tensor
     feeds = [_small_feed(layer.feed, hidden / config.hidden_size, inner_unit, layout.expert) for layer in large]
     multiplier = config.embedding_multiplier
-    return replace(
+    small = replace(
         config,
         vocab_size=_with_remainder(config.vocab_size, VOCAB_SIZE, layout.tensor * layout.data),
         hidden_size=hidden,
@@ -80,6 +89,66 @@ def proxy_config(
         eos_token_ids=(2,),
         pad_token_id=None,
     )
+    return small if trained_length is None else _trained_at(small, trained_length)
+
+
+def _trained_at(config: ModelConfig, length: int) -> ModelConfig:
+    """The config as if rotations that follow lengths had been trained at documents of `length` tokens."""
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if isinstance(mixer, Delta) or mixer.rope is None:
+            return layer
+        return replace(layer, mixer=replace(mixer, rope=rope_trained_at(mixer.rope, length)))
+
+    small = config.with_layers(changed)
+    if not any(rope.follows_length for rope in small.ropes):
+        return small
+    return replace(small, max_position_embeddings=max(rope.max_position_embeddings for rope in small.ropes))
+
+
+def rope_trained_at(rope: Rope, length: int) -> Rope:
+    """A rotary embedding that begins to follow the length of a document, or a token's position, at `length` tokens."""
+    scaling, positions = rope.scaling, rope.max_position_embeddings
+    if isinstance(scaling, DynamicScaling):
+        positions = length
+    if isinstance(scaling, LongRopeScaling):
+        positions = max(length, round(length * positions / scaling.original_max_position_embeddings))
+        scaling = replace(scaling, original_max_position_embeddings=length)
+    temperature = None if rope.temperature is None else replace(rope.temperature, length=length)
+    return replace(rope, max_position_embeddings=positions, scaling=scaling, temperature=temperature)
+
+
+def trained_length(packs: Sequence[Pack]) -> int:
+    """Tokens that a small model is trained at, so that the longest documents of most of these packs are longer, and a
+    quarter of them, which a rank of two has of a document's beginning, is not."""
+    longest = sorted(max(len(sample.tokens) for sample in pack.samples) for pack in packs)
+    return max(2, longest[len(longest) // 2] // 2)
+
+
+def staged_ropes(
+    config: ModelConfig, small: ModelConfig, by_length: Mapping[int, Sequence[Rope]], length: int | None
+) -> dict[int, tuple[Rope, ...]]:
+    """The rotary embeddings of stages of lengths (`Decoder.staged_ropes`) of a small model, by a key of each stage.
+
+    Keys are alike in size: micro-batches of all stages have the same number of packs.
+
+    Args:
+        config: of the large model, at its longest stage, in the order of whose `ropes` those of `by_length` are.
+        length: as `trained_length`; None for the model as it is.
+    """
+    sampled = _sample_layers(config.layers, len(small.layers))
+    places = {
+        own: config.ropes.index(large.mixer.rope)
+        for own, large in zip((layer.mixer.rope for layer in small.layers), sampled, strict=True)
+        if own is not None and large.mixer.rope is not None
+    }
+
+    def of_stage(ropes: Sequence[Rope]) -> tuple[Rope, ...]:
+        own = [_small_rope(ropes[places[rope]], rope.dim) for rope in small.ropes]
+        return tuple(own if length is None else (rope_trained_at(rope, length) for rope in own))
+
+    return {_FIRST_STAGE + number: of_stage(ropes) for number, ropes in enumerate(by_length.values())}
 
 
 def _small_mixer(large: Mixer, tensor: int, *, quantized: bool) -> Mixer:
@@ -219,13 +288,14 @@ def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec
 
 
 def proxy_recipe(
-    recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path
+    recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path, length: int
 ) -> tuple[Recipe, ModelConfig, list[str]]:
     """The recipe with a small model; where it starts from folders, of a model or adapters, small ones are written.
 
     Args:
         config: of the large model.
         folder: where those are written.
+        length: as `trained_length`.
 
     Returns (the recipe, the config of its model, notes of what is not as the recipe says beside sizes).
     Raises ModelError for weights that are stored in a way that danlu does not read.
@@ -243,7 +313,16 @@ def proxy_recipe(
         pipeline = pipeline.model_copy(update={"split": "even"})
         notes.append("parallel.pipeline.split: even, for the small model has few layers")
     chunks = num_chunks(pipeline)
-    small = proxy_config(config, layout, quantized=section is not None, deep=deep, least_layers=max(2, chunks))
+    small = proxy_config(
+        config,
+        layout,
+        quantized=section is not None,
+        deep=deep,
+        least_layers=max(2, chunks),
+        trained_length=length,
+    )
+    if any(rope.follows_length or rope.temperature is not None for rope in small.ropes):
+        notes.append(f"rotations by length as of a model that was trained at {length} tokens")
     changes: dict[str, object] = {
         "parallel": recipe.parallel.model_copy(update={"pipeline": pipeline}),
         "adapter": None if recipe.adapter is None else proxy_section(recipe.adapter, config, small),

@@ -24,7 +24,7 @@ _MOST_OTHER_ROWS = 16  # by which the embeddings of teacher and policy differ, w
 
 
 def with_small_teachers(
-    recipe: Recipe, config: ModelConfig, small: ModelConfig, layout: Layout, folder: Path
+    recipe: Recipe, config: ModelConfig, small: ModelConfig, layout: Layout, folder: Path, length: int
 ) -> tuple[Recipe, list[str]]:
     """(the recipe with a small model in place of each teacher, notes); each has weights of its own.
 
@@ -34,13 +34,14 @@ def with_small_teachers(
     Args:
         config: of the large policy; `small` of the small one.
         folder: where the models are written.
+        length: as `proxy_model.trained_length`.
 
     Raises RecipeError for a teacher that the layout cannot cut, DanluError for one that cannot be read.
     """
     teachers, notes = [], []
     for number, (role, teacher) in enumerate(teachers_of(recipe).items()):
         seed = recipe.seed + 1 + number
-        shrunken, adapters = _small_teacher(recipe, role, teacher, config, small, layout, folder / role, seed)
+        shrunken, adapters = _small_teacher(recipe, role, teacher, config, small, layout, folder / role, seed, length)
         on = f", with adapters of the same kinds: {adapters}" if adapters else ""
         notes.append(f"{role} is a small model with weights of its own{on}")
         teachers.append(shrunken)
@@ -56,6 +57,7 @@ def _small_teacher(
     layout: Layout,
     folder: Path,
     seed: int,
+    length: int,
 ) -> tuple[Teacher, str]:
     """(the section of a small teacher, the kinds of its adapters in words); its model is written into `folder`."""
     resolved = resolved_teacher(teacher)
@@ -66,7 +68,9 @@ def _small_teacher(
     other_rows = large.vocab_size - config.vocab_size
     rows = small.vocab_size + max(-_MOST_OTHER_ROWS, min(other_rows, _MOST_OTHER_ROWS))
     other_width = None if large.hidden_size == config.hidden_size else small.hidden_size
-    shape = proxy_config(large, layout, quantized=quantization is not None, other_width=other_width)
+    shape = proxy_config(
+        large, layout, quantized=quantization is not None, other_width=other_width, trained_length=length
+    )
     shape = replace(shape, vocab_size=rows)
     # Nothing reads the tokenizer, but a folder without one is no teacher.
     write_model(shape, folder, seed, logit_scale=_LOGIT_SCALE, tokenizer_from=resolved.tokenizer_folder)

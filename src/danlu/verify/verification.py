@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,17 +18,19 @@ from danlu.parallel.layout import Layout, divisors, layout_of
 from danlu.plan.precision import fastest, product_speeds
 from danlu.recipe import Recipe, sections
 from danlu.report.verification import Verification
+from danlu.types import Item, Pack
 from danlu.verify import classifier_proxy, decoder_proxy
 from danlu.verify.comparison import TOLERANCES, compare, has_blockwise_state, sign_flip_distance
 from danlu.verify.diagnosis import Case, diagnose
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.proxy import Proxy, has_experts
+from danlu.verify.proxy_model import CLIPPING
 from danlu.verify.routes import LEAST_MARGIN
-from danlu.verify.workers import Task, fake_world_traffic, routing_margin, run_task
+from danlu.verify.workers import Task, fake_world_traffic, run_task, with_clear_routes
 
 MAX_DATA_RANKS = 4  # that a verification starts unless --processes asks for more
 _STAGES_WITH_FORMULAS = ("pretrain", "sft", "classify")  # of `plan.traffic`: one model, and its cross-entropy
-_MAX_SEEDS = 32  # that are tried
+_MAX_SEEDS = 4  # that are tried
 _MAX_TRACED_NUMBERS = 100_000_000  # of the gradients of single items
 
 
@@ -90,26 +93,27 @@ def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layou
 
 
 def _task_with_clear_routes(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
-    """`_task`, of a model with experts at the first seed with which rounding changes no token's route.
+    """`_task`, of a model with experts with items in which rounding changes no token's route (`clear_routes`).
 
-    Raises as `_task`, and RecipeError where no seed of `_MAX_SEEDS` is such a one.
+    Raises as `_task`, and RecipeError where with no seed of `_MAX_SEEDS` there are enough of them.
     """
-    margins = []
     for seed in range(recipe.seed, recipe.seed + _MAX_SEEDS):
         of_seed = folder / str(seed)
         of_seed.mkdir()
         task, about = _task(recipe.model_copy(update={"seed": seed}), options, of_seed)
         if not has_experts(task.proxy):
             return task, about
-        margins.append(routing_margin(task))
-        if margins[-1] >= LEAST_MARGIN:
-            instead = (
-                "" if seed == recipe.seed else f", with which no two experts of a token are as near as {LEAST_MARGIN:g}"
+        clear = with_clear_routes(task)
+        if clear is not None and clear[1] >= LEAST_MARGIN / 2:  # chosen one by one: rounding is another in a batch
+            task, margin = clear
+            return task, (
+                *about,
+                f"items with clear routes: the scores of no two experts of a token are nearer than {margin:.1e}",
+                *([f"seed {seed}, with which there are enough of them"] if seed != recipe.seed else []),
             )
-            return task, (*about, f"seed {seed}{instead}; the nearest are {margins[-1]:.1e} apart")
     raise RecipeError(
-        f"seed: with each of {recipe.seed} to {recipe.seed + _MAX_SEEDS - 1} some token has two experts of almost one "
-        f"score (at best {max(margins):.1e} apart), between which rounding would decide. Use fewer --steps"
+        f"seed: with each of {recipe.seed} to {recipe.seed + _MAX_SEEDS - 1} too few {task.item_name} are without a "
+        "token that has two experts of almost one score, between which rounding would decide. Use fewer --steps"
         + (", or leave out --full" if options.full else "")
     )
 
@@ -137,8 +141,10 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     count = per_step * (options.steps + 1) + held_out
     module = classifier_proxy if recipe.stage == "classify" else decoder_proxy
     prepared = module.prepare_proxy(recipe, layout, count, folder, full=options.full)
-    items = prepared.items
+    candidates, items = prepared.items, prepared.items[:count]
     steps = [items[start : start + per_step] for start in range(0, len(items) - held_out, per_step)]
+    if prepared.stages:
+        steps = [_of_stage(step, number, prepared.stages) for number, step in enumerate(steps)]
     # Two micro-batches for each stage and more go through a pipeline.
     largest = 2 if layout.pipeline == 1 else 1
     micro = largest if prepared.recipe.batch.micro == "auto" else min(largest, prepared.recipe.batch.micro)
@@ -152,6 +158,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
         held_out=items[-held_out:],
         micro=micro,
         device=_device(recipe, layout),
+        candidates=candidates if has_experts(prepared.proxy) else (),
         trace_items=per_step * prepared.parameters <= _MAX_TRACED_NUMBERS,
         measure_traffic=options.traffic,
         reshards=not has_blockwise_state(prepared.recipe.optimizer),
@@ -172,11 +179,20 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     )
 
 
+def _of_stage(items: Sequence[Item], step: int, stages: Sequence[int]) -> list[Item]:
+    """The packs of a step as of its stage of lengths: each step is of the next stage, later ones of the last."""
+    key = stages[min(step, len(stages) - 1)]
+    return [replace(item, stage_length=key) for item in items if isinstance(item, Pack)]
+
+
 def _comparable(recipe: Recipe, layout: Layout, options: Options, about: list[str]) -> Recipe:
     """The recipe in float32, uncompiled, unless it was asked for as it is."""
     changes: dict[str, object] = {"compile": False, "threads": None}
     if recipe.compile:
         about.append("without torch.compile")
+    if not options.full and recipe.gradient_clipping is not None and recipe.gradient_clipping > CLIPPING:
+        changes["gradient_clipping"] = CLIPPING
+        about.append(f"gradient_clipping {CLIPPING:g}, so that gradients of a small model are clipped")
     if options.precision == "fp32":
         changes["precision"] = "fp32"
         changes["parallel"] = recipe.parallel.model_copy(update={"reduce": "fp32"})

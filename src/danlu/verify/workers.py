@@ -13,31 +13,36 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from danlu.atomic_write import write_atomically
 from danlu.errors import DanluError, TrainingError
 from danlu.numerics import batch_invariant
+from danlu.parallel import gradient_buckets, step_parallel
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.traffic_counter import fake_process_group
 from danlu.recipe import Recipe
-from danlu.train.state import Run
+from danlu.train.checkpoints.loading import load_checkpoint
+from danlu.train.state import Run, restore
 from danlu.types import Item
+from danlu.verify.clear_routes import ClearItems
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
+from danlu.verify.exported import exported_tensors
+from danlu.verify.fault import replaced
 from danlu.verify.fault_injection import FAULTS
 from danlu.verify.pipedream import replay_turn, trace_turn
 from danlu.verify.proxy import Proxy, ProxyTraining
-from danlu.verify.routes import RoutingMargin
 from danlu.verify.trace import (
     TakeSteps,
     Trace,
@@ -45,14 +50,18 @@ from danlu.verify.trace import (
     gradients_by_item,
     perturb_weights,
     save_checkpoint,
+    spoiled_step,
+    trace_average,
     trace_resumed_step,
-    trace_step,
     trace_steps,
     trace_training,
 )
 
 PERTURBATION = 2.0**-22
 """By which share of itself each number is changed where the effect of rounding is measured: two units of float32."""
+T = TypeVar("T")
+_BUCKET_BYTES, _LARGE_BYTES = 2**13, 2**11
+"""A matrix of a small model has 1 KiB to 32 KiB, a norm 128 bytes."""
 Result = tuple[Trace, StepTraffic | None]
 _CHECKPOINT = "checkpoint-path"  # ends the name of the file in which a side writes where its checkpoint is
 _GRACE_S = 0.5  # for other processes to write their errors, once one has failed
@@ -70,6 +79,7 @@ class Task:
     micro: int  # items in a micro-batch
     device: str  # "cpu" or "cuda"
     trace_items: bool = True  # whether the reference traces what each item adds to the first gradient
+    candidates: Sequence[Item] = ()  # of a model with experts: items that those of the task are chosen from
     measure_traffic: bool = False
     reshards: bool = True  # whether each side loads the other's checkpoint; or its own, where state cannot be cut anew
     fault: str | None = None  # of `fault_injection.FAULTS`, injected into the processes of the layout
@@ -105,12 +115,18 @@ def run_task(task: Task) -> Traces:
     )
 
 
-def routing_margin(task: Task) -> float:
-    """The least relative margin of any route in one process's steps and evaluation (`routes.RoutingMargin`).
-
-    Raises as `run_task` does.
+def with_clear_routes(task: Task) -> tuple[Task, float] | None:
+    """The task with those of its candidates that have clear routes, and the least margin of any route in its steps
+    (`routes.RoutingMargin`); None where there are too few. Raises as `run_task` does.
     """
-    return _run(task, [("routes", 0)])["routes", 0][0].routing_margin
+    chosen = _run(task, [("routes", 0)])["routes", 0][0].clear_items
+    if chosen is None:
+        return None
+    of_steps, held_out, margin = chosen
+    per_step = len(task.steps[0])
+    items = [task.candidates[number] for number in of_steps]
+    steps = [items[start : start + per_step] for start in range(0, len(items), per_step)]
+    return replace(task, steps=steps, held_out=[task.candidates[number] for number in held_out]), margin
 
 
 def fake_world_traffic(task: Task) -> StepTraffic:
@@ -215,19 +231,50 @@ def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     """One process of the layout."""
     device = _init_process_group(task, folder, rank)
     ranks = ranks_of(task.layout, device.type)
-    with nullcontext() if task.fault is None else FAULTS[task.fault].inject(task.recipe, ranks):
+    fault = nullcontext() if task.fault is None else FAULTS[task.fault].inject(task.recipe, ranks)
+    with small_thresholds(), fault:
         training, run = _start(task, task.recipe, ranks, device, folder / "layout")
         trace = trace_training(training, run, len(task.steps) - 1, task.held_out, _take_steps(task, ranks))
-        path = None if trace.hit_non_finite else save_checkpoint(run)
+        path = None if trace.hit_non_finite else _tried(trace, "saving", lambda: save_checkpoint(run))
         if ranks.leads:
             _publish(folder / f"layout-{_CHECKPOINT}", path)
         if path is None:
             return trace, None
+        trace.exported = _tried(trace, "exporting", lambda: exported_tensors(training, run, folder / "layout-result"))
         side = "reference" if task.reshards else "layout"
         checkpoint = _await(folder / f"{side}-{_CHECKPOINT}", task.timeout_s)
         assert checkpoint is not None, "both sides have got so far"
-        _resume(task, task.recipe, ranks, device, checkpoint, trace)
-    return trace, measure_step_traffic(training, task.steps[0]) if task.measure_traffic else None
+        if not trace.problems:
+            resumed = _resume(task, task.recipe, ranks, device, checkpoint, trace)
+            if resumed is not None and not trace.hit_non_finite:
+                trace.spoiled = spoiled_step(*resumed)
+        if trace.problems or not task.measure_traffic:
+            return trace, None
+    # With the thresholds of training.
+    training = ProxyTraining(task.recipe, task.proxy, ranks, device, micro=task.micro)
+    return trace, measure_step_traffic(training, task.steps[0])
+
+
+@contextmanager
+def small_thresholds() -> Iterator[None]:
+    """Within it the byte thresholds from which collectives are cut or made alone are such that small models cross them.
+
+    Some gradients of a small model lie above each and some below.
+    """
+    with (
+        replaced(gradient_buckets, "BUCKET_BYTES", _BUCKET_BYTES),
+        replaced(step_parallel, "LARGE_BYTES", _LARGE_BYTES),
+    ):
+        yield
+
+
+def _tried(trace: Trace, doing: str, work: Callable[[], T]) -> T | None:
+    """What `work` returns, which several processes do together; None, with its error in the trace, where it fails."""
+    try:
+        return work()
+    except (DanluError, AssertionError, RuntimeError) as error:  # of torch, where another process has given up
+        trace.problems[doing] = f"{type(error).__name__}: {error}"
+        return None
 
 
 def _fake_world(task: Task, folder: Path, rank: int) -> Result:
@@ -248,21 +295,40 @@ def _reference(task: Task, folder: Path, rank: int) -> Result:
     trace = trace_training(training, run, len(task.steps) - 1, task.held_out, take)
     trace.item_gradients, trace.balance_gradients = item_gradients, by_balance
     _publish(folder / f"reference-{_CHECKPOINT}", save_checkpoint(run))
-    (trace.next_step,) = take(training, run, 1)
+    _take_next(training, run, trace, take)
     checkpoint = _await(folder / f"{'layout' if task.reshards else 'reference'}-{_CHECKPOINT}", task.timeout_s)
     if checkpoint is not None:
-        _resume(task, recipe, Ranks(), device, checkpoint, trace)
+        result = folder / "reference-result"
+        if not task.reshards:
+            layouts = _await(folder / f"layout-{_CHECKPOINT}", task.timeout_s)
+            trace.exported = None if layouts is None else _exported_from(task, recipe, device, layouts, result)
+        _resume(task, recipe, Ranks(), device, checkpoint, trace, result if task.reshards else None)
     return trace, None
 
 
+def _exported_from(
+    task: Task, recipe: Recipe, device: torch.device, checkpoint: Path, folder: Path
+) -> Mapping[str, Tensor] | None:
+    """What one process exports of a checkpoint's weights, without the optimizer's state."""
+    training = ProxyTraining(recipe, task.proxy, Ranks(), device, micro=task.micro, resumed=checkpoint)
+    run = training.run(task.steps)
+    averages = {} if run.ema is None else {"ema": run.ema.state_tensors()}
+    load_checkpoint(checkpoint, {"model": run.learner.weights(), **averages})
+    if run.ema is not None:
+        run.ema.updates = 1  # so that the average is taken for one
+    return exported_tensors(training, run, folder)
+
+
 def _routes(task: Task, folder: Path, rank: int) -> Result:
-    """The reference, of which only its routes are looked at."""
-    margin = RoutingMargin()
+    """The reference, which chooses items with clear routes."""
     training, run = _start(task, reference_recipe(task.recipe), Ranks(), torch.device(task.device), folder / "routes")
-    with margin.watched():
-        trace_training(training, run, len(task.steps) - 1, task.held_out)
-        trace_step(training, run)
-    return Trace(routing_margin=margin.least), None
+    clear = ClearItems(training, run, task.candidates)
+    compared = clear.of_steps(len(task.steps) - 1)
+    held_out = None if compared is None else clear.of_evaluation(len(task.held_out))
+    following = None if held_out is None else clear.of_steps(1)
+    if compared is None or held_out is None or following is None:
+        return Trace(), None
+    return Trace(clear_items=([*compared, *following], held_out, clear.least_margin)), None
 
 
 def _perturbed(task: Task, folder: Path, rank: int) -> Result:
@@ -272,15 +338,26 @@ def _perturbed(task: Task, folder: Path, rank: int) -> Result:
     perturb_weights(training, PERTURBATION, recipe.seed)
     take = _take_steps(task, training.ranks)
     trace = trace_training(training, run, len(task.steps) - 1, task.held_out, take)
-    (trace.next_step,) = take(training, run, 1)
+    _take_next(training, run, trace, take)
     return trace, None
 
 
+def _take_next(training: ProxyTraining, run: Run, trace: Trace, take: TakeSteps) -> None:
+    """The step after those that were compared, of one process from the state in memory."""
+    (trace.next_step,) = take(training, run, 1)
+    trace.next_average = trace_average(training, run)
+
+
 def _take_steps(task: Task, ranks: Ranks) -> TakeSteps:
-    """How steps are taken: one after the other; of PipeDream a turn, which one process replays."""
+    """How steps are taken: one after the other; of PipeDream a turn, which one process replays.
+
+    Of stages one parameter is without gradient up to the checkpoint, which then says so of it (`Optimizers`).
+    """
     section = task.recipe.parallel.pipeline
-    if not section.updates_each_micro_batch:
+    if task.layout.pipeline == 1:
         return trace_steps
+    if not section.updates_each_micro_batch:
+        return partial(trace_steps, withheld_until=len(task.steps) - 1)
     return partial(replay_turn, section=section) if ranks.alone else trace_turn
 
 
@@ -308,10 +385,28 @@ def _start(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folde
     return training, training.run(task.steps, folder)
 
 
-def _resume(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path, trace: Trace) -> None:
-    """Builds everything anew, as another start of the program would, and takes a step from a checkpoint."""
+def _resume(
+    task: Task,
+    recipe: Recipe,
+    ranks: Ranks,
+    device: torch.device,
+    checkpoint: Path,
+    trace: Trace,
+    result: Path | None = None,
+) -> tuple[ProxyTraining, Run] | None:
+    """Builds everything anew, as another start of the program would, and takes a step from a checkpoint.
+
+    result: where what the checkpoint holds is exported to first. None where it could not be loaded, which the trace
+    tells.
+    """
     training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
-    trace_resumed_step(training, training.run(task.steps), checkpoint, trace, _take_steps(task, ranks))
+    run = training.run(task.steps)
+    if _tried(trace, "loading", lambda: restore(run, checkpoint)) is None:
+        return None
+    if result is not None:
+        trace.exported = exported_tensors(training, run, result)
+    trace_resumed_step(training, run, trace, _take_steps(task, ranks))
+    return training, run
 
 
 def _init_process_group(task: Task, folder: Path, rank: int) -> torch.device:
