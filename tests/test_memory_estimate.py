@@ -278,7 +278,14 @@ def wide_base(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def measured_step(
-    world: World, folder: Path, base: Path, changes: Mapping[str, Any], *, micro: int, length: int
+    world: World,
+    folder: Path,
+    base: Path,
+    changes: Mapping[str, Any],
+    *,
+    micro: int,
+    length: int,
+    row: int | None = None,
 ) -> tuple[int, MemoryEstimate]:
     """The most bytes that a step of one micro-batch allocates, and what is expected of it."""
     settings = {"batch": {"sequences": micro, "micro": micro}, "data": {"max_length": length}, "precision": "bf16"}
@@ -289,9 +296,10 @@ def measured_step(
     placed = placed_of(recipe)
     compute, optimizer = placed.learner(micro), optimizer_of(placed.parameters(), recipe, CPU)
     placed.model.embed_tokens.sparse_gradient = False
-    tokens, weights = np.ones(length, dtype=np.int32), np.ones(length, dtype=np.float32)
+    row = row or length
+    tokens, weights = np.ones(row, dtype=np.int32), np.ones(row, dtype=np.float32)
     weights[0] = 0
-    packs = [Pack((Sample(tokens, weights, "row"),))] * micro
+    packs = [Pack((Sample(tokens, weights, "row"),) * (length // row))] * micro
     accumulate(compute, packs, step=1, clip=None)
     optimizer.zero_grad()
     peak = peak_in(lambda: accumulate(compute, packs, step=2, clip=None))
@@ -310,6 +318,35 @@ def test_what_is_expected_is_the_peak_of_a_step_and_not_much_more(
     peak, estimate = measured_step(tiny_world, tmp_path, wide_base, KEPT[name], micro=2, length=LENGTH)
     expected = estimate.parts.activations + estimate.parts.logits + estimate.parts.gradients
     assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
+
+
+@pytest.mark.parametrize("name", ["none", pytest.param("full", marks=pytest.mark.slow), "lora, full"])
+def test_short_rows_in_long_packs_are_expected_with_their_probabilities(
+    tiny_world: World, tmp_path: Path, name: str
+) -> None:
+    """Attention keeps probabilities of short documents alone, so a pack of them takes more than one long document."""
+    length, rows = 1536, 512
+    base = tmp_path / "base"
+    model = build(read_config_values({**WIDE, "num_hidden_layers": 2, "max_position_embeddings": length}))
+    initialize(model, 0)
+    save(model, base, dtype=torch.float32, tokenizer_from=tiny_world.base)
+    peak, estimate = measured_step(tiny_world, tmp_path, base, KEPT[name], micro=1, length=length, row=rows)
+
+    def expected(lengths: list[int]) -> int:
+        parts = estimate_of(
+            estimate.recipe,
+            estimate.config,
+            estimate.parts,
+            plan=estimate.plan,
+            micro=1,
+            device_type="cpu",
+            lengths=np.array(lengths),
+        ).parts
+        return parts.activations + parts.logits + parts.gradients
+
+    assert peak <= expected([rows] * 9) <= 1.5 * peak, f"{expected([rows] * 9) / peak:.2f}"
+    assert expected([length] * 9) < peak  # control: the longest row alone
+    assert expected([length] * 9 + [rows] * 9) == expected([rows] * 9)
 
 
 def test_two_answers_of_full_length_are_expected_where_they_are_one_item(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -115,6 +116,8 @@ class MemoryEstimate:
     """Where a model lies on several devices, the one that this is about, with the layers on it."""
     has_head: bool = True
     """Whether the loss is computed there."""
+    lengths: np.ndarray | None = field(default=None, compare=False)
+    """[rows] int: tokens of each row that is trained on; None where rows are not known."""
     by_device: tuple[MemoryEstimate, ...] = ()
     """Of such a model, what each device is expected to hold."""
 
@@ -159,9 +162,10 @@ class MemoryEstimate:
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
         own = self.plan if plan is None else plan
-        activations = _activations(self.recipe, self.config, 1, own, self.device_type, self.in_flight)
+        shape = _MicroBatch(self.recipe, 1, self.device_type, self.in_flight, self.lengths)
+        activations = _activations(shape, self.config, own)
         if self.critic is not None:
-            activations = _with_critic(activations, self.recipe, self.critic, 1, plan, self.device_type, self.in_flight)
+            activations = _with_critic(activations, shape, self.critic, plan)
         return StepMemory(
             fixed=self.parts.total - self.parts.activations - self.parts.logits,
             activations=activations,
@@ -185,22 +189,35 @@ def estimate_of(
     in_flight: float = 1.0,
     device: str = "",
     has_head: bool = True,
+    lengths: np.ndarray | None = None,
 ) -> MemoryEstimate:
     """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
 
-    fixed: without activations and logits. micro: packed sequences, each one document of full length. critic: the pass
-    of a model of values, whose activations are kept beside the policy's. config, in_flight: of a stage of a pipeline
-    the layers that it has, and how many micro-batches it keeps activations of. device, has_head: as in
-    `MemoryEstimate`.
+    fixed: without activations and logits. micro: packed sequences of full length. critic: the pass of a model of
+    values, whose activations are kept beside the policy's. config, in_flight: of a stage of a pipeline the layers that
+    it has, and how many micro-batches it keeps activations of. device, has_head, lengths: as in `MemoryEstimate`.
     """
     sequences = max(micro, _most_paths(recipe))
     logits = _loss_workspace(recipe, config, sequences, device_type) if has_head else 0
-    activations = _activations(recipe, config, sequences, plan, device_type, in_flight)
+    shape = _MicroBatch(recipe, sequences, device_type, in_flight, lengths)
+    activations = _activations(shape, config, plan)
     if critic is not None:
-        activations = _with_critic(activations, recipe, critic, sequences, None, device_type, in_flight)
+        activations = _with_critic(activations, shape, critic, None)
     parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
     return MemoryEstimate(
-        recipe, config, plan, parts, offloaded_bytes, micro, processes, device_type, critic, in_flight, device, has_head
+        recipe=recipe,
+        config=config,
+        plan=plan,
+        parts=parts,
+        offloaded_bytes=offloaded_bytes,
+        micro=micro,
+        processes=processes,
+        device_type=device_type,
+        critic=critic,
+        in_flight=in_flight,
+        device=device,
+        has_head=has_head,
+        lengths=lengths,
     )
 
 
@@ -250,6 +267,7 @@ def with_devices(estimate: MemoryEstimate, device_map: DeviceMap, counted: Bytes
             offloaded_bytes=estimate.offloaded_bytes * counted.trained[device] // max(1, counted.trained.total()),
             device=device,
             has_head=device == device_map.head,
+            lengths=estimate.lengths,
         )
         by_device.append(own)
     return replace(estimate, by_device=tuple(by_device))
@@ -321,15 +339,50 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
     return "Give more, or lower data.max_length."
 
 
-def _activations(
-    recipe: Recipe,
-    config: ModelConfig,
-    micro: int,
-    plan: Sequence[LayerPlan],
-    device_type: str,
-    in_flight: float = 1.0,
-) -> ActivationBytes:
-    """Bytes of micro-batches of so many packed sequences, each one document of full length."""
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What goes through a model at once."""
+
+    recipe: Recipe
+    sequences: int
+    """Packed sequences of `data.max_length` tokens."""
+    device_type: str
+    in_flight: float
+    lengths: np.ndarray | None
+    """[rows] int: tokens of each row; None where rows are not known."""
+
+    def documents(self, keeps: KeepsScores, mixers: Sequence[Mixer]) -> list[tuple[list[int], KeepsScores]]:
+        """Lengths of the documents of the micro-batches that may take the most, and which of them keep probabilities:
+        the longest rows, and the longest rows that keep them, where longer ones leave them to a kernel."""
+        length = self.recipe.data.max_length
+        mixes = [(self._longest(length), keeps)]
+        if self.device_type == "cpu" and not all(keeps(length, mixer) for mixer in mixers):
+            # A branch keeps probabilities of its whole path: a row with two answers about as many as one document, of
+            # which a path has two thirds where the answers are as long as the prompt.
+            short = kernels_of(torch.device("cpu")).short_document
+            short = short * 3 // 2 if _most_paths(self.recipe) == 2 else short
+            mixes.append((self._longest(short, short), lambda length, mixer: True))
+        return [mix for mix in mixes if mix[0]]
+
+    def _longest(self, length: int, most: int | None = None) -> list[int]:
+        """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
+
+        A longer row is cut: into packed sequences, or one with two answers into as many paths.
+        """
+        tokens = self.sequences * self.recipe.data.max_length
+        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
+        if self.lengths is not None:
+            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
+            whole, rest = min(whole, int((rows // length).sum())), rows % length
+        documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
+        before = np.cumsum(documents) - documents
+        documents = np.minimum(documents, tokens - before)[before < tokens]
+        return [int(each) for each in documents]
+
+
+def _activations(shape: _MicroBatch, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
+    """Bytes of the micro-batch that takes the most."""
+    recipe, device_type, in_flight = shape.recipe, shape.device_type, shape.in_flight
     section = recipe.parallel
     kept = ActivationPlan(
         recompute=[(layer.kind, layer.segment) for layer in plan],
@@ -340,8 +393,13 @@ def _activations(
         tensor=section.tensor,
         sequence=section.sequence,
     )
-    lengths = [recipe.data.max_length] * micro
-    activations = activation_bytes(config, lengths, activation_dtype(recipe).itemsize, kept)
+    activations = max(
+        (
+            activation_bytes(config, documents, activation_dtype(recipe).itemsize, replace(kept, keeps_scores=keeps))
+            for documents, keeps in shape.documents(kept.keeps_scores, [kind.mixer for kind in config.kinds])
+        ),
+        key=lambda mix: mix.peak(0),
+    )
     if in_flight != 1:
         activations = replace(activations, kept=round(in_flight * activations.kept))
     budget = recipe.memory.recompute.budget
@@ -352,19 +410,11 @@ def _activations(
 
 
 def _with_critic(
-    activations: ActivationBytes,
-    recipe: Recipe,
-    critic: CriticPass,
-    micro: int,
-    plan: Sequence[LayerPlan] | None,
-    device_type: str,
-    in_flight: float,
+    activations: ActivationBytes, shape: _MicroBatch, critic: CriticPass, plan: Sequence[LayerPlan] | None
 ) -> ActivationBytes:
     """Both passes have their activations when the backward pass begins. plan: in place of the critic's own."""
     is_alike = plan is not None and len(plan) == len(critic.config.layers)
-    own = _activations(
-        recipe, critic.config, micro, plan if plan is not None and is_alike else critic.plan, device_type, in_flight
-    )
+    own = _activations(shape, critic.config, plan if plan is not None and is_alike else critic.plan)
     return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
 
 

@@ -161,7 +161,13 @@ class DecoderBuilder:
             embedding.sparse_gradient = embedding.weight.device.type == "cpu" and not recipe.compile
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
         reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
-        decoder = replace(decoder, rewards=partial(recipe_rewards, judges=judges), reward_bytes=reward_bytes)
+        stored = None if recipe.on_policy else material.stored  # own answers have other lengths than the rows
+        decoder = replace(
+            decoder,
+            rewards=partial(recipe_rewards, judges=judges),
+            reward_bytes=reward_bytes,
+            lengths=None if stored is None else stored.train.lengths,
+        )
         if material.empty is None:
             return decoder
         assert isinstance(material.empty, Pack), "the items of a decoder are packs"

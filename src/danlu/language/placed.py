@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -111,6 +112,7 @@ class PlacedDecoder:
     balancer: Balancer | None = None  # of a policy with experts
     reward_bytes: int = 0  # of reward models that this process loads when they first judge
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
+    lengths: np.ndarray | None = None  # [rows] int: tokens of each row, where the rows are known before training
 
     @property
     def model(self) -> Decoder:
@@ -234,6 +236,7 @@ class PlacedDecoder:
             processes=ranks.world.size,
             critic=critic,
             in_flight=self.parallel.pipeline.micro_batches_in_flight,
+            lengths=self.lengths,
         )
         device_map = self.placed.device_map
         return estimate if device_map is None else with_devices(estimate, device_map, self._bytes_by_device(optimizer))
