@@ -1,7 +1,9 @@
 """config.json as models are published, one or more for each row of `danlu.models.families`, with the source of each.
 
-The keys are those of the published file: none is renamed, none is added. Lists that only repeat a pattern are written
-as the pattern. Sizes of a vision part and dtypes are left out. What `shared_data/configs` holds is not repeated here.
+The keys that decide how a model is computed are those of the published file, under its names. Lists that only repeat a
+pattern are written as the pattern; a vision part and dtypes are left out. Where a source quotes only a part of a file,
+other sizes are those of the model's family, which danlu and transformers are given alike: a test compares how both read
+the keys, and no test takes a value from here for the publisher's. What `shared_data/configs` holds is not repeated.
 """
 
 from __future__ import annotations
