@@ -167,6 +167,7 @@ def test_a_process_that_is_killed(tiny_world: World, tmp_path: Path, monkeypatch
     run(tiny_world, tmp_path / "own", rollout=FILTERED, **more)
     monkeypatch.setenv("SERVERS_KEY", "secret")
     flags = ["--rollouts", "--numerics", "exact", "--dtype", "fp32", "--cache-gib", "0.01", "--api-key", "secret"]
+    flags += ["--weights-root", str(tmp_path)]
     logs = [tmp_path / "one.log", tmp_path / "two.log"]
     processes = []
     try:

@@ -147,6 +147,8 @@ def test_a_port_that_is_taken(tiny_world: World, capsys: pytest.CaptureFixture[s
         (["--port", "65536"], 2, "error: Invalid value for '--port'"),
         (["--cache-gib", "0"], 2, "error: Invalid value for '--cache-gib'"),
         (["--api-key", ""], 2, "error: --api-key: an empty key would let everybody in"),
+        (["--weights-root", "."], 2, "error: --weights-root .: weights are read with --rollouts only; leave it out"),
+        (["--rollouts", "--weights-root", "nowhere"], 2, "error: --weights-root nowhere: there is no such folder"),
         (["--seed", "-1"], 2, "error: --seed: -1 is out of range"),
         (["--adapter", "nowhere"], 4, "error: nowhere: "),
     ],
@@ -175,6 +177,37 @@ def test_a_server_that_anyone_can_reach_without_a_key_is_warned_of(
     assert said("--host", "0.0.0.0", "--api-key", "x") == said() == said("--host", "localhost") == ""
     monkeypatch.setenv("DANLU_API_KEY", "x")
     assert said("--host", "0.0.0.0") == ""
+
+
+def test_a_server_of_rollouts_without_a_key_makes_one(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from danlu.rollout.serving import server
+
+    options: list[server.ServerOptions] = []
+    monkeypatch.setattr(server.Server, "listen", lambda self: options.append(self._options))
+    monkeypatch.delenv("DANLU_API_KEY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def said(*arguments: str) -> str:
+        flags = ["--port", "0", "--cache-gib", "0.01", "--rollouts", *arguments]
+        assert main(["serve", str(tiny_world.base), *flags]) == 0
+        return capsys.readouterr().err
+
+    for host in ("127.0.0.1", "0.0.0.0"):
+        text = said("--host", host)
+        (file,) = (tmp_path / "cache" / "danlu" / "server-keys").iterdir()
+        key = file.read_text()
+        assert file.stat().st_mode & 0o777 == 0o600 and len(key) >= 40
+        assert text.count(key) == 1 and str(file) in text.replace("\n", " ") and "warning" not in text
+        assert options[-1].api_key == key and options[-1].leaves_key and options[-1].weights_root == tmp_path
+        file.unlink()
+    assert options[0].api_key != options[1].api_key
+    assert said("--api-key", "mine", "--weights-root", "cache") == ""  # control
+    assert options[-1].api_key == "mine" and not options[-1].leaves_key
+    assert options[-1].weights_root == Path("cache")
+    assert not any((tmp_path / "cache" / "danlu" / "server-keys").iterdir())
 
 
 def test_an_adapter_as_the_model_comes_first(

@@ -260,4 +260,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/serving/test_api_endpoints.py",
         only="padding",
     ),
+    Mutation(
+        "cli/serve.py",
+        "    makes_key = rollouts and api_key is None",
+        "    makes_key = False",
+        "cli/test_serve_cli.py",
+        only="makes_one",
+    ),
 )
