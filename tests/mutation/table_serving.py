@@ -267,4 +267,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "cli/test_serve_cli.py",
         only="makes_one",
     ),
+    Mutation(
+        "rollout/chat_tokenizer.py",
+        "        return encode_utf8(self.tokenizer, self.render_chat(messages, tools))",
+        "        return self.tokenizer.encode(self.render_chat(messages, tools))",
+        "rollout/test_chat_tokenizer.py",
+        only="half_a_character",
+    ),
 )

@@ -23,6 +23,13 @@ def test_prompts_are_those_of_transformers(kind: Kind) -> None:
     assert chat.encode_chat_prompt("Hi 🎈") == chat.encode_chat(messages[1:]) != chat.encode_chat(messages)
 
 
+def test_half_a_character_in_a_conversation_is_an_error() -> None:
+    chat = ChatTokenizer(tokenizer_and_oracle("chatml", "byte")[0])
+    with pytest.raises(DataError, match=r"the text holds \\ud800, half a character"):
+        chat.encode_chat([{"role": "user", "content": "a\ud800"}])
+    assert chat.encode_chat([{"role": "user", "content": "a"}])  # control
+
+
 def test_an_empty_prompt_is_the_beginning_or_an_error(tmp_path) -> None:
     with_bos = load_tokenizer(str(make_tokenizer(tmp_path / "with", None)))
     assert ChatTokenizer(with_bos).encode_prompt("") == [with_bos.bos_id]

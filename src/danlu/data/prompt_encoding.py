@@ -19,7 +19,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     Empty text becomes that token alone, where there is one. Raises DataError where there is none, and for text that has
     no UTF-8.
     """
-    tokens = _encode(tokenizer, text)
+    tokens = encode_utf8(tokenizer, text)
     if tokenizer.bos_id is not None and (tokenizer.adds_bos or not tokens) and tokens[:1] != [tokenizer.bos_id]:
         return [tokenizer.bos_id, *tokens]
     if not tokens:
@@ -38,7 +38,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation, system
     and for text that has no UTF-8.
     """
     # The template writes the beginning-of-text token itself.
-    return _encode(tokenizer, _rendered(tokenizer, conversation, system)[1])
+    return encode_utf8(tokenizer, _rendered(tokenizer, conversation, system)[1])
 
 
 def keys_left_out(tokenizer: Tokenizer, conversation: Conversation, system: str | None = None) -> tuple[str, ...]:
@@ -59,7 +59,8 @@ def _rendered(tokenizer: Tokenizer, conversation: Conversation, system: str | No
     return turns, template.render(turns, conversation.tools, prompt=True)
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_utf8(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text as it stands. Raises DataError for one that has no UTF-8: with half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

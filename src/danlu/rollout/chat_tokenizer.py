@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from danlu.data.prompt_encoding import encode_text
+from danlu.data.prompt_encoding import encode_text, encode_utf8
 from danlu.data.template_process import template_process
 from danlu.data.tokenizer import Tokenizer
 from danlu.errors import DataError
@@ -42,7 +42,7 @@ class ChatTokenizer:
         Raises DataError when there is no template, or when it refuses the conversation.
         """
         # The template writes the beginning-of-text token itself.
-        return self.tokenizer.encode(self.render_chat(messages, tools))
+        return encode_utf8(self.tokenizer, self.render_chat(messages, tools))
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None

@@ -139,6 +139,11 @@ def test_deeply_nested_messages_are_the_clients_error(served: Served) -> None:
         served, "/v1/chat/completions", messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]
     )
     assert status == 400 and "arguments of a tool call are no JSON" in answer["error"]["message"]
+    half = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "\ud800"})}}
+    status, answer = post(
+        served, "/v1/chat/completions", messages=[{"role": "assistant", "tool_calls": [half]}, *HELLO]
+    )
+    assert status in (200, 400), answer  # as the template shows it, or does not
     for depth in (100, 400, 900):
         deep: Any = "a"
         for _ in range(depth):

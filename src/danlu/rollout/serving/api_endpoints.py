@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from danlu.data.prompt_encoding import encode_utf8
 from danlu.data.resource_limits import characters
 from danlu.data.template_process import template_process
 from danlu.errors import DanluError
@@ -182,7 +183,7 @@ class Api:
             )
         text = chat_tokenizer.render_chat(turns, tools)
         self._check_size(model, len(text), "messages")
-        return chat_tokenizer.tokenizer.encode(text)
+        return encode_utf8(chat_tokenizer.tokenizer, text)
 
     def _check_length(self, body: SamplingBody, model: ServedModel, prompt: Sequence[int]) -> None:
         """Raises ApiError for a prompt that the model cannot continue, or not so far."""

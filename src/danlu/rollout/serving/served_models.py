@@ -53,7 +53,7 @@ class ServedModels:
             return next(iter(self._by_name.values()))
         if name not in self._by_name:
             raise ApiError(
-                f"model: no {name!r} here; there are {', '.join(self.names)}",
+                f"model: no {name!r:.100} here; there are {', '.join(self.names)}",
                 param="model",
                 status=404,
                 code="model_not_found",
