@@ -10,9 +10,11 @@ import pty
 import select
 import subprocess
 import sys
+import threading
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from builders.tiny_world import World
@@ -180,13 +182,21 @@ def test_what_a_pipe_or_a_full_disk_does_not_take_is_dropped() -> None:
     assert [process.wait() for process in running] == [0, 0]  # Python itself would end with 120 at the last flush
 
 
-def test_a_write_waits_where_a_terminal_takes_nothing_for_the_moment() -> None:
+def test_a_write_waits_where_a_terminal_takes_nothing_for_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with terminal._UnfailingFile(writing, "wb") as file, ThreadPoolExecutor(1) as thread:
         while os.get_blocking(writing) or select.select([], [writing], [], 0)[1]:
             os.write(writing, b"x" * 4096)  # until it is full
+        waiting, real = threading.Event(), select.select
+
+        def noted(*arguments: Any) -> Any:
+            waiting.set()
+            return real(*arguments)
+
+        monkeypatch.setattr(select, "select", noted)
         waits = thread.submit(file.write, b"later")
+        assert waiting.wait(timeout=10)
         read = b""
         while not read.endswith(b"later"):
             read += os.read(reading, 4096)

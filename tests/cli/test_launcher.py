@@ -150,7 +150,10 @@ def test_a_signal_is_handed_on_once_and_saving_is_waited_for(
 
     threading.Thread(target=send).start()
     # Rank 1 is ready first; the other must not be ended for that.
-    assert start(2, restarts=1, steps=1000, pause_s=0.05, saving_s={"0": 0.5}) == code
+    try:
+        assert start(2, restarts=1, steps=1000, pause_s=0.05, saving_s={"0": 0.5}) == code
+    except Stopped as stopped:
+        pytest.fail(f"it did not wait: {stopped}")
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
     assert capfd.readouterr().err.count("stopped after step") == 1
 
