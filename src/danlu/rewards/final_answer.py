@@ -45,12 +45,9 @@ _CLAUSE_END = re.compile(
     r"\s(?:because|since)\b|\n|<|[;,]?\s*+\\(?:boxed|fbox)"
 )
 _LEADING_VALUE = re.compile(r"[-+\s]*+[\d.$€£(\[{\\]")
-_DIGITS = re.compile(r"[-+]?\$?[\d,]*+\d(?:\.\d++)?%?")
+_DIGITS = re.compile(r"[-+]?\$?\d[\d,]*+(?:\.\d++)?%?")
 _CONJUNCTION = re.compile(r"\s*+(?:,|(?:,\s*+)?(?:and|or))\s*+")
-_AND_A_FORMULA = re.compile(
-    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)\$"
-    r"|\\\(((?:[^\\\n]|\\(?!\)))++)\\\)|\\\[((?:[^\\]|\\(?!\]))++)\\\]"
-)
+_AND_A_FORMULA = re.compile(r"(?:,|(?:,\s*+)?(?:and|or)\s)\s*+(?:\$|\\\()")
 _HEDGES = re.compile(
     r"\(?(?<![A-Za-z])(?:approximately|about|around|roughly|simply|just|therefore|thus|then|exactly|equal to)\)?\s++",
     re.I,
