@@ -806,4 +806,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rollout/test_experience.py",
         "steps_of_an_answer",
     ),
+    Mutation(
+        "objectives/policy.py",
+        'frozenset({"logprobs"}) | (frozenset() if self.divergence is None else self.divergence.needs)',
+        'frozenset({"logprobs"})',
+        "objectives/test_policy.py",
+        "models_are_asked",
+    ),
 )

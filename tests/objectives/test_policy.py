@@ -20,6 +20,7 @@ from builders.policy_steps import (
     SETTINGS,
     PerMicroBatch,
     Seen,
+    objective_of,
     one_step,
     see,
 )
@@ -461,6 +462,13 @@ def test_held_out_answers_without_any_reward_are_not_judged_as_if_it_were_0() ->
     learner = preference_learner(scaled_model(1).float(), None, PolicyGradient(PolicyGradientSettings()), items, 1)
     scores = evaluate(replace(learner, evaluation=PolicyEvaluation()), items)
     assert scores is not None and math.isnan(scores.loss) and "reward" not in scores.metrics
+
+
+def test_models_are_asked_for_what_the_terms_need() -> None:
+    plain = PolicyGradient(PolicyGradientSettings())
+    assert (plain.needs, plain.roles) == ({"logprobs"}, set())
+    distilled = objective_of("distilled")
+    assert (distilled.needs, distilled.roles) == ({"logprobs", "divergence"}, {"reference"})
 
 
 @pytest.mark.parametrize(
