@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 HONEST: dict[str, tuple[str, ...]] = {
+    "variables that its functions set": (
+        """
+count, name = 0, "a"
+def add():
+    global count
+    count += 1
+""",
+        """
+assert (count, name) == (0, "a")
+add()
+def test():
+    assert count == 1
+""",
+    ),
+    "times with a zone": (
+        """
+from datetime import *
+def f(): return datetime(2020, 1, 1, tzinfo=timezone.utc), time(1, tzinfo=timezone.utc)
+""",
+        """
+from datetime import datetime, time, timezone
+assert f() == (datetime(2020, 1, 1, tzinfo=timezone.utc), time(1, tzinfo=timezone.utc))
+""",
+    ),
     "sort in place": (
         "def sort(x): x.sort()",
         """

@@ -247,6 +247,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- programs: the judge, sandboxes, the forms of tests
     Mutation(
         "rewards/programs/proxies.py",
+        "    if name in QUERIES and proxy._nature in IMMUTABLE and hasattr(PLAIN[proxy._nature], name):",
+        "    if False:",
+        "rewards/test_programs.py",
+        only="derived_object",
+    ),
+    Mutation(
+        "rewards/programs/judge.py",
+        "            if isinstance(value, Proxy | type | types.ModuleType):",
+        "            if True:",
+        "rewards/test_programs.py",
+        only="right_programs",
+    ),
+    Mutation(
+        "rewards/programs/proxies.py",
         "return _plain(self) == _plain(other) if self._nature in PLAIN else NotImplemented",
         'return self._answer.special(self, "__eq__", (other,))',
         "rewards/test_programs.py",

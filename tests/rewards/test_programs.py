@@ -135,3 +135,14 @@ def test_the_shared_cases(kind, shared_data):
         if all(each.passed for each in verdicts) != case["right"]:
             wrong.append(case["name"])
     assert wrong == []
+
+
+def test_what_a_derived_object_holds_is_read_from_its_plain_value(kind):
+    lies = "class S(str):\n    def __len__(s): return 5\n    def __getitem__(s, i): return 'b'\n    def __iter__(s): return iter('b')\n"
+    tests = [
+        "assert len(f()) == 5",
+        "assert f()[0] == 'b'",
+        "assert list(f()) == ['b']",
+        "assert len(f()) == 1 and f()[0] == 'a'",
+    ]
+    assert [each.passed for each in judged(kind, lies + "def f(): return S('a')", tests)] == [False, False, False, True]

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from danlu.rewards.programs.limits import limit
-from danlu.rewards.programs.proxies import Answer
+from danlu.rewards.programs.proxies import Answer, Proxy
 
 START_S = 60.0
 """For a sandbox to start."""
@@ -138,11 +138,13 @@ def _run_source(program: Program, test: dict[str, Any]) -> None:
     _add_answer_modules(tree, program)
     program.request("load", test["code"], False)
     own = _names_of_answer(test["source"])
-    vars(module).update(program.request("names", sorted(own)))
-    if not own & vars(module).keys() and (shadowed := _builtins_of_answer(tree)):
-        vars(module).update(program.request("names", sorted(shadowed)))
-    exec(compile(tree, "<test>", "exec"), vars(module))
-    defined = [value for value in vars(module).values() if getattr(value, "__module__", None) == "__main__"]
+    names = Names(vars(module), program)
+    names.add(own)
+    if not own & (names.keys() | names.live) and (shadowed := _builtins_of_answer(tree)):
+        names.add(shadowed)
+    exec(compile(tree, "<test>", "exec"), names)
+    vars(module).update(names)
+    defined = [value for value in names.values() if getattr(value, "__module__", None) == "__main__"]
     functions = [each for each in defined if type(each) is types.FunctionType]
     for check in (each for each in functions if _is_check(each) and not calls_check):
         check(_candidate(program, test))
@@ -158,6 +160,29 @@ def _run_source(program: Program, test: dict[str, Any]) -> None:
             result = each()
             if inspect.isawaitable(result):
                 asyncio.run(_awaited(result))
+
+
+class Names(dict[str, Any]):
+    """The names that a test sees: its own, and the answer's, of which plain data is asked for each time it is read."""
+
+    def __init__(self, given: dict[str, Any], program: Program) -> None:
+        super().__init__(given)
+        self._program = program
+        self.live = set[str]()
+        """The answer's variables with plain data, which its functions may set."""
+
+    def add(self, names: set[str]) -> None:
+        """Adds those of the names that the answer defines."""
+        for name, value in self._program.request("names", sorted(names)).items():
+            if isinstance(value, Proxy | type | types.ModuleType):
+                self[name] = value
+            else:
+                self.live.add(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self.live:
+            raise KeyError(name)
+        return self._program.request("names", [name])[name]
 
 
 async def _awaited(value: Any) -> Any:

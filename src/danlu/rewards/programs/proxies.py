@@ -37,6 +37,8 @@ TO_NUMBERS = (
     "__floor__",
     "__ceil__",
 )
+QUERIES = ("__len__", "__getitem__", "__iter__", *TO_NUMBERS)
+"""Operators that say what an object holds: its plain value does where it is derived from an immutable class."""
 COMPARING: dict[str, Callable[[Any, Any], Any]] = {
     "__sub__": lambda result, number: result + number,
     "__rsub__": lambda result, number: number - result,
@@ -376,7 +378,7 @@ def _operated(proxy: Proxy, name: str, values: tuple[Any, ...]) -> Any:
     every difference is 0. It is asked for twice, with another number the second time, and both have to agree; where it
     is an object of the answer's again, no number is made of that.
     """
-    if proxy._nature in PLAIN and name in TO_NUMBERS:
+    if name in QUERIES and proxy._nature in IMMUTABLE and hasattr(PLAIN[proxy._nature], name):
         return getattr(_plain(proxy), name)(*values)
     compares = name in COMPARING and proxy._nature not in PLAIN and type(values[0]) in (int, float)
     result = _compared(proxy, name, values[0]) if compares else proxy._answer.special(proxy, name, values)

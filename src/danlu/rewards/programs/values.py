@@ -29,9 +29,10 @@ STANDARD = {
     "datetime.date": lambda value: [value.year, value.month, value.day],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     "datetime.datetime": lambda value: [
-        *(value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond)
+        *(value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond, value.tzinfo)
     ],
-    "datetime.time": lambda value: [value.hour, value.minute, value.second, value.microsecond],
+    "datetime.timezone": lambda value: [value.utcoffset(None)],
+    "datetime.time": lambda value: [value.hour, value.minute, value.second, value.microsecond, value.tzinfo],
 }
 """Immutable or plain classes of the standard library, and the arguments that make an equal object."""
 
@@ -115,7 +116,12 @@ def _builtin_node(value: Any) -> list[Any] | None:
 def _standard_node(value: Any, reference: Callable[[Any], Any]) -> list[Any] | None:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind.__module__, str) else ""
-    if name not in STANDARD or standard_class(name) is not kind or getattr(value, "tzinfo", None) is not None:
+    zone = getattr(value, "tzinfo", None) if kind.__module__ == "datetime" else None
+    if (
+        name not in STANDARD
+        or standard_class(name) is not kind
+        or not (zone is None or type(zone).__name__ == "timezone")
+    ):
         return None
     return ["standard", name, *map(reference, STANDARD[name](value))]
 
