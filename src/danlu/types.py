@@ -460,6 +460,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """What an answer means as a call, and that cannot be made."""
+    """What an answer means as a call, and that cannot be made; with its text, where it comes from an answer."""
 
     problem: str
+    text: str = field(default="", compare=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation.table import Mutation
 
 SHOWN = "data/test_shown_texts.py"
+ANSWERS = "rollout/serving/test_openai_answers.py"
 CALLS = "data/test_tool_calls.py"
 TOKENIZING = "data/test_tokenizing.py"
 MUTATIONS: tuple[Mutation, ...] = (
@@ -98,6 +99,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("data/tool_call_forms.py", 'if types - {"string"} and', "if", CALLS),
     Mutation(
         "data/tool_call_forms.py", "        if not ended and (is_open or", "        if not ended and (False or", CALLS
+    ),
+    Mutation(
+        "rollout/serving/openai_answers.py", "                self._calls[index] += 1", "                pass", ANSWERS
+    ),
+    Mutation("rollout/serving/openai_answers.py", "if made and len(made) == len(calls):", "if True:", ANSWERS),
+    Mutation("rollout/serving/openai_answers.py", '"tool_calls" if reason == "stop" and', '"tool_calls" if', ANSWERS),
+    Mutation(
+        "data/tool_calls.py",
+        "parts += [replace(part, text=text) if isinstance(part, MalformedCall) else part for part in read]",
+        "parts += read",
+        ANSWERS,
     ),
     # -- a step that the prompt quotes
     Mutation("data/render.py", "draft.text.rfind(answer)", "draft.text.find(answer)", "data/test_answer_trees.py"),

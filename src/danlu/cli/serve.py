@@ -111,6 +111,8 @@ def serve(
     loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
     print_notes(loaded)
     models = served_models(resolved, loaded, name, chat_template)
+    for note in models.notes:
+        print_status(note)
     draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None
     settings = EngineOptions(
         cache_gib=cache_gib, sequences=sequences, draft=draft, exact=numerics == "exact", routes=rollouts

@@ -8,14 +8,14 @@ no text has by chance: the marks of every family, and an answer that is a call i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from danlu.data import tool_call_forms as forms
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.tool_call_forms import Call, Incomplete, Parts, Properties
 from danlu.errors import DataError
-from danlu.types import ToolCall
+from danlu.types import MalformedCall, ToolCall
 
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _NAME, _ARGUMENTS = "Xtoolx", {"of": "Xa bx", "at": 1}
@@ -128,8 +128,8 @@ class AnswerReader:
         if self._may_be_bare and self._form.bare is not None and not self._opens_thought(ended=ended):
             calls = self._form.bare(self._rest, ended, self._properties)
             if calls is not None:
-                parts += calls
-                self._rest = ""
+                text, self._rest = self._rest, ""
+                parts += [replace(part, text=text) if isinstance(part, MalformedCall) else part for part in calls]
                 return False
         mark = self._take_text(parts, (*self._form.marks, *_THOUGHTS), ended=ended)
         if mark is None:
@@ -139,8 +139,8 @@ class AnswerReader:
             self._emit(parts, len(mark))
             return True
         read, stop = self._form.marks[mark](self._rest, 0, ended, self._properties)
-        parts += read
-        self._rest = self._rest[stop:]
+        text, self._rest = self._rest[:stop], self._rest[stop:]
+        parts += [replace(part, text=text) if isinstance(part, MalformedCall) else part for part in read]
         return True
 
     def _opens_thought(self, *, ended: bool) -> bool:
@@ -188,6 +188,11 @@ class ReadCalls:
         """As a chat template has the policy write calls."""
         form = form_of(template)
         return cls(None if form is None else form.name, opens_thought(template), tuple(tools))
+
+    def reader(self) -> AnswerReader:
+        """Reads an answer as it comes."""
+        form = ANY_FORM if self.form is None else FORMS[self.form]
+        return AnswerReader(form, self.tools, in_thought=bool(self.in_thought))
 
     def __call__(self, answer: str) -> tuple[str, list[Call]]:
         """The text of an answer without its calls, and the calls."""

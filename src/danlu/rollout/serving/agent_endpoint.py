@@ -40,7 +40,7 @@ from danlu.rollout.serving.api_endpoints import (
     read_request,
     unless_gone,
 )
-from danlu.rollout.serving.openai_answers import ChatWriter
+from danlu.rollout.serving.openai_answers import ChatWriter, openai_call
 from danlu.rollout.serving.openai_api import ApiError, ChatBody, given_key
 from danlu.rollout.serving.openai_api import Message as BodyMessage
 from danlu.rollout.serving.server import bind, url_of
@@ -315,11 +315,7 @@ def reply_message(text: str, read_calls: ReadCalls | None, name: str) -> Message
     if not valid or len(valid) < len(calls):
         return {"role": "assistant", "content": text}
     written = [
-        {
-            "id": hashlib.blake2b(f"{name}/{index}".encode()).hexdigest()[:9],
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
+        openai_call(call, hashlib.blake2b(f"{name}/{index}".encode()).hexdigest()[:9])
         for index, call in enumerate(valid)
     ]
     return {"role": "assistant", "content": said.strip() or None, "tool_calls": written}

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -113,7 +114,8 @@ class Api:
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
         requests = await self._requests(body, model, [prompt])
-        writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer)
+        read_calls = replace(model.read_calls, tools=tuple(tools)) if tools else None
+        writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls)
         return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
 
     async def _requests(

@@ -7,13 +7,17 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
 from danlu.data.tokenizer import Tokenizer
+from danlu.data.tool_call_forms import Call
+from danlu.data.tool_calls import AnswerReader, ReadCalls
 from danlu.rollout.request import Completion, Finish, NewToken, Request
 from danlu.rollout.serving.openai_api import ChatBody, CompletionBody, SamplingBody
+from danlu.types import ToolCall
 
 FINISH_REASONS: dict[Finish, str] = {
     "stop": "stop",
@@ -96,7 +100,10 @@ class AnswerWriter(ABC):
         if not token.text and not wants_tokens:
             return None
         self._shown[index] = self._shown.get(index, 0) + len(token.text)
-        choice = {"index": index, **self._delta(token.text), "logprobs": None, "finish_reason": None}
+        delta = self._delta(index, token.text)
+        if not any(delta.values()) and not wants_tokens:
+            return None
+        choice = {"index": index, **delta, "logprobs": None, "finish_reason": None}
         if self._body.top_logprobs_count is not None:
             choice["logprobs"] = self._logprobs(index, [token.token], [token.logprob], [token.top])
         if self._body.return_token_ids:
@@ -107,8 +114,9 @@ class AnswerWriter(ABC):
         """The last chunk of an answer: the text that no token brought, and why it ended."""
         index = self._index(completion)
         rest = completion.text[self._shown.get(index, 0) :]
-        reason = FINISH_REASONS[completion.finish]
-        return self._chunk([{"index": index, **self._delta(rest), "logprobs": None, "finish_reason": reason}])
+        delta = self._last_delta(index, rest)
+        reason = self._finish_reason(completion)
+        return self._chunk([{"index": index, **delta, "logprobs": None, "finish_reason": reason}])
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk after all answers, where it is asked for."""
@@ -130,8 +138,15 @@ class AnswerWriter(ABC):
         """The text of a whole answer, as its choice has it."""
 
     @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
         """New text, as the choice of a chunk has it."""
+
+    def _last_delta(self, index: int, text: str) -> dict[str, Any]:
+        """The last text, as the choice of a chunk has it."""
+        return self._delta(index, text)
+
+    def _finish_reason(self, completion: Completion) -> str:
+        return FINISH_REASONS[completion.finish]
 
     @abstractmethod
     def _logprobs(
@@ -152,6 +167,12 @@ class AnswerWriter(ABC):
             return content.decode(), content
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+def openai_call(call: ToolCall, call_id: str) -> dict[str, Any]:
+    """A call as messages of OpenAI's API have it."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 class CompletionWriter(AnswerWriter):
@@ -209,7 +230,8 @@ class CompletionWriter(AnswerWriter):
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    _delta = _content
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        return self._content(text)
 
     def _logprobs(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
@@ -235,8 +257,19 @@ class ChatWriter(AnswerWriter):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, body: ChatBody, model: str, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        body: ChatBody,
+        model: str,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        read_calls: ReadCalls | None = None,
+    ) -> None:
+        """read_calls: reads the calls of tools in answers, which then stand apart from the text; None without tools."""
         super().__init__(body, model, requests, tokenizer)
+        self._read_calls = read_calls
+        self._readers: dict[int, AnswerReader] = {}  # of each choice of a stream
+        self._calls: Counter[int] = Counter()  # of each choice
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         answer = super().whole(completions)
@@ -252,8 +285,43 @@ class ChatWriter(AnswerWriter):
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        choice = super()._choice(completion)
+        if self._read_calls is not None:
+            said, calls = self._read_calls(completion.text)
+            made = [call for call in calls if isinstance(call, ToolCall)]
+            if made and len(made) == len(calls):  # a text with a call that cannot be read stays as it is
+                written = [openai_call(call, uuid4().hex[:9]) for call in made]
+                choice["message"] = {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
+                self._calls[self._index(completion)] = len(made)
+                choice["finish_reason"] = self._finish_reason(completion)
+        return choice
+
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        if self._read_calls is None:
+            return {"delta": {"content": text} if text else {}}
+        reader = self._readers.setdefault(index, self._read_calls.reader())
+        return self._delta_of(index, reader.feed(text))
+
+    def _last_delta(self, index: int, text: str) -> dict[str, Any]:
+        if self._read_calls is None:
+            return self._delta(index, text)
+        reader = self._readers.setdefault(index, self._read_calls.reader())
+        return self._delta_of(index, [*reader.feed(text), *reader.finish()])
+
+    def _delta_of(self, index: int, parts: Sequence[str | Call]) -> dict[str, Any]:
+        """Text and calls of an answer; a call that cannot be read is text."""
+        text = "".join(part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ToolCall))
+        calls = []
+        for call in parts:
+            if isinstance(call, ToolCall):
+                calls.append({"index": self._calls[index], **openai_call(call, uuid4().hex[:9])})
+                self._calls[index] += 1
+        return {"delta": ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})}
+
+    def _finish_reason(self, completion: Completion) -> str:
+        reason = super()._finish_reason(completion)
+        return "tool_calls" if reason == "stop" and self._calls[self._index(completion)] else reason
 
     def _logprobs(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tool_calls import ReadCalls, unknown_form_line
 from danlu.errors import DataError, RecipeError
 from danlu.models.config import ModelConfig
 from danlu.rollout.chat_tokenizer import ChatTokenizer
@@ -33,6 +35,10 @@ class ServedModel:
     """How many tokens the engine puts before its prompts."""
     advised: Mapping[str, Any]
     """Sampling options where a request has none, by generation_config.json."""
+    read_calls: ReadCalls = field(default_factory=ReadCalls)
+    """How calls of tools are read from its answers, but for the tools."""
+    notes: tuple[str, ...] = ()
+    """What is to be told at the start of a server."""
 
 
 class ServedModels:
@@ -42,6 +48,11 @@ class ServedModels:
         self.config = config
         """Of all of them."""
         self._by_name = {model.name: model for model in models}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be told of them at the start of a server, once each."""
+        return list(dict.fromkeys(note for model in self._by_name.values() for note in model.notes))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,11 +99,26 @@ def served_models(
                 stop_ids=active.stop_ids,
                 virtual_tokens=active.virtual_tokens,
                 advised=sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder),
+                **_calls(active.chat_tokenizer.tokenizer),
             )
         )
     if resolved.given_path != resolved.folder:  # an adapter was given as the model
         models.insert(0, models.pop(1))
     return ServedModels(models, loaded.model.config)
+
+
+def _calls(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How a model's calls of tools are read, with what is to be told of it; nothing where it is shown no tools."""
+    if not tokenizer.has_template:
+        return {}
+    try:
+        template = tokenizer.template(tools=True)
+    except DataError:  # a template that does not compile: requests to chat are refused
+        return {}
+    if not template.takes_tools:
+        return {}
+    line = unknown_form_line(template)
+    return {"read_calls": ReadCalls.of(template, ()), "notes": () if line is None else (line,)}
 
 
 def base_name(folder: Path, adapters: Sequence[str]) -> str:
