@@ -103,7 +103,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rollout/serving/openai_answers.py", "                self._calls[index] += 1", "                pass", ANSWERS
     ),
-    Mutation("rollout/serving/openai_answers.py", "if made and len(made) == len(calls):", "if True:", ANSWERS),
+    Mutation("rollout/serving/openai_answers.py", "if valid and len(valid) == len(calls):", "if True:", ANSWERS),
     Mutation("rollout/serving/openai_answers.py", '"tool_calls" if reason == "stop" and', '"tool_calls" if', ANSWERS),
     Mutation(
         "data/tool_calls.py",

@@ -289,11 +289,11 @@ class ChatWriter(AnswerWriter):
         choice = super()._choice(completion)
         if self._read_calls is not None:
             said, calls = self._read_calls(completion.text)
-            made = [call for call in calls if isinstance(call, ToolCall)]
-            if made and len(made) == len(calls):  # a text with a call that cannot be read stays as it is
-                written = [openai_call(call, uuid4().hex[:9]) for call in made]
+            valid = [call for call in calls if isinstance(call, ToolCall)]
+            if valid and len(valid) == len(calls):  # a text with a call that cannot be read stays as it is
+                written = [openai_call(call, uuid4().hex[:9]) for call in valid]
                 choice["message"] = {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
-                self._calls[self._index(completion)] = len(made)
+                self._calls[self._index(completion)] = len(valid)
                 choice["finish_reason"] = self._finish_reason(completion)
         return choice
 
