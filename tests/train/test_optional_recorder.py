@@ -16,7 +16,7 @@ class Failing:
     def _call(self, name: str) -> None:
         self.calls.append(name)
         if len(self.calls) >= self._at:
-            raise ConnectionError("api.wandb.ai: no route.\nmore")
+            raise RuntimeError("api.wandb.ai: no route.\nmore")
 
     def step(self, metrics: StepMetrics) -> None:
         self._call(f"step {metrics.step}")
@@ -52,6 +52,6 @@ def test_one_that_fails_is_switched_off_and_closed() -> None:
         record(OptionalRecorder(inner, "log.wandb", said.append))
         assert len(inner.calls) == calls and inner.calls[-1] == "close"
         assert said == [
-            "log.wandb: switched off for the rest of this run (ConnectionError: api.wandb.ai: no route). Training goes "
+            "log.wandb: switched off for the rest of this run (RuntimeError: api.wandb.ai: no route). Training goes "
             "on, and metrics.jsonl has everything"
         ]
