@@ -154,13 +154,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="stuck",
     ),
     Mutation(
-        "rewards/worker_pool.py",
-        "            limit_s = LONGEST_COMPARISON_S if isinstance(reward, Mathematical) else None",
-        "            limit_s = None",
-        "rewards/test_math_answer.py",
-        only="stuck",
-    ),
-    Mutation(
         "rewards/worker_connection.py",
         "            if used is not None and used < self._processor_until:  # it has waited for a processor",
         "            if False:",
