@@ -64,15 +64,17 @@ def make_tokenizer(data: Path, folder: Path) -> None:
 
 def conversations(data: str) -> Iterator[tuple[list[dict[str, Any]], Any]]:
     """Rows as the messages and tools that transformers is given."""
-    from danlu.data import rows, sources
-    from danlu.data.render import turn_of
+    from danlu.data import sources
+    from danlu.data.messages import Conversation, turn_of
+    from danlu.data.raw_rows import BadRow
+    from danlu.data.rows import parse_row
     from danlu.recipe.sections import Source
 
     for raw in sources.read_rows(Source(path=data)):
-        if isinstance(raw.value, sources.BadRow):
+        if isinstance(raw.value, BadRow):
             raise SystemExit(raw.value.message)
-        row = rows.parse(raw.value, "auto", raw.where)
-        if not isinstance(row, rows.Conversation):
+        row = parse_row(raw.value, "auto", raw.where)
+        if not isinstance(row, Conversation):
             raise SystemExit(f"{data}: only conversations are measured")
         yield [turn_of(message) for message in row.messages], list(row.tools) if row.tools else None
 
