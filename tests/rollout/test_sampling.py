@@ -295,11 +295,11 @@ def test_options_name_every_problem():
     with pytest.raises(RecipeError) as caught:
         SamplingOptions(temperature=-1.0, top_p=0.0, top_k=-2, min_p=1.5, repetition_penalty=0.0, seed=-1)
     assert caught.value.problems == [
-        "temperature: -1.0 is out of range; it must be 0 (greedy) or a positive number",
+        "temperature: -1.0 is out of range; it must be 0 (greedy) or a number of at least 1e-06",
         "top_p: 0.0 is out of range; it must be above 0 and at most 1 (1 keeps every token)",
         "top_k: -2 is out of range; it must be 0 (keep every token) or more",
         "min_p: 1.5 is out of range; it must be between 0 (keep every token) and 1",
-        "repetition_penalty: 0.0 is out of range; it must be positive (1 changes nothing)",
+        "repetition_penalty: 0.0 is out of range; it must be between 1e-06 and 1e+06 (1 changes nothing)",
         "seed: -1 is out of range; it must be at least 0 and below 2^63",
     ]
     with pytest.raises(RecipeError, match="temperature: nan"):

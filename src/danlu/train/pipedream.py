@@ -202,14 +202,14 @@ class _Turn:
         if all(finite):
             return
         number = finite.index(False)
-        step, by_stage = self._trained[number], dict[int, list[str]]()
-        for stage, names in everyones:
+        step, names_by_rank = self._trained[number], dict[int, list[str]]()
+        for rank, names in everyones:
             if names is not None:  # tensor ranks have different parts of a stage, and perhaps one alone a name
-                by_stage.setdefault(stage, []).extend(names)
+                names_by_rank.setdefault(rank, []).extend(names)
         rows = [row for item in step.items for row in item.rows]
         first = "the loss"
-        if by_stage:  # of the last stage, where a gradient begins
-            first = first_few(list(dict.fromkeys(by_stage[max(by_stage)]))) or "its norm"
+        if names_by_rank:  # of the last stage, where a gradient begins
+            first = first_few(list(dict.fromkeys(names_by_rank[max(names_by_rank)]))) or "its norm"
         raise UnfinishedTurn(
             f"step {step.number}: its loss ({losses[number]:g}) or its gradient is not finite, first in {first}. The "
             f"step's rows: {first_few(rows)}. {_not_saved(run)} Look at these rows, lower optimizer.learning_rate, or "

@@ -120,7 +120,7 @@ def flat_loss(lines: Lines) -> str | None:
             return None
         return (
             f"the loss rose, from {losses[0]:.3f} in the first logged step to {last:.3f} in the last: lower "
-            "optimizer.learning_rate (`danlu explain optimizer.learning_rate` has the default of each stage)"
+            "optimizer.learning_rate (`danlu explain optimizer.learning_rate` names the usual ones)"
         )
     part = max(5, len(losses) // 10)
     first, last = median(losses[:part]), median(losses[-part:])
