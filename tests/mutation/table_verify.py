@@ -35,8 +35,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "train/pipedream.py",
-        "by_stage.setdefault(stage, []).extend(names)",
-        "by_stage[stage] = names",
+        "names_by_rank.setdefault(rank, []).extend(names)",
+        "names_by_rank[rank] = names",
         "train/test_pipedream.py",
     ),
     # -- verifications see what surrounds a step
