@@ -264,6 +264,37 @@ def test_what_was_meant_as_a_call_is_said_to_be_none(family: str, answer: str, p
         assert isinstance(call, MalformedCall) and call.problem.startswith(problem)
 
 
+NUMBERS: dict[str, str] = {
+    "hermes": '<tool_call>{"name": "now", "arguments": {"wind": %s}}</tool_call>',
+    "deepseek": f'<｜tool▁calls▁begin｜>{CALL_BEGIN}now{SEP}{{"wind": %s}}{CALL_END}<｜tool▁calls▁end｜>',
+    "mistral": '[TOOL_CALLS]now[ARGS]{"wind": %s}',
+    "llama-3": '<|python_tag|>{"name": "now", "parameters": {"wind": %s}}',
+    "gpt-oss": '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"wind": %s}<|call|>',
+    "glm-4": 'now\n{"wind": %s}',
+}
+
+
+@pytest.mark.parametrize("family", NUMBERS)
+def test_numbers_and_faults_are_read_alike_wherever_a_piece_ends(family: str) -> None:
+    for number in ("2.5", "-0.25", "1e5", "-3.0E-7", "12"):
+        answer = NUMBERS[family] % number
+        expected = [ToolCall("now", {"wind": float(number)})]
+        for size in range(1, len(answer) + 1):
+            assert read(answer, FORMS[family], size) == ("", expected), (number, size)
+    for number in ("1.", "2,5", "1 2", "NaN", "-Infinity", "tru", "'a'"):
+        answer = NUMBERS[family] % number
+        whole = read(answer, FORMS[family], len(answer))
+        assert [type(call) for call in whole[1]] == [MalformedCall]
+        for size in range(1, len(answer)):
+            assert read(answer, FORMS[family], size) == whole, (number, size)
+
+
+def test_text_that_is_no_number_of_json_stays_text() -> None:
+    inside = "<arg_key>wind</arg_key><arg_value>nan</arg_value><arg_key>x</arg_key><arg_value>NaN</arg_value>"
+    read_calls = AnswerReader.whole(f"<tool_call>get_weather{inside}</tool_call>", FORMS["glm-4.5"], TOOLS)[1]
+    assert read_calls == [ToolCall("get_weather", {"wind": "nan", "x": "NaN"})]
+
+
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     reader = AnswerReader(FORMS["hermes"], TOOLS)
     assert reader.feed("I look <to") == ["I look "]

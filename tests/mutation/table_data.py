@@ -100,6 +100,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "data/tool_call_forms.py", "        if not ended and (is_open or", "        if not ended and (False or", CALLS
     ),
+    Mutation("data/tool_call_forms.py", "(is_open or is_number or any(", "(is_open or any(", CALLS),
+    Mutation("data/tool_call_forms.py", "JSONDecoder(parse_constant=_no_number)", "JSONDecoder()", CALLS),
+    Mutation("data/tool_call_forms.py", "    if not math.isfinite(number):", "    if False:", CALLS),
+    Mutation(
+        "data/tool_call_forms.py",
+        "        if not ended:  # all of the answer is of the call that is wrong",
+        "        if False:",
+        CALLS,
+    ),
     Mutation(
         "rollout/serving/openai_answers.py", "                self._calls[index] += 1", "                pass", ANSWERS
     ),

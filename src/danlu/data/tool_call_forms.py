@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from typing import Any
 
 from danlu.types import MalformedCall, ToolCall
 
-_DECODE = json.JSONDecoder().raw_decode
 _LITERALS = ("true", "false", "null", "-")
+_NUMBER_GOES_ON = re.compile(r"\.|[eE][+-]?")
 _BARE_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 _GLM45_NAME_END = re.compile(r"<arg_key>|</tool_call>|\n")
 _ENDS = re.compile(r"(?:\s|<\|eot_id\|>|<\|eom_id\|>|<\|im_end\|>|</s>)*")
@@ -62,17 +63,25 @@ def longest_beginning(text: str, marks: Sequence[str]) -> int:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 def _json(text: str, at: int, ended: bool) -> tuple[Any, int]:
     """A JSON value and the place behind it.
 
     Raises Incomplete where more of it may come, ValueError where it is none.
     """
     try:
-        return _DECODE(text, at)
+        return _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
         rest = text[error.pos :]
         is_open = not rest.strip() or error.msg.startswith("Unterminated string") or "escape" in error.msg
-        if not ended and (is_open or any(literal.startswith(rest) for literal in _LITERALS)):
+        is_number = text[error.pos - 1 : error.pos].isdecimal() and _NUMBER_GOES_ON.fullmatch(rest) is not None
+        if not ended and (is_open or is_number or any(literal.startswith(rest) for literal in _LITERALS)):
             raise Incomplete from None
         raise
     except RecursionError:
@@ -291,7 +300,7 @@ def _typed(value: str, schema: Any, *, or_json: bool) -> Any:
     for kind in ("integer", "number", "boolean", "object", "array"):
         if kind in types:
             try:
-                return readers.get(kind, json.loads)(written)
+                return readers.get(kind, _DECODER.decode)(written)
             except (ValueError, RecursionError):
                 continue
     return value
@@ -309,6 +318,8 @@ def _types(schema: Any) -> set[str]:
 
 def _number(value: str) -> float:
     number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
     return int(number) if number.is_integer() and "." not in value and "e" not in value.lower() else number
 
 
@@ -320,7 +331,7 @@ def _boolean(value: str) -> bool:
 
 def _json_or_text(value: str) -> Any:
     try:
-        return json.loads(value)
+        return _DECODER.decode(value)
     except (ValueError, RecursionError):
         return value
 
@@ -366,6 +377,8 @@ def read_python_tag(text: str, at: int, ended: bool, properties: Properties) -> 
         return [_python_call(_ENDS.sub("", body))], len(text)
     values = _json_values(body, ended)
     if isinstance(values, ValueError):
+        if not ended:  # all of the answer is of the call that is wrong
+            raise Incomplete
         return [_no_json(values)], len(text)
     return [_call_of(value) for value in values], len(text)
 
@@ -449,7 +462,7 @@ def read_bare_glm4(text: str, ended: bool, properties: Properties) -> Parts | No
     if not ended:
         raise Incomplete
     try:
-        return [_named(name, json.loads(arguments))]
+        return [_named(name, _DECODER.decode(arguments))]
     except (ValueError, RecursionError) as error:
         return [_no_json(ValueError(str(error)))]
 
