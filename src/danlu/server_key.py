@@ -56,7 +56,8 @@ def read_key(url: str) -> str | None:
     Raises ResourceError for a file that others can read or write, or that is somebody else's.
     """
     parts = urlsplit(url)
-    if parts.hostname not in (*LOOPBACK_NAMES, socket.gethostname()) or parts.port is None:
+    # Names of machines have no capitals in a URL that is split.
+    if parts.hostname not in (*LOOPBACK_NAMES, socket.gethostname().lower()) or parts.port is None:
         return None
     return _content(key_file(parts.port))
 

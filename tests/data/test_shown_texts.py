@@ -83,6 +83,7 @@ USER = ("user", "How do I greet somebody?")
         (CUTS_THOUGHTS, chat(USER, ("assistant", "<think>\nA greeting.\n</think>\n\nSay hello.")),
          r"^message 2: the chat template leaves out text of its content, 'A greeting\.'.* Name a template that"),
         (CUTS_THOUGHTS, chat(USER, ("assistant", "a greeting</think>B</think>Say hello.")), "content, 'a greeting'"),
+        (CUTS_THOUGHTS, chat(USER, ("assistant", "<think>\nhello\n</think>\n\nhello it is")), "its content, 'hello'"),
         (PARTS_ONLY, chat(USER, ("assistant", "Say hello.")), "^message 1: .*content, 'How do I greet somebody"),
         (PARTS_ONLY, chat(("user", "user"), ("assistant", "assistant")), "^message 1: .*content, 'user'"),
     ],
@@ -142,6 +143,27 @@ def test_what_is_shown_while_a_turn_is_the_last_is_left_out_on_purpose() -> None
     assert left_out(OPEN_THOUGHT, chat(*[("user", "A"), ("assistant", "The letter.</think>Alpha")])) == ()
     with pytest.raises(DataError, match="message 2"):
         left_out(CUTS_THOUGHTS, THOUGHTS)
+
+
+# As Qwen3 publishes it (Qwen/Qwen3-8B, tokenizer_config.json): results of tools that stand in a user's message are no
+# question, and the thoughts behind the last question are shown.
+LAST_QUESTION = """\
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' and not (message.content.startswith('<tool_response>')
+    and message.content.endswith('</tool_response>')) %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content and loop.index0 > ns.last %}
+{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{%- endif %}
+{{- message.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def test_a_template_that_looks_at_contents_sees_them() -> None:
+    turns = chat(USER, ("assistant", "I look."), reasoning_content="Hm.")["messages"]
+    turns += chat(("user", "<tool_response>\nhello\n</tool_response>"), ("assistant", "Say hello."))["messages"]
+    assert left_out(LAST_QUESTION, {"messages": turns}) == ()
+    turns[2]["content"] = "Is that so?"
+    assert left_out(LAST_QUESTION, {"messages": turns}) == (LeftOut(1, "reasoning_content", "Hm."),)
 
 
 def counted(style: str, *rows: dict[str, Any]) -> Statistics:

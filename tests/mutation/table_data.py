@@ -12,17 +12,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- text that a template leaves out
     Mutation(
         "data/shown_texts.py",
-        "        for passage in _THOUGHT_MARK.split(turn.get(key) or",
-        "        for passage in _SPACES.split(turn.get(key) or",
+        "in enumerate(_THOUGHT_MARK.split(turn.get(key) or",
+        "in enumerate(_SPACES.split(turn.get(key) or",
         SHOWN,
     ),
     Mutation("data/shown_texts.py", "        if not shown_alone:", "        if not alone:", SHOWN),
     Mutation(
         "data/shown_texts.py",
-        "        return self._marked is None or _placeholder(number, key) in self._marked",
+        "        return self._marked is None or placeholder in self._marked",
         "        return True",
         SHOWN,
     ),
+    Mutation(
+        "data/shown_texts.py",
+        "        for place, passage in enumerate(parts[::2]):",
+        "        for place, passage in enumerate(parts[:1]):",
+        SHOWN,
+    ),
+    Mutation("data/shown_texts.py", "passage.index(stripped) + len(stripped) // 2", "passage.index(stripped)", SHOWN),
     Mutation(
         "data/shown_texts.py",
         "self.text.count(passage) >= self._all_texts.count(passage)",

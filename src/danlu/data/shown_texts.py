@@ -19,7 +19,7 @@ from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.column_values import abbreviate
 from danlu.errors import DataError
 
-_THOUGHT_MARK = re.compile(r"</?think>")  # templates write these themselves, and the white space around them
+_THOUGHT_MARK = re.compile(r"(</?think>)")  # templates write these themselves, and the white space around them
 _SPACES = re.compile(r"\s+")
 _CERTAIN_LENGTH = 20  # characters of a text that no template has among its own words
 _ADVICE = {
@@ -88,19 +88,19 @@ class _Rendering:
         return [
             LeftOut(number, key, passage)
             for number in numbers
-            for key, passage in _texts(self.turns[number])
-            if not self._shows(number, key, passage)
+            for key, place, passage in _texts(self.turns[number])
+            if not self._shows(passage, key, _placeholder(number, key, place))
         ]
 
-    def _shows(self, number: int, key: str, passage: str) -> bool:
+    def _shows(self, passage: str, key: str, placeholder: str) -> bool:
         if not _is_in(passage, self.text, self._squeezed):
             return False
         if key == "tool_calls" or (
             len(passage) >= _CERTAIN_LENGTH and self.text.count(passage) >= self._all_texts.count(passage)
         ):
             return True
-        # It may be a word of the template's, or of another message: a placeholder in its place cannot be.
-        return self._marked is None or _placeholder(number, key) in self._marked
+        # It may be a word of the template's, or of another text: a placeholder within it cannot be.
+        return self._marked is None or placeholder in self._marked
 
     def _squeezed(self) -> str:
         return self._without_spaces
@@ -111,11 +111,11 @@ class _Rendering:
 
     @cached_property
     def _all_texts(self) -> str:
-        return "\n".join(passage for turn in self.turns for _, passage in _texts(turn))
+        return "\n".join(passage for turn in self.turns for *_, passage in _texts(turn))
 
     @cached_property
     def _marked(self) -> str | None:
-        """The rendering with a placeholder for each content and thought; None where the template refuses them."""
+        """The rendering with a placeholder in each content and thought; None where the template refuses them."""
         try:
             return self.template.render(
                 [_with_placeholders(turn, number) for number, turn in enumerate(self.turns)], self.tools, self.prompt
@@ -124,17 +124,18 @@ class _Rendering:
             return None
 
 
-def _texts(turn: Turn) -> Iterator[tuple[str, str]]:
-    """The texts of a message with the key that each is from; those around marks of thoughts are texts of their own."""
+def _texts(turn: Turn) -> Iterator[tuple[str, int, str]]:
+    """The texts of a message with the key and the place there that each is from; those around marks of thoughts are
+    texts of their own."""
     for key in ("content", "reasoning_content"):
-        for passage in _THOUGHT_MARK.split(turn.get(key) or ""):
+        for place, passage in enumerate(_THOUGHT_MARK.split(turn.get(key) or "")[::2]):
             if stripped := passage.strip():
-                yield key, stripped
+                yield key, place, stripped
     for call in turn.get("tool_calls") or ():
         function = call["function"]
         for passage in _strings([function["name"], function["arguments"]]):
             if stripped := passage.strip():
-                yield "tool_calls", stripped
+                yield "tool_calls", 0, stripped
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -160,14 +161,20 @@ def _is_in(passage: str, text: str, squeezed: Callable[[], str]) -> bool:
 
 
 def _with_placeholders(turn: Turn, number: int) -> Turn:
+    """The message with a placeholder within each text: templates look at how a content begins and ends."""
     marked = dict(turn)
     for key in ("content", "reasoning_content"):
-        if (turn.get(key) or "").strip():
-            marked[key] = _placeholder(number, key)
+        parts = _THOUGHT_MARK.split(turn.get(key) or "")
+        for place, passage in enumerate(parts[::2]):
+            if stripped := passage.strip():
+                middle = passage.index(stripped) + len(stripped) // 2
+                parts[2 * place] = passage[:middle] + _placeholder(number, key, place) + passage[middle:]
+        if any(parts):
+            marked[key] = "".join(parts)
     if "thinking" in turn:
         marked["thinking"] = marked.get("reasoning_content", turn["thinking"])
     return marked
 
 
-def _placeholder(number: int, key: str) -> str:
-    return f"Zq{number}{key.partition('_')[0]}{number}qZ"
+def _placeholder(number: int, key: str, place: int) -> str:
+    return f"Zq{number}{key.partition('_')[0]}{place}qZ"

@@ -451,3 +451,11 @@ def test_a_trainer_of_this_machine_finds_the_key_that_a_server_made(
     write_key(port, "another's")
     remove_key(port, "made")
     assert read_key(f"http://127.0.0.1:{port}") == "another's"
+
+
+def test_the_name_of_a_machine_may_have_capitals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("socket.gethostname", lambda: "Annes-Mac")
+    write_key(8000, "made")
+    assert read_key("http://Annes-Mac:8000") == "made" == read_key("http://annes-mac:8000")
+    assert read_key("http://bobs-mac:8000") is None
