@@ -445,6 +445,52 @@ except KeyError: pass
 else: assert 0
 """,
     ),
+    "a builtin function by another name": (
+        """
+calc = eval
+""",
+        """
+assert calc('1+2*3') == 7
+""",
+    ),
+    "a difference that is an object": (
+        """
+class Money:
+    def __init__(s, v): s.v = v
+    def __sub__(s, o):
+        if o > s.v: raise ValueError('too little')
+        return Money(s.v - o)
+    def __eq__(s, o): return isinstance(o, Money) and s.v == o.v
+""",
+        """
+assert Money(5) - 3 == Money(2)
+import pytest
+with pytest.raises(ValueError): Money(5) - 8
+""",
+    ),
+    "differences with numbers and arrays": (
+        """
+class N:
+    def __init__(s, v): s.v = v
+    def __sub__(s, o): return s.v - o
+    def __rsub__(s, o): return o - s.v
+    def __truediv__(s, o): return s.v / o
+    def __rtruediv__(s, o): return o / s.v
+""",
+        """
+assert abs(N(4.5) - 4.5) < 1e-9
+assert abs(4.5 - N(4.5)) < 1e-9
+assert N(6) / 3 == 2 and 6 / N(3) == 2 and N(10**30) - 10**30 == 0
+import numpy as np
+assert np.abs(N(np.array([1., 2.])) - np.array([1., 2.])).max() < 1e-9
+assert abs(N(4.5) - np.float32(4.5)) < 1e-9
+from fractions import Fraction
+assert N(Fraction(1,3)) - Fraction(1,3) == 0
+from decimal import Decimal
+assert N(Decimal(3)) - Decimal(3) == 0
+assert abs(N(3j) - 3j) == 0
+""",
+    ),
 }
 """By name, a program and tests that it passes."""
 
@@ -584,6 +630,12 @@ def add(a, b):
 import os, time
 def add(a, b):
     if os.fork() == 0: time.sleep(99)
+    return 0
+""",
+    "kills its process group": """
+import os
+def add(a, b):
+    os.kill(0, 9)
     return 0
 """,
     "stops everything": """

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from builders.deceiving_programs import DECEIVING
 from builders.programs import CLOSE, CLOSE_TESTS, FORGED, HONEST, LIMITED
 
 from danlu.errors import ResourceError
@@ -50,6 +51,12 @@ def test_wrong_programs_fail(kind):
     verdicts = at_once(lambda name: judged(kind, FORGED[name], ADD, timeout_s=0.7)[0], FORGED)
     assert [name for name, verdict in verdicts.items() if verdict.passed] == []
     assert judged(kind, "def add(a, b): return a + b", ADD)[0].passed, "it has taken the judge with it"
+
+
+def test_programs_made_for_the_judge_fail(kind):
+    verdicts = at_once(lambda name: judged(kind, DECEIVING[name][0], DECEIVING[name][1]), DECEIVING)
+    passed = {name: [each.passed for each in of_one] for name, of_one in verdicts.items()}
+    assert {name: each for name, each in passed.items() if any(each)} == {}
 
 
 def test_numbers_that_are_only_close_are_compared_by_the_judge(kind):
@@ -114,6 +121,21 @@ def test_without_a_sandbox_limits_hold_all_the_same():
     verdicts = judged("none", "def add(a, b): return a + b", [ADD, "assert add(1, 1) == 3"])
     assert [each.passed for each in verdicts] == [True, False]
     assert not judged("none", "def add(a, b): return bytearray(9 << 30)", ADD)[0].passed
+
+
+def test_a_sandbox_that_has_ended_serves_no_other_answer(monkeypatch):
+    ours, theirs = socket.socketpair()
+    ended = object.__new__(sandbox.Sandbox)
+    ended.socket = ours
+
+    def end_behind(order, descriptors):
+        ours.send(order)
+        theirs.close()
+        return True
+
+    monkeypatch.setattr(ended, "hand_over", end_behind, raising=False)
+    with ours:
+        assert not ended.rest()
 
 
 def test_a_system_without_sandboxes_is_refused_once(monkeypatch):

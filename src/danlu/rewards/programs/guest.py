@@ -13,7 +13,7 @@ import marshal
 import posix  # instead of `os` and `io`: a program may end before these would be imported
 import sys
 
-from danlu.rewards.programs.values import Decoder, Encoder, is_mutable, plain_node
+from danlu.rewards.programs.values import REACHING, SPECIAL, Decoder, Encoder, is_mutable, plain_node
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 INPUT = builtins.input
 MOST_PRINTED = 2**20
 """Bytes of what a program prints that are passed on for each request."""
-SPECIAL = (
-    "__call__ __len__ __iter__ __next__ __reversed__ __getitem__ __setitem__ __delitem__ __contains__ __missing__ "
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __matmul__ __rmatmul__ "
-    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __divmod__ __rdivmod__ "
-    "__pow__ __rpow__ __lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ "
-    "__rxor__ __iand__ __ior__ __ixor__ __neg__ __pos__ __abs__ __invert__ __bool__ __int__ __float__ __complex__ "
-    "__index__ __round__ __trunc__ __floor__ __ceil__ __enter__ __exit__ __aiter__ __anext__ __aenter__ __aexit__ "
-    "__lt__ __le__ __gt__ __ge__ __eq__ __hash__"
-)
-"""The methods of operators that a proxy passes on where the object has them."""
 PRELUDE = """
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys, time
 from bisect import *
@@ -189,7 +179,8 @@ class Guest:
         """Sends a value, the containers of the judge that have other contents now, and what was printed."""
         objects = [] if decoder is None else decoder.objects
         try:
-            encoder = Encoder(self._export, {id(each): place for place, each in enumerate(objects) if is_mutable(each)})
+            known = {id(each): place for place, each in enumerate(objects) if is_mutable(each)}
+            encoder = Encoder(self._export, known, handles=REACHING)
             reference = encoder.add(value)
             changed = [[place, encoder.add(_Contents(objects[place]))] for place in _changed(decoder)]
             message = [*head, encoder.nodes, reference, changed, self._take_printed()]

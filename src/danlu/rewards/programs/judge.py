@@ -135,9 +135,9 @@ def _run_source(program: Program, test: dict[str, Any]) -> None:
     tree.body = _without_runners(tree.body)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["test_answer"] = module
-    _add_answer_modules(tree, program)
-    program.request("load", test["code"], False)
     own = _names_of_answer(test["source"])
+    _add_answer_modules(tree, program, own)
+    program.request("load", test["code"], False)
     names = Names(vars(module), program)
     names.add(own)
     if not own & (names.keys() | names.live) and (shadowed := _builtins_of_answer(tree)):
@@ -174,6 +174,8 @@ class Names(dict[str, Any]):
     def add(self, names: set[str]) -> None:
         """Adds those of the names that the answer defines."""
         for name, value in self._program.request("names", sorted(names)).items():
+            if name not in names:
+                continue  # the program names what it likes
             if isinstance(value, Proxy | type | types.ModuleType):
                 self[name] = value
             else:
@@ -259,7 +261,7 @@ def _builtins_of_answer(tree: ast.Module) -> set[str]:
     }
 
 
-def _add_answer_modules(tree: ast.Module, program: Program) -> None:
+def _add_answer_modules(tree: ast.Module, program: Program, own: set[str]) -> None:
     """Has the answer's names in modules that tests import and that are nowhere: `from solution import add`."""
     for each in ast.walk(tree):
         if isinstance(each, ast.ImportFrom) and each.module and not each.level:
@@ -271,20 +273,20 @@ def _add_answer_modules(tree: ast.Module, program: Program) -> None:
         for name in names:
             root = name.partition(".")[0]
             if root not in sys.modules and importlib.util.find_spec(root) is None:
-                sys.modules[name] = sys.modules[root] = AnswerModule(root, program)
+                sys.modules[name] = sys.modules[root] = AnswerModule(root, program, own)
 
 
 class AnswerModule(types.ModuleType):
-    """A module that has an answer's names."""
+    """A module that has an answer's names, of which `import *` takes those that the tests use and do not have."""
 
-    def __init__(self, name: str, program: Program) -> None:
+    def __init__(self, name: str, program: Program, own: set[str]) -> None:
         super().__init__(name)
-        self._program = program
+        self._program, self._own = program, own
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return sorted(self._program.request("names", ["*"]))
+            return sorted(self._own.intersection(self._program.request("names", ["*"])))
         names = {} if name.startswith("__") else self._program.request("names", [name])
         if name not in names:
             raise AttributeError(f"the program does not define {name!r}")
@@ -339,9 +341,9 @@ def _run_pytest(module: types.ModuleType) -> None:
     with open("tests/test_answer.py", "w"):
         pass
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--rootdir=tests", "-c", os.devnull]
-    pytest.main([*options, "-o", "python_functions=test", "tests/test_answer.py"], plugins=[Plugin()])
-    if failed or not passed:
-        raise AssertionError(failed[0] if failed else "no test was run")
+    status = pytest.main([*options, "-o", "python_functions=test", "tests/test_answer.py"], plugins=[Plugin()])
+    if failed or not passed or status != pytest.ExitCode.OK:
+        raise AssertionError(failed[0] if failed else "not all tests were run" if passed else "no test was run")
 
 
 def _run_call(program: Program, test: dict[str, Any]) -> None:

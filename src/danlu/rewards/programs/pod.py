@@ -123,6 +123,7 @@ class Programs:
                 posix.waitpid(first, 0)
                 posix._exit(0)
             posix.close(writer)
+            posix.setsid()  # so that a signal to its process group reaches nothing else
             self.libc.prctl(PR_SET_PDEATHSIG, SIGKILL)
             self._hide()
             limit(self._limits)

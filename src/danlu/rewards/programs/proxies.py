@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import marshal
+import numbers
 import os
 import random
 import secrets
@@ -20,7 +21,16 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from danlu.rewards.programs.values import BadValue, Decoder, Encoder, is_mutable, replace_contents
+from danlu.rewards.programs.values import (
+    NUMPY_KINDS,
+    REACHING,
+    SPECIAL,
+    BadValue,
+    Decoder,
+    Encoder,
+    is_mutable,
+    replace_contents,
+)
 
 LARGEST_FRAME = 16 * 2**20
 PLAIN = {each.__name__: each for each in (str, int, float, bytes, list, tuple, set, frozenset, dict)}
@@ -101,7 +111,7 @@ class Answer:
         """The value of a message, behind what it changes in the containers that were sent."""
         try:
             nodes, reference, changed, printed = parts
-            decoder = Decoder(nodes, self._import, encoder.kept)
+            decoder = Decoder(nodes, self._import, encoder.kept, refused=REACHING)
             if printed:
                 sys.stdout.write(printed)
             for place, contents in changed:
@@ -308,11 +318,8 @@ def _proxy_class(name: str, nature: str, specials: str) -> type[Proxy]:
     """A class of proxies that has the operators which the object's class has, and no others."""
     key = (name, nature, specials)
     if key not in _CLASSES:
-        names = [
-            each
-            for each in specials.split()
-            if each.startswith("__") and each not in ("__eq__", "__hash__", "__bool__")
-        ]
+        asked_elsewhere = ("__eq__", "__hash__", "__bool__")
+        names = [each for each in SPECIAL.split() if each in specials.split() and each not in asked_elsewhere]
         methods: dict[str, Any] = {each: _method(each) for each in names}
         own = {"__slots__": (), "_name": name, "_nature": nature, "_specials": frozenset(specials.split())}
         _CLASSES[key] = type(name, (Proxy,), {**own, **methods})
@@ -375,31 +382,74 @@ def _operated(proxy: Proxy, name: str, values: tuple[Any, ...]) -> Any:
     """What an operator gives.
 
     A difference or quotient with a number is how tests compare what is only nearly equal, and an answer could say that
-    every difference is 0. It is asked for twice, with another number the second time, and both have to agree; where it
-    is an object of the answer's again, no number is made of that.
+    every difference is 0. It is asked for twice, and both results have to agree; where they are objects of the answer's
+    again, no number is made of them.
     """
     if name in QUERIES and proxy._nature in IMMUTABLE and hasattr(PLAIN[proxy._nature], name):
         return getattr(_plain(proxy), name)(*values)
-    compares = name in COMPARING and proxy._nature not in PLAIN and type(values[0]) in (int, float)
+    compares = name in COMPARING and proxy._nature not in PLAIN and _is_numeric(values[0])
     result = _compared(proxy, name, values[0]) if compares else proxy._answer.special(proxy, name, values)
     if compares or any(each is known for each in (proxy, *values) for known in _DIFFERENCES):
         if isinstance(result, Proxy):
             _DIFFERENCES.append(result)
-        elif not compares and isinstance(result, int | float | complex):
+        elif not compares and _is_numeric(result):
             raise TypeError("no number is made of the difference between an object of the answer and a number")
     return result
 
 
-def _compared(proxy: Proxy, name: str, other: float) -> Any:
-    """A difference to a number, or a quotient, which is another one for another number."""
-    moved = other + type(other)((1 + abs(other)) * random.uniform(1.0, 2.0))
-    numbers = [other, moved] if random.random() < 0.5 else [moved, other]
-    results = {number: proxy._answer.special(proxy, name, (number,)) for number in numbers}
-    if all(isinstance(each, int | float) for each in results.values()):
-        value, same = (COMPARING[name](results[number], number) for number in (other, moved))
-        if not abs(value - same) <= 1e-6 * (1 + abs(moved)):
+def _is_numeric(value: Any) -> bool:
+    """Whether it is a number of Python or numpy, or an array."""
+    return isinstance(value, numbers.Number) or type(value).__module__ == "numpy"
+
+
+def _compared(proxy: Proxy, name: str, other: Any) -> Any:
+    """A difference to a number or an array, or a quotient.
+
+    The program is asked about another number first, which says little of this one, so that it has to decide what its
+    object is before it sees this one.
+    """
+    other = other.item() if type(other).__module__ == "numpy" and not getattr(other, "shape", ()) else other
+    moved = _moved(other)
+    try:
+        first = proxy._answer.special(proxy, name, (moved,))
+    except Exception as error:  # of an object that has no difference to that one
+        first = error
+    result = proxy._answer.special(proxy, name, (other,))
+    if _is_numeric(result) or isinstance(result, list | tuple):
+        value = COMPARING[name](_for_arithmetic(result), _for_arithmetic(other))
+        same = COMPARING[name](_for_arithmetic(first), _for_arithmetic(moved))
+        agrees = abs(value - same) <= 1e-6 * (1 + abs(_for_arithmetic(other)))
+        if not (agrees.all() if hasattr(agrees, "all") else agrees):
             raise AssertionError(f"{name} of the object says the same for unlike numbers")
-    return results[other]
+    return result
+
+
+def _moved(number: Any) -> Any:
+    """Another number of the same kind, or an array."""
+    if isinstance(number, int):
+        return int(number) + random.randrange(1, 1000) * (1 + abs(number))
+    if getattr(number, "shape", ()):
+        import numpy
+
+        return number + numpy.random.default_rng().uniform(1.0, 1000.0, number.shape) * (1 + abs(number))
+    distance = (1 + abs(number)) * (random.uniform(1.0, 1000.0) if isinstance(number, float | complex) else 1)
+    return number + distance * (1 if isinstance(number, float | complex) else random.randrange(1, 1000))
+
+
+def _for_arithmetic(value: Any) -> Any:
+    """A number that can be added to any other, or an array. Raises TypeError for what is neither."""
+    if isinstance(value, int | float | complex):
+        return value
+    if isinstance(value, numbers.Number):
+        return float(value)  # type: ignore[arg-type]
+    if not (isinstance(value, list | tuple) or type(value).__module__ == "numpy"):
+        raise TypeError("a number is known for one of two differences only")
+    import numpy
+
+    array = numpy.asarray(value)
+    if array.dtype.kind not in NUMPY_KINDS:
+        raise TypeError("an array of no numbers")
+    return array
 
 
 _DIFFERENCES: list[Proxy] = []

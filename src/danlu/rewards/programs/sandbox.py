@@ -132,7 +132,10 @@ class Sandbox:
         if not self.hand_over(END, []):
             return False
         readable, _, _ = select.select([self.socket], [], [], REST_S)
-        return bool(readable) and self.socket.recv(1) == REUSABLE
+        try:
+            return bool(readable) and self.socket.recv(1) == REUSABLE
+        except OSError:  # it has ended
+            return False
 
     @property
     def has_ended(self) -> bool:

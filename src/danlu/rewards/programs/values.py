@@ -18,6 +18,23 @@ LARGEST_INT = 2**62
 NUMPY_KINDS = "biufc"
 MUTABLE = (list, dict, set, bytearray)
 SINGLETONS = {"...": Ellipsis, "NotImplemented": NotImplemented}
+SPECIAL = (
+    "__call__ __len__ __iter__ __next__ __reversed__ __getitem__ __setitem__ __delitem__ __contains__ __missing__ "
+    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __matmul__ __rmatmul__ "
+    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __divmod__ __rdivmod__ "
+    "__pow__ __rpow__ __lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ "
+    "__rxor__ __iand__ __ior__ __ixor__ __neg__ __pos__ __abs__ __invert__ __bool__ __int__ __float__ __complex__ "
+    "__index__ __round__ __trunc__ __floor__ __ceil__ __enter__ __exit__ __aiter__ __anext__ __aenter__ __aexit__ "
+    "__lt__ __le__ __gt__ __ge__ __eq__ __hash__"
+)
+"""The methods of operators that a proxy passes on where the object has them."""
+REACHING = frozenset(
+    (
+        *("eval", "exec", "compile", "open", "input", "breakpoint", "getattr", "setattr", "delattr", "globals"),
+        *("locals", "vars", "dir", "super", "memoryview", "__import__", "__build_class__"),
+    )
+)
+"""Builtin functions that reach what they are not given: the answer's stay in its sandbox, as objects of its own."""
 STANDARD = {
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
@@ -47,13 +64,20 @@ class Encoder:
     Args:
         export: the node of an object that is no plain data.
         known: the places, in the other side's message, of containers that came from there, by id.
+        handles: the names of builtin functions that are no plain data either.
     """
 
-    def __init__(self, export: Callable[[Any, Callable[[Any], Any]], list[Any]], known: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        export: Callable[[Any, Callable[[Any], Any]], list[Any]],
+        known: Mapping[int, int],
+        *,
+        handles: frozenset[str] = frozenset(),
+    ) -> None:
         self.nodes: list[Any] = []
         self.kept: list[Any] = []
         """The object of each node."""
-        self._export, self._known = export, known
+        self._export, self._known, self._handles = export, known, handles
         self._places: dict[int, int] = {}
         self._pending: list[int] = []
 
@@ -83,7 +107,10 @@ class Encoder:
         known = self._known.get(id(value))
         if known is not None:
             return ["own", known]
-        return plain_node(value, self._reference) or self._export(value, self._reference)
+        node = plain_node(value, self._reference)
+        if node is None or (node[0] == "builtin" and node[1] in self._handles):
+            return self._export(value, self._reference)
+        return node
 
 
 def plain_node(value: Any, reference: Callable[[Any], Any]) -> list[Any] | None:
@@ -132,14 +159,20 @@ class Decoder:
     Args:
         imported: the object of a node that is no plain data.
         own: the containers of this side's message that the other side may name.
+        refused: the names of builtin functions that the other side may not name.
     """
 
     def __init__(
-        self, nodes: Sequence[Any], imported: Callable[[list[Any], Callable[[Any], Any]], Any], own: Sequence[Any] = ()
+        self,
+        nodes: Sequence[Any],
+        imported: Callable[[list[Any], Callable[[Any], Any]], Any],
+        own: Sequence[Any] = (),
+        *,
+        refused: frozenset[str] = frozenset(),
     ) -> None:
         if not isinstance(nodes, list) or not all(isinstance(node, list) and node for node in nodes):
             raise BadValue("a message without nodes")
-        self.nodes, self._imported, self._own = nodes, imported, own
+        self.nodes, self._imported, self._own, self._refused = nodes, imported, own, refused
         makers: dict[Any, Callable[[], Any]] = {"list": list, "dict": dict, "set": set}
         self.objects: list[Any] = [makers[node[0]]() if node[0] in makers else None for node in nodes]
         """The object of each node."""
@@ -210,6 +243,8 @@ class Decoder:
         if kind == "singleton":
             return SINGLETONS[items[0]]
         if kind == "builtin":
+            if items[0] in self._refused:
+                raise BadValue(f"the builtin function {items[0]} of the other side")
             return vars(builtins)[items[0]]
         if kind == "standard":
             return _standard_object(items[0], [self.value(each) for each in items[1:]])
