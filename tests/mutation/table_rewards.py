@@ -345,7 +345,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rewards/programs/proxies.py",
-        "        if not abs(value - same) <= 1e-6 * (1 + abs(moved)):",
+        '        if not (agrees.all() if hasattr(agrees, "all") else agrees):',
         "        if False:",
         "rewards/test_programs.py",
         only="only_close",
