@@ -51,7 +51,7 @@ def _tables(name: str) -> str:
 
 
 def _stage_table() -> str:
-    """What each stage has by default, with all weights trained and with an adapter."""
+    """Lists the defaults of each stage, with all weights trained and with an adapter."""
     lines = ["| stage | learning rate of AdamW | with an adapter | weight decay | schedule | warm-up | batch |"]
     lines.append("|---|---|---|---|---|---|---|")
     for stage, each in STAGE_DEFAULTS.items():

@@ -21,7 +21,7 @@ from danlu.recipe.stage_defaults import former_values, stage_of, with_values
 from danlu.train.run_folder import resumed_run, run_recipe
 
 FORMER_KL = {"in": "loss", "estimator": "k3"}
-"""Of `objective.kl` where a recipe does not say: also in the reward, and where ppo's default is a mapping of others."""
+"""The former default of each key of `objective.kl`: also in the reward, and for ppo."""
 
 
 def with_former_defaults(loaded: Loaded, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:

@@ -46,7 +46,7 @@ def export_result(
 
 
 class Writes(Protocol):
-    """What writes a result; the rest of a `PlacedModel` is not asked for."""
+    """The part of a `PlacedModel` that writes a result."""
 
     def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None: ...  # as `PlacedModel` has it
 

@@ -100,7 +100,7 @@ class HTTPClient:
     def _key(self) -> str | None:
         if self.api_key_variable is not None:
             return os.environ[self.api_key_variable]
-        return read_key(self.url) if self.server_key else None  # each time: a server that is started anew has another
+        return read_key(self.url) if self.server_key else None  # each time: a server that is started again has another
 
     def _call(self, method: str, path: str, body: Any, query: Mapping[str, Any] | None) -> Any:
         parts = urlsplit(self.url)

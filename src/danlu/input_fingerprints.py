@@ -37,9 +37,9 @@ from danlu.stage_protocols import ModelSpec, Stage
 from danlu.train.checkpoints.loading import read_state
 
 SAMPLE_BYTES = 64 << 10
-"""Of the start, the middle and the end of a tensor, or of a file that is larger than all three."""
+"""The bytes hashed of the start, the middle and the end of a tensor, or of a file that is larger than all three."""
 MOST_BYTES = 512 << 20
-"""That are hashed of one model or one stream: of very many tensors the samples are smaller, at least `_LEAST_BYTES`."""
+"""The bytes hashed of one model or stream: with very many tensors the samples shrink, to `_LEAST_BYTES` at least."""
 _LEAST_BYTES = 4 << 10
 _THREADS = 16  # of which most wait for a disk
 _BATCH = 64  # regions that a thread is given at a time
@@ -65,14 +65,14 @@ class Input:
     """One thing that a run reads. `parts` are hashes, or JSON values, by name: of files, or of keys of a config."""
 
     key: str
-    """Of the recipe, and which file of it: ``model.path``, ``data.train.0``."""
+    """The key of the recipe, and which file of it: ``model.path``, ``data.train.0``."""
     path: Path | str
     parts: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
-    """By which two are compared; by default that of the parts."""
+    """Two inputs are compared by it; by default it is that of the parts."""
     kind: type[DanluError] = DataError
     read_again: bool = True
-    """By a run that is resumed. Of weights that a checkpoint has, nothing is."""
+    """Whether a resumed run reads it: weights that a checkpoint has are not read again."""
     problem: str = ""
     """Why it cannot be read here; whoever reads it says so, unless other processes can."""
 
@@ -80,7 +80,7 @@ class Input:
         return self.problem or self.digest or _hashed(sorted(self.parts.items()))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Returns the JSON that a checkpoint keeps."""
         return {"digest": self.compared(), "parts": dict(self.parts)}
 
 
@@ -114,7 +114,7 @@ def same_on_all_ranks(world: Group, read: Callable[[], list[Input]], barrier: Ca
         kind, lines = next(iter(problems.items()))
         text = "the processes have not opened the same files:\n  " + "\n  ".join(lines)
         raise kind(
-            f"{text}\nGive each process what rank 0 has: copy the files anew, name the same revision, or use a disk "
+            f"{text}\nGive each process what rank 0 has: copy the files again, name the same revision, or use a disk "
             "that all machines share"
         )
     return own
@@ -138,7 +138,7 @@ def check_resumed(checkpoint: Path | None, inputs: Sequence[Input]) -> dict[str,
         raise CheckpointError(
             f"{checkpoint}: the run read other files than are there now (there -> here):\n  "
             + "\n  ".join(lines)
-            + "\nPut back what was there; or, to train with what is there now, start anew in another `output`."
+            + "\nPut back what was there; or, to train with what is there now, start again in another `output`."
         )
     return {**saved, **{each.key: each.state() for each in inputs if not each.problem}}
 
@@ -318,7 +318,7 @@ def _adapter(key: str, folder: Path, weights_again: bool) -> list[Input]:
 
 
 def _model_or_adapter(key: str, path: str, read_again: bool = True) -> list[Input]:
-    """What a reward or the values start from: a model's folder, a finished run, or an adapter."""
+    """Reads the start of a reward or of the values: a model's folder, a finished run, or an adapter."""
     folder = Path(path).expanduser()
     is_adapter = any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / "adapter"))
     return _adapters(key, [path], read_again) if is_adapter else _model(key, path, read_again)

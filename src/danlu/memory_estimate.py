@@ -341,7 +341,7 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What goes through a model at once."""
+    """The samples that go through a model at once."""
 
     recipe: Recipe
     sequences: int

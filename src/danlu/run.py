@@ -456,7 +456,7 @@ def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, sa
 def _shows(
     recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO, say: Say
 ) -> list[Recorder]:
-    """What tells people about the run on this machine, beside the metrics file."""
+    """Recorders that show the run to people on this machine, besides the metrics file."""
     progress = progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
     shows: list[Recorder] = [
         OptionalRecorder(progress, "the progress of steps", say),

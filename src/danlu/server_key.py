@@ -69,7 +69,7 @@ def _content(file: Path) -> str | None:
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise ResourceError(
                     f"{file}: others can read or write the server's key, or it is another user's: delete the file, "
-                    "and start the server anew"
+                    "and start the server again"
                 )
             return opened.read()
     except FileNotFoundError:

@@ -460,7 +460,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """What an answer means as a call, and that cannot be made; with its text, where it comes from an answer."""
+    """A call that an answer means and that cannot be made; with its text, where it comes from an answer."""
 
     problem: str
     text: str = field(default="", compare=False)

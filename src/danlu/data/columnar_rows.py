@@ -15,7 +15,7 @@ from danlu.data.column_values import TOO_DEEP, is_too_deep
 from danlu.data.raw_rows import BadRow, LocatedContent
 
 Read = Callable[[Any], Any]
-"""From a value as pyarrow gives it to the value of a row; never called with None."""
+"""Turns a value as pyarrow gives it into the value of a row; never called with None."""
 
 
 def numbered_rows(name: str, batches: Iterable[Any]) -> Iterator[LocatedContent]:

@@ -228,7 +228,7 @@ def image_files(source: Source) -> tuple[Path, Path]:
     file = _images_file(Path(split_row_limit(source.path)[0]).expanduser(), source.split)
     labels_file = file.with_name(file.name.replace(IMAGES, LABELS))
     if not labels_file.is_file():
-        raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} beside it")
+        raise DataError(f"{file}: its labels are missing: there is no {labels_file.name} next to it")
     return file, labels_file
 
 

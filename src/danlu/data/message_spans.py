@@ -291,7 +291,7 @@ class SpanRenderer:
     def annotate(
         self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, wanted: tuple[int, ...]
     ) -> list[AnnotatedText]:
-        """What `message_spans.annotate` gives, faster where that is safe, with what the first of them leaves out.
+        """Returns the texts of `message_spans.annotate`, faster where that is safe; the first has the texts left out.
 
         Raises:
             DataError: the template refuses the conversation, or leaves out a text of a message wherever that stands.

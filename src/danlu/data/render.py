@@ -38,7 +38,7 @@ class RenderSettings:
 
 @dataclass(frozen=True, slots=True)
 class Remarks:
-    """What people are told of a sample that can be trained.
+    """Remarks for the user on a sample that can be trained.
 
     Attributes:
         left_out: keys of messages with text that the chat template shows only while the message is the last.
@@ -52,7 +52,7 @@ class Remarks:
 
     @classmethod
     def of(cls, samples: Sequence[RenderedSample]) -> Remarks:
-        """What is to be told of several samples of one row together."""
+        """Joins the remarks on several samples of one row."""
         remarks = [sample.remarks for sample in samples]
         return cls(
             tuple(dict.fromkeys(key for each in remarks for key in each.left_out)),

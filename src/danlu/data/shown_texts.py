@@ -48,7 +48,7 @@ def texts_left_out(
     text: str,
     prompt: bool = False,
 ) -> tuple[LeftOut, ...]:
-    """What `text`, the rendering of these turns, leaves out of turns that the template shows while they are the last.
+    """Finds the texts that `text`, the rendering of these turns, lacks and the template shows in a last turn.
 
     Args:
         prompt: the text ends with the generation prompt.

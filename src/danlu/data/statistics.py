@@ -71,7 +71,9 @@ class Statistics:
     unread: Counter[str] = field(default_factory=Counter)  # rows, by a key of their messages that is not read
     added_thoughts: int = 0  # samples that train a thought which the chat template adds to a row that has none
     added_thought_example: str = ""  # the row of the first of them
-    left_out: Counter[str] = field(default_factory=Counter)  # rows, by a key of turns whose text later turns do not see
+    left_out: Counter[str] = field(
+        default_factory=Counter
+    )  # rows, by a key of turns with text that later turns do not see
     left_out_example: str = ""  # the first of these rows
     split_prompts: int = 0  # rows with a trained answer whose generation prompt ends inside a token
     split_prompt_example: str = ""  # the first of them, and the token
@@ -166,7 +168,7 @@ class Statistics:
         return lines
 
     def left_out_lines(self) -> list[str]:
-        """What the chat template shows of a turn only while it is the last; none if nothing."""
+        """Says which texts of a turn the chat template shows only while it is the last; empty if there are none."""
         if not self.left_out:
             return []
         keys = " and ".join(f"{key} in {rows:,}" for key, rows in self.left_out.most_common())
@@ -177,7 +179,7 @@ class Statistics:
         ]
 
     def _prompt_lines(self) -> list[str]:
-        """What is to be told of trained answers for which a model is asked by other tokens than they are trained on."""
+        """Says which trained answers follow other tokens than those of the prompt that a model is given."""
         lines = []
         if self.split_prompts:
             lines.append(

@@ -21,7 +21,7 @@ from danlu.errors import DataError
 
 
 class TemplateSource(NamedTuple):
-    """What a template is compiled from; see `ChatTemplate`."""
+    """The source of a template; see `ChatTemplate`."""
 
     source: str
     special_tokens: tuple[tuple[str, Any], ...]
@@ -40,7 +40,7 @@ class _Rendering(NamedTuple):
 
 @dataclass(frozen=True)
 class _Render:
-    """What the process does: a job of `WorkerPool`."""
+    """The job of the process, for `WorkerPool`."""
 
     memory_bytes: int
 
@@ -80,13 +80,13 @@ class TemplateProcess:
         tools: Sequence[Mapping[str, Any]] | None = None,
         prompt: bool = False,
     ) -> str:
-        """As `ChatTemplate.render`. Raises DataError as it does."""
+        """Renders as `ChatTemplate.render` does, and raises DataError as it does."""
         text = self._run(_Rendering(_source_of(template), turns, tools, prompt))
         assert isinstance(text, str), "conversations become texts"
         return text
 
     def takes_tools(self, template: ChatTemplate) -> bool:
-        """As `ChatTemplate.takes_tools`."""
+        """Answers as `ChatTemplate.takes_tools` does."""
         return self._run(_Rendering(_source_of(template))) is True
 
     def close(self) -> None:

@@ -26,9 +26,9 @@ _ENDS = re.compile(r"(?:\s|<\|eot_id\|>|<\|eom_id\|>|<\|im_end\|>|</s>)*")
 
 Call = ToolCall | MalformedCall
 Parts = list[str | Call]
-"""Of an answer: its text and its calls, in their order."""
+"""The text and the calls of an answer, in their order."""
 Properties = Mapping[str, Mapping[str, Any]]
-"""By the name of a tool, the schemas of its arguments."""
+"""The schemas of the arguments of each tool, by its name."""
 
 
 class Incomplete(Exception):
@@ -134,7 +134,7 @@ def _find(text: str, mark: str, at: int, ended: bool) -> int:
 
 
 def read_tag(text: str, at: int, ended: bool, properties: Properties) -> tuple[Parts, int]:
-    """What `<tool_call>` opens where the family is not known: told by what stands behind it."""
+    """Reads a call behind `<tool_call>` where the family is not known: the text behind it decides."""
     inside = text[_skip(text, at + len("<tool_call>")) :]
     if not ended and (not inside or "<function=".startswith(inside)):
         raise Incomplete

@@ -52,7 +52,7 @@ FORMS: dict[str, CallForm] = {
         CallForm("glm-4", {}, forms.read_bare_glm4),
     )
 }
-"""By the names of the families."""
+"""All known forms, by the names of the families."""
 ANY_FORM = CallForm(
     "any",
     {mark: read for form in FORMS.values() for mark, read in form.marks.items()} | {"<tool_call>": forms.read_tag},
@@ -100,12 +100,12 @@ class AnswerReader:
         return text, [part for part in parts if not isinstance(part, str)]
 
     def feed(self, text: str) -> Parts:
-        """What is certain with this much more of the answer."""
+        """Takes more of the answer; returns the text and the calls that are certain now."""
         self._rest += text
         return self._read(ended=False)
 
     def finish(self) -> Parts:
-        """What is left at the end of the answer; a call that is not whole is malformed."""
+        """Ends the answer; returns the rest of it, where a call that is not whole is malformed."""
         return self._read(ended=True)
 
     def _read(self, *, ended: bool) -> Parts:
@@ -185,7 +185,7 @@ class ReadCalls:
 
     @classmethod
     def of(cls, template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
-        """As a chat template has the policy write calls."""
+        """Reads calls in the form that a chat template writes."""
         form = form_of(template)
         return cls(None if form is None else form.name, opens_thought(template), tuple(tools))
 
@@ -232,7 +232,7 @@ def opens_thought(template: ChatTemplate) -> bool:
 
 
 def unknown_form_line(template: ChatTemplate) -> str | None:
-    """What is to be told of a chat template in the form of which calls cannot be read; None where they can."""
+    """The line that names a chat template with calls in an unknown form; None where the form is known."""
     if form_of(template) is not None:
         return None
     return (

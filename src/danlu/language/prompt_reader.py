@@ -88,7 +88,7 @@ class PromptReader:
 
 
 def _call_lines(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """What is to be told of how calls of tools will be read, where the recipe's environment has any."""
+    """The line on how calls of tools are read, where the recipe's environment has tools."""
     if not isinstance(recipe.environment, Tools | AgentSection) or not tokenizer.has_template:
         return []
     line = unknown_form_line(tokenizer.template(tools=True))

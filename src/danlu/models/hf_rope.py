@@ -85,7 +85,9 @@ def read_ropes_by_type(
         scaling = values.section("rope_scaling") if layer_type == "full_attention" else {}
         rope = HFValues({**by_type.section(layer_type), **scaling}, {}, f"{values.where}: {where}")
         if rope.raw("truncate") is False:
-            raise rope.error("truncate", "transformers does not apply it in a family whose layers may be rotated apart")
+            raise rope.error(
+                "truncate", "transformers does not apply it in a family that may rotate layers differently"
+            )
         ropes[layer_type] = _read(values, rope, head_dim, of_type, (theta_key, where), None)
     return ropes
 
@@ -171,7 +173,7 @@ def _read_temperature(rope: HFValues, rules: RopeRules, original: int | None, lo
 def _read_scaling(
     rope: HFValues, scaling: type[RopeScaling], original: int | None, longest: int, known_besides: set[str]
 ) -> RopeScaling:
-    """original: a length before scaling that stands beside `rope`, and counts more than what it says there."""
+    """original: a length before scaling that stands next to `rope`, and takes precedence over the one in it."""
     known = {field.name: field for field in fields(scaling)}
     given = {name: rope.raw(name) for name in known if name in rope}
     if _ORIGINAL in known:

@@ -64,7 +64,7 @@ def save(
 
     score_head: of a model that classifies, which has no generation config.
     pad_token: (text, id) that the tokenizer is to pad with, in its config too.
-    stop_ids: tokens that end an answer beside those of the config, as the chat template ends turns with one; config
+    stop_ids: tokens that end an answer besides those of the config, as the chat template ends turns with one; config
     and generation config name them all, so that transformers and vLLM stop there. A model that classifies has none.
     origin: the folder that the model comes from, of whose tensors those that danlu does not train are copied byte for
     byte, with the config of a multimodal model and its processor. Without it a multimodal model's language part alone

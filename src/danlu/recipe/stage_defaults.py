@@ -43,7 +43,7 @@ STAGE_DEFAULTS = {
     "rl": StageDefaults(1e-6, 1e-5, "constant", 0.05, "prompts", 16),
     "online-dpo": StageDefaults(5e-7, 5e-6, "linear", 0.1, "prompts", 16),
 }
-"""By stage. `preference` holds for dpo, kto, simpo, cpo and every other comparison of answers, `gkd` for stage distill
+"""Defaults by stage. `preference` holds for dpo, kto, simpo, cpo and other comparisons of answers, `gkd` for distill
 with `on_policy`, `rl` for every policy gradient (grpo, ppo, ...)."""
 
 RATE_KEYS = ("optimizer.learning_rate", "optimizer.adamw_learning_rate")

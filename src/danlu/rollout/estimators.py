@@ -210,7 +210,7 @@ class GroupEstimator:
     facts: ClassVar[tuple[str, ...]] = ()
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
-        """With the column `advantage`."""
+        """Adds the column `advantage`."""
         judged, metrics = self.shaping.shaped(judged.comparable()), dict[str, float]()
         advantages: Sequence[np.ndarray]
         if self.process_supervision:

@@ -41,7 +41,7 @@ PROMPT_ROWS = 128
 
 @dataclass(frozen=True)
 class PassOutcome:
-    """What a pass has come to."""
+    """The result of a pass."""
 
     drawn: list[tuple[Answer, list[DrawnToken]]] = field(default_factory=list)
     """Answers with their new tokens, those that failed among them."""
@@ -297,7 +297,7 @@ class ModelRunner:
         return of_chunks
 
     def _problem(self, answer: Answer, logprobs: Sequence[Sequence[float]], first: int) -> ModelError | None:
-        """What is wrong where log-probabilities of an answer's tokens, from position `first` on, are not finite."""
+        """The error where log-probabilities of an answer's tokens, from position `first` on, are not finite."""
         for position, of_token in enumerate(logprobs, first):
             if not all(map(math.isfinite, of_token)):
                 sampling = answer.request.sampling

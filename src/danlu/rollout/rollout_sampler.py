@@ -183,7 +183,7 @@ class RolloutSampler:
     failures: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """Of the present rollout, on the first process: why rewards were not given, by prompt and sample."""
     verdicts: dict[tuple[int, int], dict[str, Verdict]] = field(default_factory=dict)
-    """Of the present rollout, on the first process: how rewards came about, by prompt and sample."""
+    """The verdicts of the present rollout, by prompt and sample, on the first process."""
     late: np.ndarray | None = None
     """[R] Of the present rollout: answers that took too long to compare; None before the first are judged."""
 

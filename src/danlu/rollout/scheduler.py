@@ -256,7 +256,7 @@ class Scheduler:
         return room >= min(wanted, builder.budget)
 
     def _cut_drafts(self, sequence: SequenceState) -> None:
-        """Drops the drafts that no pass has room for beside the last known token, since all are checked in one pass."""
+        """Drops the drafts that no pass has room for after the last known token, since all are checked in one pass."""
         if len(sequence.drafts) >= self.batch_tokens:
             del sequence.drafts[self.batch_tokens - 1 :]
 

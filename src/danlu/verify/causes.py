@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WHERE_CUT = (
-    "a document that is cut over context ranks: positions or frequencies that begin anew at a cut, a window that is "
+    "a document that is cut over context ranks: positions or frequencies that begin again at a cut, a window that is "
     "off by one there, a length of the part on a rank in place of the document's, a target that is lost between two "
     "chunks, documents that see each other, a sink on each rank"
 )

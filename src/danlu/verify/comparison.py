@@ -256,7 +256,7 @@ def _averages(
     perturbed: AverageTrace | None,
     rounding: _Rounding,
 ) -> Iterator[ComparedTensor]:
-    """The moving average of the layout beside one process's."""
+    """Compares the moving average of the layout with one process's."""
     if reference is None or perturbed is None:
         return
     own = [average for average in by_rank if average is not None]
@@ -272,7 +272,7 @@ def _averages(
 def _counters(
     label: str, kind: str, by_rank: Sequence[Mapping[str, float]], reference: Mapping[str, float]
 ) -> Iterator[ComparedTensor]:
-    """What the run counts, exactly."""
+    """Compares the counters of the run, exactly."""
     for name, count in reference.items():
         yield _number(f"{name} {label}", kind, [counters.get(name, math.nan) for counters in by_rank], count, 0.0)
 

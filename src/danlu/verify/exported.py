@@ -1,4 +1,4 @@
-"""The result of a run as a verification compares it: every tensor of its files, without a tokenizer beside them."""
+"""The result of a run as a verification compares it: every tensor of its files, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Weights:
     training: ProxyTraining
 
     def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
-        """As `PlacedModel.write`."""
+        """Writes as `PlacedModel.write` does."""
         placed, proxy = self.training.placed, self.training.proxy
         if proxy.has_files:
             proxy.write(placed, target, value, writes=writes)

@@ -168,4 +168,4 @@ STATE_FAULTS: dict[str, Fault] = {
     "overlapping-parts": Fault(_is_sharded, _overlapping_parts),
     "parts-doubled-in-export": Fault(_cuts_what_is_exported, _parts_doubled_in_export),
 }
-"""By name, sorted."""
+"""All faults by name, sorted."""

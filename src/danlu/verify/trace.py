@@ -94,22 +94,22 @@ class Trace:
     loaded_average: AverageTrace | None = None  # as that checkpoint brought it back
     resumed_average: AverageTrace | None = None  # after `resumed_step`
     exported: Mapping[str, Tensor] | None = None
-    """Of the process that writes the result: each tensor of its files, written with the weights of the layout's
+    """The process that writes the result has each tensor of its files, written with the weights of the layout's
     checkpoint, by the layout from memory and by one process from that checkpoint."""
     clear_items: tuple[list[int], list[int], float] | None = None
     """The numbers of candidates for steps and evaluation, and the least margin of a route; where only they were chosen.
     """
     spoiled: SpoiledStep | None = None
-    """Of several processes: a step in which a gradient of the last one was made NaN."""
+    """The step of several processes in which a gradient of the last one was made NaN."""
     problems: dict[str, str] = field(default_factory=dict)
-    """Of several processes: the error of what could not be done, by what it was ("saving", "exporting", "loading")."""
+    """The errors of several processes, by the task that failed ("saving", "exporting", "loading")."""
     hit_non_finite: bool = False
     """Of several processes: numbers were not finite, so that this trace ends early."""
 
 
 @dataclass(frozen=True)
 class SpoiledStep:
-    """What became of a step with a gradient that was not finite on one process."""
+    """The outcome of a step with a gradient that was not finite on one process."""
 
     parameter: str  # that had the gradient
     error: str | None  # that the step ended with; None: it made an update
@@ -210,7 +210,7 @@ def trace_step(
 
 
 def counters_of(run: Run) -> dict[str, float]:
-    """What a run counts: the same on all processes, in every layout."""
+    """The counters of a run: the same on all processes, in every layout."""
     return {"steps": run.state.step, "tokens": run.state.tokens, "items taken": run.feed.next}
 
 

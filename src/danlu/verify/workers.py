@@ -269,7 +269,7 @@ def small_thresholds() -> Iterator[None]:
 
 
 def _tried(trace: Trace, doing: str, work: Callable[[], T]) -> T | None:
-    """What `work` returns, which several processes do together; None, with its error in the trace, where it fails."""
+    """Returns the result of `work`, done by several processes; None, with its error in the trace, where it fails."""
     try:
         return work()
     except (DanluError, AssertionError, RuntimeError) as error:  # of torch, where another process has given up
@@ -309,7 +309,7 @@ def _reference(task: Task, folder: Path, rank: int) -> Result:
 def _exported_from(
     task: Task, recipe: Recipe, device: torch.device, checkpoint: Path, folder: Path
 ) -> Mapping[str, Tensor] | None:
-    """What one process exports of a checkpoint's weights, without the optimizer's state."""
+    """Exports the weights of a checkpoint on one process, without the optimizer's state."""
     training = ProxyTraining(recipe, task.proxy, Ranks(), device, micro=task.micro, resumed=checkpoint)
     run = training.run(task.steps)
     averages = {} if run.ema is None else {"ema": run.ema.state_tensors()}
@@ -394,7 +394,7 @@ def _resume(
     trace: Trace,
     result: Path | None = None,
 ) -> tuple[ProxyTraining, Run] | None:
-    """Builds everything anew, as another start of the program would, and takes a step from a checkpoint.
+    """Builds everything again, as another start of the program would, and takes a step from a checkpoint.
 
     result: where what the checkpoint holds is exported to first. None where it could not be loaded, which the trace
     tells.

@@ -47,7 +47,7 @@ from danlu.rollout.stopping import Decode
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_DETOKENIZE_BYTES = 16 * MAX_DETOKENIZED
-"""Of a request to make text of token ids: 16 for each."""
+"""The most bytes of a request to make text of token ids: 16 for each."""
 SHORT_BODY_BYTES = 64 * 2**10
 """A longer body is not read by the thread of the event loop."""
 
@@ -228,7 +228,7 @@ class Api:
         return await in_thread(self._writing, lambda: JSONResponse(writer.whole(completions)))
 
     async def _tokenize(self, encode: Callable[[], Result], param: str) -> Result:
-        """What tokenizer or chat template make, in their thread. Raises ApiError for what they refuse."""
+        """Runs the tokenizer or the chat template in their thread. Raises ApiError for input that they refuse."""
         try:
             return await in_thread(self._tokenizing, encode)
         except DanluError as error:
@@ -315,7 +315,7 @@ def prompt_parameter(body: SamplingBody) -> str:
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
-    """What work comes to in another thread, while the event loop goes on."""
+    """Does work in another thread, while the event loop goes on."""
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
@@ -352,7 +352,7 @@ async def read_body(request: Request, most_bytes: int | None = None) -> bytes:
 
 
 def decode_of(body: SamplingBody, model: ServedModel) -> Decode:
-    """What makes text of an answer's tokens: with or without special ones, as the request says."""
+    """Returns the function that makes text of an answer's tokens: with or without special ones, as the request says."""
     chat_tokenizer = model.chat_tokenizer
     if body.skip_special_tokens is None:
         return chat_tokenizer.decode
@@ -374,7 +374,7 @@ def check_stops_length(stops: Sequence[str], model: ServedModel) -> None:
 
 
 def split_stops(stops: Sequence[str], model: ServedModel) -> tuple[frozenset[int], list[str]]:
-    """As `ChatTokenizer.split_stops`. Raises ApiError for texts of too many tokens together."""
+    """Splits stops as `ChatTokenizer.split_stops` does. Raises ApiError for texts of too many tokens together."""
     tokens = sum(len(model.chat_tokenizer.tokenizer.encode(stop)) for stop in stops)
     if tokens > MAX_STOP_TOKENS:
         raise ApiError(f"stop: {tokens} tokens together are more than {MAX_STOP_TOKENS}", param="stop")

@@ -28,7 +28,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 """Texts that end an answer, of one request."""
 MAX_STOP_TOKENS = 256
-"""Of all of them together: each token of an answer is searched for the beginnings of all."""
+"""The most tokens of all stops together: each token of an answer is searched for the beginnings of all."""
 MAX_DETOKENIZED = 64 * 2**10
 """Token ids that are made text at a time."""
 MAX_VALUES = 2**20

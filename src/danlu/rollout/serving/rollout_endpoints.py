@@ -41,11 +41,11 @@ class AnswerBody(Body):
 
     request_id: str
     request: dict[str, Any]
-    """As `engine_state.request_to_json` writes it."""
+    """A request as `engine_state.request_to_json` writes it."""
     routes: bool = False
 
     def engine_request(self, number: int) -> engine_request.Request:
-        """What the engine is asked. Raises ApiError for fields or values that there are none of."""
+        """The request to the engine. Raises ApiError for unknown fields and for invalid values."""
         if self.request.get("samples") != 1 or self.request.get("max_new_tokens", 0) == 0:
             raise ApiError("request: one answer of one token or more is asked for", param="request")
         try:

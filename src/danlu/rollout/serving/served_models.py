@@ -38,7 +38,7 @@ class ServedModel:
     read_calls: ReadCalls = field(default_factory=ReadCalls)
     """How calls of tools are read from its answers, but for the tools."""
     notes: tuple[str, ...] = ()
-    """What is to be told at the start of a server."""
+    """Remarks that a server prints at its start."""
 
 
 class ServedModels:
@@ -51,7 +51,7 @@ class ServedModels:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be told of them at the start of a server, once each."""
+        """Returns the remarks on them that a server prints at its start, once each."""
         return list(dict.fromkeys(note for model in self._by_name.values() for note in model.notes))
 
     @property
@@ -108,7 +108,7 @@ def served_models(
 
 
 def _calls(tokenizer: Tokenizer) -> dict[str, Any]:
-    """How a model's calls of tools are read, with what is to be told of it; nothing where it is shown no tools."""
+    """The reader of a model's calls of tools, with remarks on it; none where the model is shown no tools."""
     if not tokenizer.has_template:
         return {}
     try:
