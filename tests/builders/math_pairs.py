@@ -46,6 +46,11 @@ $5 | 5%
 1/0 | 0
 twelve | 12
 10:15 | 10:51
+1 2 3 | 123
+1,000 | 1,0
+1,000 | 0,1
+5 or more | 5
+10 and above | 10
 """
 UNITS_EQUAL = r"""
 12 square meters | 12 m^2
@@ -66,6 +71,7 @@ UNITS_EQUAL = r"""
 7 in the morning | 7
 4 o'clock | 4
 about 18 | 18
+25 m north | 25 m
 """
 UNITS_DIFFERENT = r"""
 12\text{ cm}^2 | 12\text{ cm}^3
@@ -81,6 +87,10 @@ UNITS_DIFFERENT = r"""
 3m+5 | 3m-7
 18 eggs and 3 chickens | 18
 January 5 | January 6
+25 m north | 25 m south
+3 hours before | 3 hours after
+1 kg m | 1 kg
+2\text{ if } n \text{ is even} | 2\text{ if } n \text{ is odd}
 """
 WORDS_EQUAL = r"""
 \text{(B)} | B
@@ -101,6 +111,10 @@ x | y
 \text{ellipse} | \text{hyperbola}
 triangle | 3
 undefined | 0
+(A) or (B) | (A)
+(A) 5 or (B) 6 | (A)
+A. and B | A
+XIX | XXI
 """
 PARTS_EQUAL = r"""
 1,2,3 | 3,2,1
@@ -139,6 +153,9 @@ x>2 | 2
 A\subset B | B\subset A
 f\circ g | g\circ f
 a \bmod b | b \bmod a
+(1,000) | (1,0)
+x<1 and x>3 | (-\infty,1)\cup(3,\infty)
+x<1 and x>3 | x<1 or x>3
 """
 FORMULAS_EQUAL = r"""
 y=3x-2 | y = -2 + 3x
@@ -160,6 +177,11 @@ sqrt(2)/2 | \frac{\sqrt2}{2}
 x^{1/2} | \sqrt{x}
 \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{bmatrix}1&2\\3&4\end{bmatrix}
 1011_2 | 1011_{2}
+\dbinom{5}{2} | 10
+1/2x | \frac{x}{2}
+f'(x)=2x | 2x
+\begin{pmatrix} 0 \\ 1 \end{pmatrix} | \begin{pmatrix}0\\1\end{pmatrix}
+\left(\begin{array}{c}1\\2\end{array}\right) | \begin{pmatrix}1\\2\end{pmatrix}
 """
 FORMULAS_DIFFERENT = r"""
 (a+b)^2 | a^2+b^2
@@ -176,6 +198,9 @@ AB | ab
 100\pi | 314.159
 1.6\times10^{-19}x | 9.1\times10^{-31}x
 \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&2\\3&5\end{pmatrix}
+f'(x) | f(x)
+1/2x | \frac{1}{2x}
+CAB | ABC
 """
 
 

@@ -118,6 +118,12 @@ def _match(answer: str, reference: str, compare: Symbolic) -> Match:
 _COMMUTATIVE = tuple(re.compile(rf"\\{name}(?![A-Za-z])") for name in ("cup", "cap", "lor", "land", "iff", "triangle"))
 _CHOICE = re.compile(r"(?:option|choice|answer)?\s*+\(?\s*+([A-Za-z])\s*+\)?\s*+[.:)]?", re.IGNORECASE)
 _CHOICE_WITH_CONTENT = re.compile(r"(?:\(\s*+([A-Ja-j])\s*+\)|([A-J])\s*+[.:)])\s*+[.:]?\s*+(\S.*+)")
+_ANOTHER_CHOICE = re.compile(
+    r"(?:and|or|nor|but|not|&|,)(?![A-Za-z])|(?:[^(]|\((?!\s*+[A-J]\s*+\)))*+\(\s*+[A-J]\s*+\)", re.IGNORECASE
+)
+_NAMES_OF_POINTS = re.compile(r"(?<![\\A-Za-z])[A-Z]{2,}")
+_LATER_DIGITS = re.compile(r"\d,0\d\d(?!\d)")
+"""Of a number with commas: no list has an item such as 000."""
 _KNOWN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all", "any", "dne"}
 _NOT_WORDS = {*FUNCTIONS, *GREEK, "infty", "sqrt", "frac"}
 
@@ -201,7 +207,10 @@ class _Comparison:
 
     def _lists(self, answer: str, reference: str) -> Match | None:
         """Lists, points, intervals and sets, part by part; a comma between digits may group thousands."""
-        groups = [(Group.of(text, thousands=True), Group.of(text, thousands=False)) for text in (answer, reference)]
+        groups = [
+            [Group.of(text, thousands=True), *([] if _LATER_DIGITS.search(text) else [Group.of(text, thousands=False)])]
+            for text in (answer, reference)
+        ]
         if all(len(each.parts) == 1 and not each.is_opened for of_side in groups for each in of_side):
             return None
         if max(len(each.parts) for of_side in groups for each in of_side) > MOST_PARTS:
@@ -252,6 +261,9 @@ class _Comparison:
             each.casefold() for each in letters[1]
         ]:
             return Match(False, "other variables")
+        names = [sorted(_NAMES_OF_POINTS.findall(text)) for text in (answer, reference)]
+        if names[0] != names[1]:
+            return Match(False, "other names")
         self._compared += 1
         if self._compared > MOST_FORMULAS:
             return Match(False, f"more than {MOST_FORMULAS} formulas to compare")
@@ -280,7 +292,8 @@ def _choices(answer: str, reference: str) -> Match | None:
 def _choice(text: str) -> tuple[str, str | None] | None:
     if match := _CHOICE.fullmatch(text):
         return match[1], None
-    if match := _CHOICE_WITH_CONTENT.fullmatch(text):
+    match = _CHOICE_WITH_CONTENT.fullmatch(text)
+    if match and not _ANOTHER_CHOICE.match(match[3]):
         return match[1] or match[2], match[3]
     return None
 

@@ -32,12 +32,16 @@ _UNICODE = str.maketrans(
 _WRAPPINGS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _SIZES = re.compile(r"\\(?:left|right|big|Big|bigl|bigr|Bigl|Bigr|bigg|Bigg|mleft|mright)(?![A-Za-z])\s*+\.?")
 _LOOKS = re.compile(r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits)(?![A-Za-z])")
-_SPACES = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|enspace(?![A-Za-z])|thinspace(?![A-Za-z]))|~")
+_SPACES = re.compile(
+    r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|enspace(?![A-Za-z])|thinspace(?![A-Za-z]))|~"
+)
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt|up)?|mathrm|mathbf|mathit|mathsf|mbox|hbox)\s*+\{([^{}]*+)\}")
 _SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (r"\(\s*+\\begin\{array\}\{[^{}]*+\}(.*?)\\end\{array\}\s*+\)", r"\\begin{pmatrix}\1\\end{pmatrix}"),
         (r"\\(?:leq|leqslant)(?![A-Za-z])|<=|=<", r"\\le "),
         (r"\\(?:geq|geqslant)(?![A-Za-z])|>=|=>", r"\\ge "),
         (r"\\(?:neq)(?![A-Za-z])|!=", r"\\ne "),
@@ -110,6 +114,7 @@ def unwrapped(text: str) -> str:
 def compact(text: str) -> str:
     """What two texts in the one notation have in common where they differ by spaces and needless braces alone."""
     text = re.sub(r"(\\[A-Za-z]++)\s++(?=[A-Za-z])", "\\1\0", text)  # \pi r is no \pir
+    text = re.sub(r"(?<=\d)\s++(?=\d)|(?<=\d,)\s++(?=\d{3}(?!\d))", "\0", text)  # 1 2 is no 12
     text = re.sub(r"\s++", "", text).replace("\0", " ")
     return re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
 

@@ -16,6 +16,7 @@ _RELATION = re.compile(
     r"=|<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|\\in(?![A-Za-z])"
 )
 SEPARATOR = re.compile(r"[,;]|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z])(?:\s*+,)?|\\(?:lor|vee)(?![A-Za-z])")
+_AND = re.compile(r"(?<![\\A-Za-z])and(?![A-Za-z])")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _SYMBOL = re.compile(rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK)}))(?:_(?:\w|\{{\w++\}}))?'?")
 _NAME = re.compile(
@@ -77,7 +78,10 @@ def _plus_and_minus(text: str) -> list[str]:
 
 
 def as_union(text: str) -> str:
-    """Inequalities of one variable as the union of their intervals: x < 1 or x > 3; else the text itself."""
+    """Inequalities of one variable as the union of their intervals: x < 1 or x > 3; else the text itself.
+
+    With "and" between them it is what the intervals share.
+    """
     parts = split_top(text, SEPARATOR, _groups_thousands)
     if len(parts) < 2 or not all(re.search(r"[<>]|\\[gln]e", part) for part in parts):
         return text
@@ -86,7 +90,8 @@ def as_union(text: str) -> str:
     names = {operand for each in relations if each is not None for operand in each.operands if _is_variable(operand)}
     if len(intervals) < len(parts) or not all(intervals) or len(names) > 1:
         return text
-    return r" \cup ".join(each for each in intervals if each is not None)
+    operation = r" \cap " if _AND.search(text) else r" \cup "
+    return operation.join(each for each in intervals if each is not None)
 
 
 @dataclass(frozen=True)

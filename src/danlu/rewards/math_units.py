@@ -56,6 +56,8 @@ _LETTERS = {"m", "g", "s", "h", "L", "l"}
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _ANY_UNIT = {"unit", "units"}
 _POWERED = {"square": 2, "sq": 2, "cubic": 3}
+_CONDITIONS = {"or", "and", "if", "unless", "except", "but", "not"}
+"""Words behind a number with which it is another answer: 5 or less, 2 if n is even."""
 _BEHIND = {"squared": 2, "cubed": 3}
 _SIGNS = "$€£¥₹"
 
@@ -67,7 +69,7 @@ _TERM = re.compile(rf"\s*+(?:,\s*+)?(?:and\s++)?(?P<value>[$€£¥₹]?\s*+{_VA
 
 @dataclass(frozen=True)
 class Unit:
-    """A known unit such as `m^2` or `km/h`; or the words for whatever was counted, as in 18 eggs."""
+    """A known unit such as `m^2` or `km/h`, and the words behind it; or those for whatever was counted: 18 eggs."""
 
     name: str = ""
     counted: frozenset[str] = frozenset()
@@ -79,7 +81,8 @@ class Unit:
         if other is None or self == NO_UNIT or other == NO_UNIT:
             return True
         if self.name or other.name:
-            return self.name == other.name
+            says_other = self.counted and other.counted and not self.counted & other.counted  # north, south
+            return self.name == other.name and not says_other
         return bool(self.counted & other.counted)
 
 
@@ -171,6 +174,8 @@ def _unit(tokens: list[str], *, is_apart: bool) -> Unit | None:
 
     is_apart: a space stands before them, so that they are no factors of an algebraic term.
     """
+    if any(token.casefold() in _CONDITIONS for token in tokens):
+        return None
     if all(
         token.casefold() in {*_ANY_UNIT, *_POWERED} or (token.startswith("^") and "circ" not in token)
         for token in tokens
@@ -187,7 +192,9 @@ def _unit(tokens: list[str], *, is_apart: bool) -> Unit | None:
                 return Unit(f"{name}/{divisor[0]}")
         if not is_apart and rest:
             return None
-        return Unit(name, frozenset(), scale, quantity)
+        if rest and rest[0] != "in" and (other := _factor(rest)[0]) is not None:
+            return Unit(f"{name} {other[0]}")
+        return Unit(name, _stems(rest), scale, quantity)
     if not is_apart or not all(re.fullmatch(r"[A-Za-z]++", token) or token in "-/" for token in tokens):
         return None
     if any(re.fullmatch(r"(?:square|sq|cubic)", token.casefold()) for token in tokens):

@@ -32,12 +32,14 @@ _COMMANDS = {
     *GREEK,
     *(name.capitalize() for name in GREEK),
     *("frac", "sqrt", "pm", "mp", "cdot", "times", "div", "infty", "binom", "le", "ge", "ne", "circ", "cup", "in"),
-    *("begin", "end", "emptyset", "ast", "prime", "cosh", "lceil", "rceil", "lfloor", "rfloor"),
+    *("begin", "end", "emptyset", "ast", "cap", "cosh", "lceil", "rceil", "lfloor", "rfloor"),
 }
 _ENVIRONMENTS = ("pmatrix", "bmatrix", "matrix", "vmatrix")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _DEGREES = re.compile(r"(\d++(?:\.\d++)?)\s*+\^\\circ")
 _IMAGINARY = re.compile(r"\\[A-Za-z]++(?:\s*+\{[a-z]*matrix\})?|i")
+_QUOTIENT = re.compile(r"(?<![\w/.)}^])(\d++)\s*+/\s*+(\d++)(?![.\d])")
+"""Of integers, which is computed before what follows: 1/2x is x/2."""
 _DECIMAL = re.compile(r"(?<![\d.])(\d*+\.\d++)(?![\d.])")
 
 
@@ -152,7 +154,7 @@ def _readable(text: str) -> str:
     bare = re.sub(r"\\(?:begin|end)\s*+\{[^{}]*+\}", " ", text)
     if word := _WORD.search(re.sub(r"\\[A-Za-z]++", " ", bare)):
         raise NotRead(f"the word {word.group()!r} is no mathematics")
-    if re.search(r"[^\x20-\x7e]|[\"'`?@#$:;]", text.replace("'", "")):
+    if re.search(r"[^\x20-\x7e]|[\"'`?@#$:;]|\\prime", text):
         raise NotRead("signs that are no mathematics")
     if re.search(r"\d\s*+_|(?<![\\A-Za-z])[A-Za-z]\d", bare):
         raise NotRead("a number in another base, or a name with a digit")
@@ -164,7 +166,7 @@ def _readable(text: str) -> str:
     text = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
     if "_i" not in text and "_{i" not in text and "I" not in text:
         text = _IMAGINARY.sub(lambda match: "(I)" if match.group() == "i" else match.group(), text)
-    return _DECIMAL.sub(_as_fraction, text)
+    return _DECIMAL.sub(_as_fraction, _QUOTIENT.sub(r"\\frac{\1}{\2}", text))
 
 
 def _check_size(text: str) -> None:
