@@ -300,6 +300,7 @@ def measured_step(
     tokens, weights = np.ones(row, dtype=np.int32), np.ones(row, dtype=np.float32)
     weights[0] = 0
     packs = [Pack((Sample(tokens, weights, "row"),) * (length // row))] * micro
+    placed = replace(placed, lengths=np.full(9 * micro, row))
     accumulate(compute, packs, step=1, clip=None)
     optimizer.zero_grad()
     peak = peak_in(lambda: accumulate(compute, packs, step=2, clip=None))

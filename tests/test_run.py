@@ -273,7 +273,11 @@ def test_a_precision_that_is_slower_here_is_told_before_training(
         ({"kind": "sgd", "learning_rate": 1.0}, {"kind": "linear", "warmup": 2, "floor": 0.0}, (0.5, 0.0)),
         ({"kind": "adafactor", "learning_rate": 2e-2}, {"kind": "constant", "warmup": 4}, (0.25, 1)),
         ({"kind": "lion", "learning_rate": 3e-3}, {"kind": "wsd", "warmup": 2, "decay": 3, "floor": 0.5}, (0.5, 0.5)),
-        ({"kind": "muon", "adamw_learning_rate": 1e-2}, {"kind": "inverse-sqrt", "warmup": 3}, (1 / 3, 0.5)),
+        (
+            {"kind": "muon", "learning_rate": 2e-2, "adamw_learning_rate": 1e-2},
+            {"kind": "inverse-sqrt", "warmup": 3},
+            (1 / 3, 0.5),
+        ),
     ],
 )
 def test_every_optimizer_and_schedule_trains(
@@ -288,7 +292,7 @@ def test_every_optimizer_and_schedule_trains(
     recipe.write_text(json.dumps({**values, "optimizer": optimizer, "schedule": schedule}))
     assert danlu("train", recipe) == 0
     assert fell(tmp_path / "run")
-    peak = optimizer.get("learning_rate", 2e-2)
+    peak = optimizer["learning_rate"]
     assert (rates(tmp_path / "run")[0], rates(tmp_path / "run")[-1]) == pytest.approx(
         (peak * multiples[0], peak * multiples[1]), rel=1e-6, abs=1e-12
     )

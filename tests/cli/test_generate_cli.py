@@ -213,7 +213,7 @@ def environment() -> dict[str, str]:
         (
             ["--prompt", "a", "--temperature", "-1", "--top-p", "2", "--dtype", "int3", "--stop", ""],
             2,
-            "error: --temperature: -1.0 is out of range; it must be 0 (greedy) or a positive number\n"
+            "error: --temperature: -1.0 is out of range; it must be 0 (greedy) or a number of at least 1e-06\n"
             "error: --top-p: 2.0 is out of range; it must be above 0 and at most 1 (1 keeps every token)\n"
             "error: --dtype: 'int3' is unknown; use auto, fp32, bf16, fp16\n"
             "error: --stop: an empty text would stop before the first token\n",
@@ -223,7 +223,7 @@ def environment() -> dict[str, str]:
             2,
             "error: --top-k: -1 is out of range; it must be 0 (keep every token) or more\n"
             "error: --min-p: 1.5 is out of range; it must be between 0 (keep every token) and 1\n"
-            "error: --repetition-penalty: 0.0 is out of range; it must be positive (1 changes nothing)\n"
+            "error: --repetition-penalty: 0.0 is out of range; it must be between 1e-06 and 1e+06 (1 changes nothing)\n"
             "error: --device: 'tpu' is unknown; use auto, cpu, cuda\n",
         ),
         (["--prompt", "a", "--max-new-tokens", "0"], 2, "Invalid value for '--max-new-tokens': "),

@@ -701,7 +701,7 @@ CASES = [
         "template that leaves the answer out",
         TRAIN,
         3,
-        ("error: @chat: no row is left to train on, of 100 (100 no token would be trained). Check data.train_on,",),
+        ("error: chat.jsonl:1: message 2: the chat template leaves out text of its content,",),
         template("{{ messages[0].content }}"),
     ),
     Case(

@@ -765,7 +765,7 @@ CASES = [
         "generate at minus one degree",
         ("generate", "@base", "--prompt", "a", "--temperature", "-1"),
         2,
-        ("error: --temperature: -1.0 is out of range; it must be 0 (greedy) or a positive number",),
+        ("error: --temperature: -1.0 is out of range; it must be 0 (greedy) or a number of at least 1e-06",),
     ),
     Case(
         "generate in unknown type",

@@ -44,7 +44,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         SHOWN,
     ),
     Mutation("data/message_spans.py", "_SpanTemplate.of(text, contents[:count])", "_SpanTemplate.of(text, [])", SHOWN),
-    Mutation("data/render.py", "        _require_answers(annotated, trained)", "        pass", SHOWN),
+    Mutation("data/render.py", "weights[i] > 0 and messages[i].content])", "weights[i] > 2])", SHOWN),
     Mutation(
         "data/prompts.py",
         "            left_out = renderer.keys_left_out(columns)",

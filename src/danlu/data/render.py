@@ -242,6 +242,8 @@ class _Renderer:
         wanted = tuple([i for i, message in enumerate(messages) if message.role == "assistant" and weights[i] > 0])
         turns = [turn_of(message) for message in messages]
         texts = spans.annotate(turns, row.tools, wanted)
+        for text in texts:
+            _require_answers(text, [i for i in text.trained if weights[i] > 0 and messages[i].content])
         drafts = [self._draft(text, weights, whole=number == 0) for number, text in enumerate(texts)]
         # Turns that are rewritten later on are all trained in samples of their own; the whole may then train nothing.
         drafts = drafts if any(drafts[0].weights) or len(drafts) == 1 else drafts[1:]
@@ -260,7 +262,6 @@ class _Renderer:
             else:
                 weights.append(turn_weights[turn] if whole else 0.0)
         trained = {turn for turn in annotated.trained if turn_weights[turn] > 0}
-        _require_answers(annotated, trained)
         last = annotated.turns[-1]
         close = not annotated.closed and last in annotated.trained  # the template has no token that closes an answer
         return _Draft(
@@ -300,7 +301,7 @@ def shown_messages(row: Conversation, template: ChatTemplate, system: str | None
 
 
 def _require_answers(annotated: AnnotatedText, trained: Collection[int]) -> None:
-    """Raises DataError for a trained turn of which the template writes nothing but what ends it."""
+    """Raises DataError for a trained turn with a content of which the template writes nothing but what ends it."""
     spans = zip(annotated.reasons, annotated.turns, strict=True)
     empty = set(trained) - {turn for reason, turn in spans if reason in (Reason.ASSISTANT, Reason.REASONING)}
     if empty:
