@@ -195,6 +195,16 @@ def test_what_processes_are_sent_and_send_back_can_be_pickled(folders: dict[str,
         ({"a": None}, {"prompt": "{a}"}, "rows.jsonl:2: data.prompt: the column 'a' of the template holds nothing (nu"),
         ({"a": " "}, {"prompt": "{a}\n"}, "rows.jsonl:2: the prompt is empty, so there is nothing to answer; fill it"),
         (
+            {"question": " ", "system": "Be brief."},
+            {},
+            "rows.jsonl:2: the prompt is empty, so there is nothing to answer",
+        ),
+        (
+            {"question": "", "history": [["Hi", "hello"]]},
+            {},
+            "rows.jsonl:2: the prompt is empty, so there is nothing to",
+        ),
+        (
             {"nums": [1, 2], "target": 3},
             {},
             "rows.jsonl:2: no prompt (prompt or messages or conversations or query or question or instruction) in the "

@@ -48,6 +48,12 @@ def test_weights_hold_at_every_point(weights: tuple[float, float]) -> None:
         assert abs(counts[0] - total * weights[0] / sum(weights)) <= 1
 
 
+def test_the_source_with_the_larger_weight_comes_first() -> None:
+    rows = InterleavedRows([reader("a", 7), reader("b", 5)], (1.0, 3.0))
+    in_order = [where for _ in range(5) for part in taken(rows, 1) for where in part]
+    assert in_order == ["b0", "b1", "a0", "b2", "b3"]
+
+
 @pytest.mark.parametrize("weights", [(None, None), (3.0, 1.0)])
 def test_a_position_continues_exactly(weights: tuple[float | None, float | None]) -> None:
     readers = [reader("a", 7), reader("b", 5)]

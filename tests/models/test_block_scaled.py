@@ -16,7 +16,7 @@ from danlu.assembly.frozen_base import check_frozen, load_frozen
 from danlu.errors import ModelError
 from danlu.models import hf_validation, tensor_reader
 from danlu.models.attend import PackedAttention
-from danlu.models.block_scaled import dequantize_fp8, dequantize_mxfp4, with_scaled
+from danlu.models.block_scaled import dequantize_fp8, dequantize_mxfp4, fp8_block, with_scaled
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config, read_tensors
@@ -232,6 +232,11 @@ def test_what_does_not_go_together_is_said(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
+
+
+def test_a_block_has_as_many_rows_and_columns_as_the_file_says() -> None:
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32]}
+    assert fp8_block({"quantization_config": settings}, "config.json") == (64, 32)
 
 
 @pytest.mark.parametrize("settings", [{"weight_block_size": None}, {"fmt": "e5m2", "weight_block_size": [128, 128]}])

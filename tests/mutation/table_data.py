@@ -129,4 +129,19 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- a step that the prompt quotes
     Mutation("data/render.py", "draft.text.rfind(answer)", "draft.text.find(answer)", "data/test_answer_trees.py"),
+    # -- drawn at random by a tool
+    Mutation(
+        "data/prompt_formats.py",
+        "if not messages[-1].content.strip():",
+        "if not messages[0].content.strip():",
+        "data/test_prompts.py",
+        only="nothing or none",
+    ),
+    Mutation(
+        "data/stream.py",
+        "self.position = Position((0,) * count, (0,) * count, (False,) * count)",
+        "self.position = Position((-1,) * count, (0,) * count, (False,) * count)",
+        "data/test_stream.py",
+        only="larger_weight",
+    ),
 )

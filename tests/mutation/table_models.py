@@ -192,4 +192,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_gradient_buckets.py",
         only="several_types",
     ),
+    # -- drawn at random by a tool
+    Mutation(
+        "models/block_scaled.py",
+        "return (block[0], block[1])",
+        "return (block[0], block[0])",
+        "models/test_block_scaled.py",
+    ),
 )
