@@ -363,4 +363,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_memory_estimate.py",
         only="short_rows",
     ),
+    # -- drawn at random by a tool
+    Mutation("train/progress.py", "auto_refresh=False,", "auto_refresh=True,", "train/test_progress.py", only="thread"),
 )

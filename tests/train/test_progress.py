@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,6 +122,15 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines() -> None:
     bar.close()
     assert "step 3: spike: loss 9.5 is high; watch.policy: warn" in stream.getvalue()
     assert "3/5" in stream.getvalue()
+
+
+def test_a_bar_has_no_thread_of_its_own() -> None:
+    before = threading.enumerate()
+    bar = BarProgress(Terminal(), total=100)
+    try:
+        assert threading.enumerate() == before
+    finally:
+        bar.close()
 
 
 def test_a_bar_leaves_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
