@@ -581,4 +581,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rewards/test_program_forms.py",
         only="empty_program",
     ),
+    # -- drawn at random by a tool
+    Mutation(
+        "rewards/calling.py",
+        "frame.filename == outside[0].filename",
+        "frame.filename < outside[0].filename",
+        "rewards/test_calling.py",
+    ),
 )
