@@ -199,4 +199,5 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return (block[0], block[0])",
         "models/test_block_scaled.py",
     ),
+    Mutation("optim/adamw.py", "(view != 0).any(1)", "(view != -1).any(1)", "optim/test_sparse.py", only="loaded"),
 )

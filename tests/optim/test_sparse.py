@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import Parameter
 
+from danlu.optim.adamw import AdamW
 from danlu.optim.build import Optimizers, build
 from danlu.optim.clip import clip_grad_norm, non_finite
 from danlu.optim.sparse import coalesce_gradients, densify_gradient, has_sparse_gradient, stored_values
@@ -91,7 +93,15 @@ def test_a_word_seen_once_keeps_moving_by_its_momentum() -> None:
     assert not torch.equal(once[row[0]][row[1]], later[row[0]][row[1]])
 
 
-def test_state_that_was_loaded_says_which_words_were_seen() -> None:
+def test_state_that_was_loaded_says_which_words_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_rows: list[bool] = []
+    step_rows = AdamW.step_rows
+
+    def noted(*arguments: Any) -> bool:
+        by_rows.append(step_rows(*arguments))
+        return by_rows[-1]
+
+    monkeypatch.setattr(AdamW, "step_rows", noted)
     whole, _ = train(True, FEW)
     parameters, optimizer = train(True, FEW[:2])
     again = build(parameters.items(), sections.AdamW(learning_rate=1e-2))
@@ -104,6 +114,7 @@ def test_state_that_was_loaded_says_which_words_were_seen() -> None:
         clip_grad_norm(parameters.values(), 1.0, scale=0.5)
         again.set_learning_rate(1 / (number + 1))
         again.step(free_gradients=True)
+    assert all(by_rows) and len(by_rows) == 2 * len(FEW), "after loading too the other rows are left alone"
     for name in whole:
         assert torch.equal(parameters[name], whole[name])
 
