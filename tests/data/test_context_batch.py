@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
 
 from danlu.adapters.dropout import DropoutState
 from danlu.data.batch import collate, pad_to_bucket
-from danlu.data.context_batch import rows_of, share_of_batch
+from danlu.data.context_batch import on_device, rows_of, share_of_batch
 from danlu.data.shares import shares
 from danlu.language.roles import recorded_lengths
 from danlu.rollout.experience_trees import ROTARY_LENGTH
@@ -135,6 +137,22 @@ def test_every_rank_knows_all_branches(ranks: int) -> None:
         recorded = recorded_lengths(filled)
         assert recorded[: len(rows)].equal(torch.tensor([70, 9])[(rows >= 130).long()])
         assert recorded[len(rows) :].eq(1).all()
+
+
+def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def test_every_tensor_of_a_share_goes_to_its_device() -> None:
+    batch = trees()
+    share = share_of_batch(batch, shares(batch.boundaries, 2, trees=batch.trees, token_cost=0), 1, torch.clone)
+    here, moved = tensors_of(share), tensors_of(on_device(share, torch.device("meta")))
+    assert here.keys() == moved.keys() >= {"tokens", "targets", "branch", "routes", "document_lengths"}
+    assert {name: value.shape for name, value in moved.items()} == {name: value.shape for name, value in here.items()}
+    assert [name for name, value in moved.items() if not value.is_meta] == []
+    plain = replace(share, branch=None, routes=None, document_lengths=None)
+    assert tensors_of(on_device(plain, torch.device("cpu"))).keys() == tensors_of(plain).keys()
 
 
 def test_documents_have_facts_too() -> None:

@@ -144,4 +144,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_stream.py",
         only="larger_weight",
     ),
+    Mutation(
+        "data/context_batch.py",
+        "branch=None if batch.branch is None else moved(batch.branch),",
+        "branch=None if batch.branch is not None else moved(batch.branch),",
+        "data/test_context_batch.py",
+        only="its_device",
+    ),
 )
