@@ -127,9 +127,10 @@ def test_products_for_a_weights_gradient_are_made_at_once() -> None:
     assert not module._rows_are_tokens(x[:, :8].t())
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("kind", ["sigmoid", "silu", "gelu_tanh", "gelu"])
 def test_activations_compute_each_number_alike(kind: str) -> None:
     function: Callable[[Tensor], Tensor] = {
+        "sigmoid": torch.sigmoid,
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
