@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,17 @@ from danlu.verify.trace import Trace
 
 
 def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative distance of a tensor, and which it is."""
-    assert found.keys() == wanted.keys()
-    errors = {name: relative_error(found[name], value) for name, value in wanted.items()}  # none is NaN
+    """The largest relative distance of a tensor, and which it is; infinite where one side lacks a tensor."""
+    if missing := sorted(found.keys() ^ wanted.keys()):
+        return math.inf, missing[0]
+    errors = {name: _error(name, found[name], value) for name, value in wanted.items()}  # none is NaN
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
+
+
+def _error(name: str, found: Tensor, wanted: Tensor) -> float:
+    """The relative error; of means of log-ratios that an objective keeps, which are near 0, the error in nats."""
+    return float((found - wanted).abs().max()) if name.startswith("objective.") else relative_error(found, wanted)
 
 
 def gradients(seen: Sequence[Trace], step: int) -> dict[str, Tensor]:

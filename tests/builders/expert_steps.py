@@ -19,6 +19,7 @@ from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.placing import optimizer_of
 from danlu.recipe import load
 from danlu.train.memory_parts import MemoryParts
+from danlu.train.state import restore
 from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verify.decoder_proxy import DecoderProxy
 from danlu.verify.proxy import ProxyTraining
@@ -26,11 +27,11 @@ from danlu.verify.trace import (
     LocalShards,
     StepTrace,
     Trace,
-    local_shards,
     save_checkpoint,
     trace_resumed_step,
     trace_step,
     trace_training,
+    weight_shards,
 )
 
 Case = tuple[str, str]
@@ -77,12 +78,14 @@ def resumed(first: str, second: str, kind: str, folder: str) -> tuple[LocalShard
     training = _training(first, kind, 1, None)
     run = training.run(steps, Path(folder))
     trace_step(training, run)
-    saved = local_shards(training.placed, weights=True)
+    saved = weight_shards(training)
     checkpoint = save_checkpoint(run)
     following = trace_step(training, run)
     other = _training(second, kind, 1, None, resumed=checkpoint)
     trace = Trace()
-    trace_resumed_step(other, other.run(steps), checkpoint, trace)
+    resumed_run = other.run(steps)
+    restore(resumed_run, checkpoint)
+    trace_resumed_step(other, resumed_run, trace)
     return saved, following, trace
 
 

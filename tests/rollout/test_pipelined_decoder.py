@@ -127,9 +127,9 @@ def test_mistakes_are_noticed(found: Answers, mistake: str) -> None:
 
 
 def test_a_stage_that_fails_ends_the_others(found: Answers) -> None:
-    """Where the last stage's logits are not finite, and where the first one fails in the middle of a pass."""
+    """Where logits are not finite, which every stage learns, and where the first one fails in the middle of a pass."""
     (not_finite, failed), (same, gone) = found.failed
-    assert not_finite == same == "ModelError: rank 1: " + not_finite.partition("rank 1: ")[2]
+    assert not_finite == same == "ModelError: rank 0: " + not_finite.partition("rank 0: ")[2]
     assert "not finite" in not_finite
     assert failed == "RuntimeError: out of memory"
     assert gone.startswith("RuntimeError: ") and "out of memory" not in gone

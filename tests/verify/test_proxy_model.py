@@ -272,8 +272,8 @@ def test_adapters_below_are_written_beside_the_small_base(tmp_path: Path) -> Non
 def test_updates_of_a_small_learning_rate_are_made_large_enough_to_see() -> None:
     raised, notes = proxy_optimizer(sections.AdamW(learning_rate=5e-7))
     assert raised.learning_rate == LEAST_RATE and "larger than rounding" in notes[-1]
-    kept, notes = proxy_optimizer(sections.AdamW(learning_rate=2e-5, eps=EPS))
-    assert kept.learning_rate == 2e-5 and notes == []
+    kept, notes = proxy_optimizer(sections.AdamW(learning_rate=3e-4, eps=EPS))
+    assert kept.learning_rate == 3e-4 and notes == []
 
 
 def rope_with(scaling: RopeScaling | None, temperature: QueryTemperature | None = None) -> Rope:

@@ -44,7 +44,7 @@ EPS = 1e-4
 its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-4."""
 CLIPPING = 0.1
 """The limit of the global norm: that of a small model is 0.2 to 3, which the usual 1.0 would often leave alone."""
-LEAST_RATE = 1e-5  # learning rate: with less, as for alignment, a wrong update is hardly larger than rounding
+LEAST_RATE = 2e-4  # learning rate: with less, as of most stages, a wrong weight decay is no larger than rounding
 _STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
 _FIRST_STAGE = 2**20  # key of the first stage of lengths
 _BUDGET_SHARE = 0.7
