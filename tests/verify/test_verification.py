@@ -189,7 +189,7 @@ DIAGNOSES = {
     "not-finite-hidden": "is hidden from others",
     "overlapping-parts": "be cut afterwards",
     "parts-doubled-in-export": "the exported result is not",
-    "positions-begin-anew": "positions or frequencies that begin anew",
+    "positions-begin-anew": "positions or frequencies that begin again",
     "repeated-rows": "more than once",
     "same-masks": "dropout",
     "stale": "out of date",
