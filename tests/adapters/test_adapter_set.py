@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb
+from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb, wide_logits, widen
 from builders.tiny_run import tiny_model
 
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
@@ -57,15 +57,6 @@ def model_of(**changes: Any) -> Any:
 def assert_same(found: torch.Tensor, expected: torch.Tensor, *, of_float32: float = 0.0) -> None:
     """Equal but for the last bit of float32, in which logits come; what is before them is float64, unless told."""
     torch.testing.assert_close(found, expected, rtol=3e-7 + of_float32, atol=1e-7 + of_float32)
-
-
-def widen(adapters: Any) -> None:
-    """Everything that belongs to adapters in float64, where sums in another order make no difference to see."""
-    for name, added in adapters.added.items():
-        for parameter in adapters.tensors(name).values():
-            parameter.data = parameter.data.double()
-        for module in added.modules.values():
-            module.double()
 
 
 @pytest.mark.parametrize("section", KINDS, ids=name_of)
@@ -224,10 +215,6 @@ def test_several_at_once_add_up_and_are_switched() -> None:
     adapters.remove("two")
     assert torch.equal(wide_logits(model), base)
     assert set(adapters.added) == {"one"}
-
-
-def wide_logits(model: Any) -> torch.Tensor:
-    return logits(model, dtype=torch.float64)
 
 
 def perturb_all(adapters: Any, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,9 @@ from builders.tiny_adapters import adapter_set, hidden_states, logits, perturb
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
+from danlu.adapters.adapter_config import open_adapter
 from danlu.adapters.bottleneck import Activation, Bottleneck
+from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.recipe import sections
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": torch.relu, "silu": lambda x: x * torch.sigmoid(x)}
@@ -60,6 +64,26 @@ def test_each_sits_behind_the_branch_it_is_named_for() -> None:
     between = seen["whole"][0] + after_attention(seen["attention"][1])
     torch.testing.assert_close(seen["between"][0], between)
     torch.testing.assert_close(seen["whole"][1], between + after_mlp(seen["mlp"][1]))
+
+
+def test_layers_of_experts_have_the_places_of_other_layers(tmp_path: Path) -> None:
+    """Those of experts are named one deeper than others: what sits behind a half does not."""
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    made = []
+    for changes in ({}, mixture):
+        model = tiny_model(**changes)
+        adapters = adapter_set(model)
+        adapters.add("one", sections.Bottleneck(width=4))
+        before = logits(model)
+        perturb(adapters, "one")
+        made.append(list(adapters.added["one"].modules))
+        assert not torch.allclose(logits(model), before, atol=1e-2)
+    assert made[0] == made[1]
+    write_adapter(adapters, "one", tmp_path, base="base", base_fingerprint=None)
+    again = tiny_model(**mixture)
+    fresh = adapter_set(again, seed=9)
+    add_adapter(fresh, "back", open_adapter(tmp_path))
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_pfeiffer_leaves_attention_alone() -> None:

@@ -42,6 +42,15 @@ def perturb(adapters: AdapterSet, name: str, seed: int = 1, size: float = 0.3) -
             parameter.data += size * torch.empty_like(parameter).normal_(generator=generator)
 
 
+def widen(adapters: AdapterSet) -> None:
+    """Everything that belongs to adapters in float64, where sums in another order make no difference to see."""
+    for name, added in adapters.added.items():
+        for parameter in adapters.tensors(name).values():
+            parameter.data = parameter.data.double()
+        for module in added.modules.values():
+            module.double()
+
+
 def logits(
     model: Decoder,
     tokens: Tensor | None = None,
@@ -51,6 +60,11 @@ def logits(
     """[T, V] of a few packed documents, each with `virtual_token_ids` in front; T counts the others alone."""
     with torch.no_grad():
         return model.logits(hidden_states(model, tokens, dtype, virtual_token_ids))
+
+
+def wide_logits(model: Decoder) -> Tensor:
+    """The same in float64, of a model that is in it."""
+    return logits(model, dtype=torch.float64)
 
 
 def hidden_states(

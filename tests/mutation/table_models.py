@@ -207,4 +207,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "numerics/test_batch_invariant.py",
         only="sigmoid",
     ),
+    # -- pairs of features
+    Mutation(
+        "adapters/bottleneck.py",
+        'return f"{name.partition(number)[0]}.{layer}"',
+        'return name.rsplit(".", 2)[0]',
+        "adapters/test_bottleneck.py",
+        only="layers_of_experts",
+    ),
 )

@@ -52,12 +52,22 @@ class Bottleneck(nn.Module):
 def slot_keys(sites: Sequence[Site], placement: str) -> dict[str, str]:
     """By the name of each slot that a placement (houlsby, pfeiffer) fills: the prefix of its keys on disk."""
     # From the name of each layer (`layers.0`) to its name in Hugging Face folders (`model.layers.0`).
-    layers = {site.name.rsplit(".", 2)[0]: site.hf_name.rsplit(".", 2)[0] for site in sites if site.layer is not None}
+    layers = {
+        _through_layer(site.name, site.layer): _through_layer(site.hf_name, site.layer)
+        for site in sites
+        if site.layer is not None
+    }
     return {
         f"{layer}.{slot}": f"{PREFIX}{hf_layer}.{slot}.bottleneck"
         for layer, hf_layer in layers.items()
         for slot in SLOTS[placement]
     }
+
+
+def _through_layer(name: str, layer: int) -> str:
+    """The part of a site's name that ends with its layer: sites of experts lie deeper in it than others."""
+    number = f".{layer}."
+    return f"{name.partition(number)[0]}.{layer}"
 
 
 # ── a format like PEFT's, which has no bottleneck adapters ──
