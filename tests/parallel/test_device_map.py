@@ -204,6 +204,26 @@ def test_experts_know_the_tokens_of_a_micro_batch_on_their_own_device() -> None:
         step(learner, TWO_PACKS)
 
 
+@pytest.mark.parametrize("case", ["windows", "latent", "linear attention", "prefix", "recomputed in parts"])
+def test_micro_batches_of_other_lengths_add_up_as_on_one_device(case: str) -> None:
+    """What was moved for one micro-batch (tables, boundaries, masks of dropout) is nothing to the next."""
+    micro_batches = [TWO_PACKS, [SyntheticPacks().at(5)], [SyntheticPacks().at(number) for number in (7, 8, 9)]]
+    assert len({sum(pack.tokens for pack in items) for items in micro_batches}) == 3
+    alone, _ = learner_of(device_map=None, **CASES[case])
+    with recorded():
+        mapped, _ = learner_of(device_map=THERE_AND_BACK, **CASES[case])
+        for items in (*micro_batches, TWO_PACKS):
+            loss, gradients = step(alone, items)  # which adds to those before
+            mapped_loss, mapped_gradients = step(mapped, items)
+            assert torch.equal(loss, mapped_loss)
+            assert all(torch.equal(gradients[name], mapped_gradients[name]) for name in gradients)
+            assert gradients.keys() == mapped_gradients.keys()
+    again, _ = learner_of(device_map=None, **CASES[case])
+    assert torch.equal(step(again, TWO_PACKS)[0], loss)
+    last = step(again, TWO_PACKS)[1]
+    assert any(not torch.equal(gradients[name], last[name]) for name in last)  # control: two micro-batches are not four
+
+
 def test_trees_are_attended_on_every_device() -> None:
     trees = [tree_pair(number) for number in range(3)]
     loss, gradients = step(learner_of(CASES["dense"]["config"], None)[0], trees)

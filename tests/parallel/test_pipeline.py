@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from builders.adapter_folders import adapter_folder
 from builders.equal_traces import differences, gradients
-from builders.parallel_steps import recipe_file, see, see_without_sums
+from builders.parallel_steps import LINEAR_ATTENTION, recipe_file, see, see_without_sums
 from builders.process_group import run_group
+from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_world import CONFIG, World
 
 from danlu.models.hf_config import read_config_values
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.distributed
 
 PACKS, MICRO = 9, 1  # of a step: no number of data ranks divides the packs
 FOUR = {**CONFIG, "num_hidden_layers": 4}
+LAYERS = ["linear_attention", "full_attention"] * 2
 TIED = {"model": {"config": {**FOUR, "tie_word_embeddings": True}}}
 LORA = {"adapter": {"kind": "lora", "dropout": 0.1}}
 VERA = {"adapter": {"kind": "vera", "rank": 4, "dropout": 0.1}}
@@ -33,6 +35,10 @@ CONTINUE = {"adapter": "continue", "model": BELOW}
 ON_ANOTHER = {"adapter": {"kind": "lora", "rank": 3, "dropout": 0.1}, "model": BELOW}
 PREFIX = {"adapter": {"kind": "prefix", "tokens": 3}}
 PROJECTED = {"adapter": {"kind": "prefix", "tokens": 3, "projection": 16}}
+GEMMA = {"model_type": "gemma2", "sliding_window": 7, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 12}
+WINDOWS = {"model": {"config": {**FOUR, **GEMMA, "head_dim": 8}}}  # in every other layer
+LINEAR = {"model": {"config": {**LINEAR_ATTENTION["model"]["config"], "num_hidden_layers": 4, "layer_types": LAYERS}}}
+LATENT = {"model": {"config": {**EXPERT_CONFIGS["deepseek_v3"], "num_hidden_layers": 4}}}
 FULL = {"memory": "full"}
 COMPILED = {"compile": True}
 PLANNED = {"memory": {"recompute": {"kind": "planned", "budget": 0.002}}}
@@ -90,6 +96,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "zbv x zero1": (4, {"pipeline": {"stages": 2, "schedule": "zbv"}, "shard": "zero1"}, {}),
     "zbv x zero3": (4, {"pipeline": {"stages": 2, "schedule": "zbv"}, "shard": "zero3"}, TIED),
+    "windows, interleaved": (2, {"pipeline": {"stages": 2, "schedule": "interleaved"}}, WINDOWS),
+    "linear attention, full": (2, {"pipeline": 2}, LINEAR | FULL),
+    "linear attention, zbv": (2, {"pipeline": {"stages": 2, "schedule": "zbv"}}, LINEAR),
+    "latent, by hand, zb-h1": (2, {"pipeline": {"stages": 2, "schedule": "zb-h1", "split": [3, 1]}}, LATENT),
+    "windows x context": (4, {"pipeline": 2, "context": 2}, WINDOWS),
     "dualpipev x data": (4, {"pipeline": {"stages": 2, "schedule": "dualpipev"}}, TIED),
 }
 

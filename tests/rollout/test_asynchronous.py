@@ -213,6 +213,52 @@ def test_staleness_counts_the_updates_of_all_passes(small_decoder, tmp_path):
     assert max(values["staleness_max"] for values in seen) > 3
 
 
+@pytest.mark.parametrize("taken", [5, 8])
+def test_a_rewind_into_a_rollout_of_several_passes(small_decoder, taken):
+    """A run goes back, in its process, to a checkpoint between two passes, and back to it once more."""
+    made = policy(small_decoder, 3, 0.02, updates=2)
+    sampler = made.made.sampler
+    sampler.settings = replace(sampler.settings, passes=2)
+    per_update, of_rollout = sampler.settings.items_per_update, 4  # updates
+    made.take(range(taken))
+    state = json.loads(json.dumps(made.made.state(taken * per_update)))
+    tensors = {name: tensor.clone() for name, tensor in made.made.tensors(taken * per_update).items()}
+    weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+    assert bool(tensors) == bool(taken % of_rollout)  # of the rollout that is half trained
+    before = made.trained[: taken * per_update]
+    runs = []
+    for end in (taken + 3, taken + 6, 16):
+        made.take(range(taken, end))
+        runs.append(made.trained)
+        made.trained, engine = list(before), sampler.asynchronous.engine
+        engine.engine, engine.received = EmbeddedEngine(small_decoder(seed=7)), []  # which has nothing to do
+        made.model.load_state_dict(weights)
+        made.made.restore(state)
+        if tensors:
+            made.made.restore_tensors(tensors)
+    for run in runs:
+        for first in range(0, len(run) - len(run) % (of_rollout * per_update), of_rollout * per_update):
+            passes = [{}, {}]
+            for place in range(of_rollout * per_update):
+                sample = run[first + place][1]
+                passes[place // (2 * per_update)][sample.row] = sample
+            assert len(passes[0]) == 2 * per_update and passes[0].keys() == passes[1].keys()
+            for row, sample in passes[0].items():
+                again = passes[1][row]
+                assert again.tokens.tolist() == sample.tokens.tolist()
+                assert all(np.array_equal(again.columns[name], column) for name, column in sample.columns.items())
+    half = slice(0, -(-taken // of_rollout) * of_rollout * per_update)
+    drawn = [[sample.tokens.tolist() for _, sample in run[half]] for run in runs]
+    assert drawn[0][: len(drawn[1])] == drawn[1][: len(drawn[0])] and drawn[1] == drawn[2]
+    assert sorted({sample.row for _, sample in runs[2]}) == sorted(
+        f"row {number}" for number in range(2 * per_update * 4)
+    )
+    other = policy(small_decoder, 3, 0.05, updates=2)
+    other.made.sampler.settings = sampler.settings
+    other.take(range(16))
+    assert other.answers != [sample.tokens.tolist() for _, sample in runs[2]]  # the control: the weights do count
+
+
 def test_answers_whose_rewards_fail_are_asked_for_again(small_decoder):
     made = policy(small_decoder, 2, 0.02, rewards=LengthRewards(fails=0))
     made.take(range(2))
