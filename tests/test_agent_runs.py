@@ -38,6 +38,13 @@ def several(messages, base_url, api_key, turns=3):
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
     return earned
 
+def forgets(messages, base_url, api_key):
+    earned, first = 0.0, messages[0]
+    for turn in range(3):
+        text = ask(base_url, api_key, [first, {"role": "user", "content": "turn %d" % turn}])
+        earned += text.count("e")
+    return earned
+
 def crashes(messages, base_url, api_key, seed):
     ask(base_url, api_key, messages)
     raise ValueError("no such door")
@@ -75,6 +82,17 @@ def test_all_questions_of_an_agent_are_trained_on(tiny_world: World, tmp_path: P
             said = [turn["content"] for turn in answer["turns"] if turn["role"] == "assistant"]
             earned = sum(re.split("[at]", text)[0].count("e") for text in said)
             assert answer["rewards"] == {"environment": float(earned)}
+
+
+def test_ppo_is_trained_on_episodes_with_a_rewritten_history(tiny_world: World, tmp_path: Path) -> None:
+    """Each question is a text of its own; what the trainer says of its tokens is what the rollout said of them."""
+    more = {"stage": "ppo", "steps": 2, "numerics": "exact", **agent(tiny_world, "forgets"), **TURNS}
+    more["batch"] = {"prompts": 4, "micro": 2, "updates": 2}
+    lines = run(tiny_world, tmp_path / "run", **more)
+    assert lines[0]["history_rewritten"] == 1 and lines[0]["turns_mean"] == 3
+    assert lines[0]["gap"] == 0 and lines[0]["ratio"] == 1
+    assert lines[1]["ratio"] != 1  # the control: of the second update the weights are others
+    assert all(line["grad_norm"] > 0 for line in lines)
 
 
 def test_an_agent_that_asks_once_is_a_reward(tiny_world: World, tmp_path: Path) -> None:

@@ -288,6 +288,37 @@ def gae(rewards, values, last, discount, trace_decay):
     return advantages
 
 
+def test_values_of_an_episode_with_a_rewritten_history_are_of_one_answer():
+    """The token behind a rewritten history follows the last one before it; what was not drawn is not in between."""
+    segments = (
+        Segment((1, 2), (5, 6, 9), (True, True, False)),
+        Segment((1, 2, 9), (7,), (True,)),
+        Segment((1, 8), (4, 7, 3), (True, False, True)),
+    )
+    drawn = [5, 6, 7, 4, 3]
+    episode = Episode(0, 0, drawn, [-1.0] * 5, [-1.0] * 5, None, [0] * 5, "", "stop", segments=segments)
+    item = answer_tree([1, 2], [episode, completion(2)], "row", {})
+    (sample,) = item.samples
+    values = np.random.default_rng(2).normal(size=item.tokens).astype(np.float32)
+    scores = {
+        "token_scores": [{VALUE_OLD: values, REFERENCE: np.full(item.tokens, -3.0, np.float32)}],
+        "branch_scores": [{LAST_VALUE: np.full(5, 100.0, np.float32)}],
+    }
+    lengths = np.array([5, 2])
+    data = Judged([item], np.array([[2.0], [-1.0]]), [1.0], np.zeros(2, np.int64), lengths, np.zeros(2, bool), **scores)
+    (estimated,), _ = GaeEstimator(discount=0.9, trace_decay=0.8, whitens=False).estimate(data)
+    places = sample.weights > 0
+    assert sample.tokens[places].tolist() == [*drawn, 0, 1]
+    of_tokens = values[places].astype(np.float64).tolist()
+    wanted = gae([0.0] * 4 + [2.0], of_tokens[:5], 0.0, 0.9, 0.8) + gae([0.0, -1.0], of_tokens[5:], 0.0, 0.9, 0.8)
+    column = estimated.samples[0].columns[ADVANTAGE]
+    np.testing.assert_allclose(column[places], wanted, rtol=1e-5)
+    np.testing.assert_allclose(estimated.samples[0].columns[RETURN][places], np.add(wanted, of_tokens), rtol=1e-5)
+    assert not column[~places].any()
+    apart = gae([0.0, 0.0], of_tokens[:2], 0.0, 0.9, 0.8)  # the control: of the first branch alone
+    assert abs(np.array(apart) - wanted[:2]).min() > 1e-2
+
+
 def test_rewards_of_steps_are_earned_where_they_end():
     rewards = [sum(each) for each in TOKENS]
     data = with_steps(judged(rewards, **critic_scores(judged(rewards), 0.25, 0.5)))
