@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "context of four, zero3": (4, {"context": 4, "shard": "zero3"}, {}),
     "windows": (2, {"context": 2}, WINDOWS),
     "windows, gather, zero2": (2, {"context": {"size": 2, "method": "gather"}, "shard": "zero2"}, WINDOWS),
-    "windows, selective": (2, {"context": 2}, {**WINDOWS, "memory": "selective"}),
+    "windows, zero3": (2, {"context": 2, "shard": "zero3"}, {**WINDOWS, "memory": "selective"}),
     "windows, lora": (2, {"context": 2}, WINDOWS | LORA),
     "windows, ring x ulysses": (4, {"context": {"size": 4, "ulysses": 2}}, WINDOWS),
     "latent": (2, {"context": 2}, LATENT),
