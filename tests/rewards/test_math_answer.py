@@ -19,10 +19,11 @@ import pytest
 from builders.hostile_answers import HOSTILE, TIRING
 from builders.math_pairs import DIFFERENT as OTHER_PAIRS
 from builders.math_pairs import EQUAL as EQUAL_PAIRS
+from builders.math_wordings import RIGHT, WRONG
 
 from danlu.rewards import symbolic, worker_pool
 from danlu.rewards.final_answer import final_answer, final_number
-from danlu.rewards.math_answer import decide, match_answer, same_answer
+from danlu.rewards.math_answer import decide, match_answer
 from danlu.rewards.plain_numbers import to_number
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardRunner, RewardTable
@@ -83,12 +84,6 @@ DIFFERENT = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def prepared():
-    """math-verify, which takes a second to load, before anything has half a second."""
-    symbolic.prepare()
-
-
 @pytest.fixture(scope="module")
 def runner():
     with RewardRunner([RewardPart("math", Mathematical("answer"))], workers=2) as many:
@@ -99,16 +94,50 @@ def judged(text, reference):
     return JudgedAnswer(text, {"answer": reference})
 
 
-@pytest.mark.parametrize(("answer", "reference"), [*SAME, *EQUAL_PAIRS])
-def test_the_same(answer, reference):
-    assert same_answer(answer, reference), match_answer(answer, reference)
-    assert same_answer(reference, answer), match_answer(reference, answer)
+def equal_pairs(pairs: Sequence[tuple[str, str]], runner: RewardRunner) -> list[tuple[str, str]]:
+    """Those that are the same; formulas are compared in the reward processes, all in one call."""
+    at_once = [decide(*pair) for pair in pairs]
+    formulas = [pair for pair, match in zip(pairs, at_once, strict=True) if match is None]
+    table = runner.score([judged(rf"\boxed{{{answer}}}", reference) for answer, reference in formulas])
+    assert not table.failures and not table.late.any()
+    by_formula = iter(table.values[:, 0] == 1)
+    return [
+        pair
+        for pair, match in zip(pairs, at_once, strict=True)
+        if (next(by_formula) if match is None else match.is_equal)
+    ]
 
 
-@pytest.mark.parametrize(("answer", "reference"), [*DIFFERENT, *OTHER_PAIRS])
-def test_not_the_same(answer, reference):
-    assert not same_answer(answer, reference)
-    assert not same_answer(reference, answer)
+def both_ways(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [*pairs, *((reference, answer) for answer, reference in pairs)]
+
+
+def test_the_same(runner):
+    pairs = both_ways([*SAME, *EQUAL_PAIRS])
+    assert len(pairs) > 550
+    assert sorted(set(pairs) - set(equal_pairs(pairs, runner))) == []
+
+
+def test_not_the_same(runner):
+    pairs = both_ways([*DIFFERENT, *OTHER_PAIRS])
+    assert len(pairs) > 350
+    assert equal_pairs(pairs, runner) == []
+
+
+def test_what_models_write(runner):
+    """Against the reference that it says, and against another one."""
+    texts = [*RIGHT, *WRONG]
+    values = runner.score([judged(*each) for each in texts]).values[:, 0]
+    is_right = np.arange(len(texts)) < len(RIGHT)
+    assert len(RIGHT) > 150 and len(WRONG) > 80
+    assert [each for each, wrong in zip(texts, (values == 1) != is_right, strict=True) if wrong] == []
+
+
+def test_the_reference_says_whether_a_comma_groups_thousands():
+    """1, 234 is a list, and 1,234 one where the reference is."""
+    for answer, reference, is_equal in (("1, 234", "1,234", False), ("1,234", "1, 234", True), ("1,234", "1234", True)):
+        match = decide(answer, reference)
+        assert match is not None and match.is_equal == is_equal, (answer, reference)
 
 
 def test_shared_pairs(shared_data: Path, runner: RewardRunner) -> None:
@@ -202,7 +231,7 @@ def test_numbers():
     ]
 
 
-def test_what_is_decided_without_math_verify():
+def test_what_is_decided_without_math_verify(runner):
     for answer, reference in (
         ("18", "17"),
         ("$18", "18"),
@@ -211,7 +240,8 @@ def test_what_is_decided_without_math_verify():
         ("(1,2)", "(2,1)"),
     ):
         assert decide(answer, reference) == match_answer(answer, reference)
-    assert decide("2x", "x+x") is None and match_answer("2x", "x+x").why == "math-verify: equal"
+    assert decide("2x", "x+x") is None
+    assert runner.score([judged(r"\boxed{2x}", "x+x")]).verdicts[0, 0].why == "math-verify: equal"
     program = (
         "import sys; from danlu.rewards.build import build_rewards; from danlu.rewards.text import Mathematical; "
         "from danlu.rewards.protocol import JudgedAnswer as A; "

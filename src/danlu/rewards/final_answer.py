@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from danlu.rewards.math_notation import plain, unwrapped
+from danlu.rewards.math_structure import Group
 from danlu.rewards.plain_numbers import numbers_in
 
 LONGEST_MARKED = 500
@@ -27,11 +29,15 @@ HEADING = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 PHRASED = re.compile(
-    r"(?<![A-Za-z])(?:answers?|result|ans|option|choice)[ \t]*+(?:\*\*|__)?[ \t]*+"
+    r"(?<![A-Za-z])(?:answers?|ans|(?P<minor>result|option|choice))"
+    r"(?:[ \t]++(?:to|for)(?:[ \t]++[\w'-]++){1,6}?)?[ \t]*+(?:\*\*|__)?[ \t]*+"
     r"(?::|=|(?:is|are|was|(?:would|will|should|must)[ \t]++be|equals|comes[ \t]++to)(?![A-Za-z]))"
-    r"[ \t]*+:?[ \t]*+(?:\*\*|__)?\s*+(\S.*+)|答案(?:是|为|：|:)\s*+(\S.*+)",
+    r"[ \t]*+:?[ \t]*+(?:\*\*|__)?\s*+(?=\S)|答案(?:是|为|：|:)\s*+(?=\S)"
+    r"|(?<![A-Za-z])(?:no|wait|actually|oops|sorry|correction)[,.:]?\s++(?:wait,?\s++)?"
+    r"(?:it|this|that)(?:'s|\s(?:is|should\sbe|must\sbe))\s++(?=[-$\\\d])",
     re.IGNORECASE,
 )
+"""Ends where the answer begins: a line may have several."""
 NAMED = re.compile(
     r"(?<![\w.])([-+]?\$?\d[\d,./%]*+)\s++(?:\w++\s++)?(?:is|are)\s++(?:the|our|my)\s++(?:final\s++|correct\s++)?answer",
     re.IGNORECASE,
@@ -40,41 +46,75 @@ FORMULA = re.compile(
     r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)\$|\\\(((?:[^\\\n]|\\(?!\)))++)\\\)|\\\[((?:[^\\]|\\(?!\]))++)\\\]"
 )
 _LEADING_FORMULA = re.compile(rf"(?:\*\*|[ \t])*+(?:{FORMULA.pattern})")
+_TOGETHER = re.compile(
+    r"(?=.*(?:[,;]|(?:and|or)))(?:[\s$\\(),;*]|(?:and|or)(?![A-Za-z])|[A-Za-z](?:_\{?\w\}?)?\s?=)*+",
+    re.DOTALL | re.IGNORECASE,
+)
+"""Between two boxes that are one answer: `$x=\\boxed{2}$ and $x=\\boxed{3}$`."""
 _CLAUSE_END = re.compile(
-    r"[.!?](?=\s++[A-Z\"'(]|\s*+$)|[,;]\s++(?:because|since|as|so|which|where|and so|for|given|not)\b|"
+    r"[.!?](?=\s++[A-Z\"'(]|\s*+$)|[,;]\s++(?:because|since|as|so|which|where|and so|for|given|not|"
+    r"check|namely|that is|i\.e)\b|[✓✔✅]|"
+    r"\s++\((?:i\.e\.|that\sis|=|about|approximately|\d[\d.]*+\s?\\?%\))|"
     r"\s(?:because|since)\b|\n|<|[;,]?\s*+\\(?:boxed|fbox)"
 )
 _LEADING_VALUE = re.compile(r"[-+\s]*+[\d.$€£(\[{\\]")
 _DIGITS = re.compile(r"[-+]?\$?\d[\d,]*+(?:\.\d++)?%?")
 _CONJUNCTION = re.compile(r"\s*+(?:,|(?:,\s*+)?(?:and|or))\s*+")
 _AND_A_FORMULA = re.compile(r"(?:,|(?:,\s*+)?(?:and|or)\s)\s*+(?:\$|\\\()")
+_VALUE = r"(?:\$[^$\n]++\$|\\\([^\n\\]++\\\)|\\?\$?[-+]?\d(?:[\d/]|[,.]\d)*+(?:\s?\\?%)?)"
+_DENIED = re.compile(
+    rf"(?:\(|,\s*+)?(?:(?<![A-Za-z])(?:not|never|cannot|rather\s++than|instead\s++of|anything\s++but)|n't)\s++"
+    rf"(?:be\s++|equal\s++to\s++){{0,2}}{_VALUE}(?!\s*+[-+*/^=\d])(?:(?<=[\d$%)])\)|,?\s++but(?:\s++rather)?(?![A-Za-z]))?|"
+    rf"(?<![\w.]){_VALUE}\s(?:is|was)(?:n't|\s(?:not|wrong|incorrect))(?![A-Za-z])(?:\s(?:the|our|my|a|an|right|correct)(?![A-Za-z]))*+|"
+    rf"(?<![A-Za-z])(?:is|are|be|lies?|somewhere)\s++between\s++{_VALUE}\s++and\s++{_VALUE}",
+    re.IGNORECASE,
+)
+"""What is said to be no answer: not 5, 5 is not the answer; and bounds: it is between 5 and 6."""
+_DENIAL = re.compile(r"(?:not|never)(?![A-Za-z])[^\n\d\\$]*+[\d\\$]", re.IGNORECASE)
+_RANGE = re.compile(
+    r"(?:between|from|(?:more|less|greater|fewer|larger|smaller)\s++than|over|under|above|below)\s", re.I
+)
+_REMARK = re.compile(
+    r"(?:in)?(?:correct|right|wrong|valid|exact|reasonable|verified|confirmed|clear|unique|given|found|as\s++follows)"
+    r"(?![A-Za-z])",
+    re.I,
+)
+"""Of the answer, and none itself."""
+_YES_OR_NO = re.compile(r"\s*+(yes|no)[,.:;!]", re.IGNORECASE)
+_QUOTED = re.compile(r"[\"\u201c]([^\"\u201c\u201d\n]++)[\"\u201d]")
+_EMPHASIZED = re.compile(r"(?<![\w*\\)}\]])([*_]{1,3})(\\?\$?[-+]?\d[\d,./]*+%?)\1(?![\w*])")
 _HEDGES = re.compile(
-    r"\(?(?<![A-Za-z])(?:approximately|about|around|roughly|simply|just|therefore|thus|then|exactly|equal to)\)?\s++",
+    r"\(?(?<![A-Za-z])"
+    r"(?:either|approximately|about|around|roughly|simply|just|therefore|thus|then|exactly|equal to)\)?\s++",
     re.I,
 )
 _WORDY = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?=\s|$)")
 
 
-def final_answer(text: str, *, numeric: bool = False) -> str | None:
+def final_answer(text: str, *, numeric: bool = False, several: bool = False) -> str | None:
     """What a text ends with as its answer; None where nothing in it looks like one.
 
     numeric: a number is looked for, so that words behind "the answer is" that have none are no answer.
+    several: a list is looked for, so that boxes with "and" between them are its parts; else the last one is the answer.
     """
-    text = _behind_thoughts(text)
+    text = _EMPHASIZED.sub(r"\2", _behind_thoughts(text))
     for inner in reversed(TAGGED.findall(text)):
         if inner.strip():
-            return final_answer(inner, numeric=numeric) or inner.strip()
-    if (boxed := last_boxed(text)) is not None:
-        return boxed
+            return final_answer(inner, numeric=numeric, several=several) or inner.strip()
+    if boxed := boxed_together(text) if several else last_boxed(text):
+        return boxed if isinstance(boxed, str) else ", ".join(boxed)
     for marked in _marked(text):
-        if answer := _clause(marked, numeric=numeric):
+        if answer := _clause(_DENIED.sub(" ", marked), numeric=numeric):
             return answer
+    text = _DENIED.sub(" ", text)
     bare = unwrapped(text)
     is_bare = len(bare) <= LONGEST_BARE and "\n" not in bare and FORMULA.search(bare) is None and not _is_prose(bare)
     if is_bare and (not numeric or _LEADING_VALUE.match(bare)):
         return bare or None
     formula = _last_formula(text)
     number = _last_number(text)
+    if not numeric and formula is None and (said := _YES_OR_NO.match(text)):
+        return said[1]
     if formula is not None and (not numeric or (number is not None and number in _behind(text, formula))):
         return formula
     return number
@@ -87,19 +127,47 @@ def final_number(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} that is closed and not empty; without one, of the last that is not closed
-    up to the end of its line, if nothing else marks an answer."""
-    boxes = {match.end(): match["bare"] for match in BOXED.finditer(text)}
-    last, open_groups = (0, 0), list[int]()
-    for brace in re.finditer(r"[{}]", text) if boxes else ():
+    r"""The content of the last \boxed{...} that is closed and not empty; None where there is none."""
+    box = max(_boxes(text), key=lambda box: box.start, default=None)
+    return None if box is None else box.content
+
+
+def boxed_together(text: str) -> list[str]:
+    r"""The contents of the boxes that end with the last one and have "and", "or" or a comma between them."""
+    boxes = sorted(_boxes(text), key=lambda box: box.start)
+    together = boxes[-1:]
+    if together and Group.of(plain(together[0].content[:LONGEST_MARKED])).is_list:
+        return [together[0].content]
+    for box in reversed(boxes[:-1]):
+        if box.end <= together[0].command and _TOGETHER.fullmatch(text[box.end : together[0].command][:80]) is None:
+            break
+        if box.end <= together[0].command:
+            together.insert(0, box)
+    return [box.content for box in together]
+
+
+@dataclass(frozen=True)
+class _Box:
+    content: str
+    command: int
+    """Place of the command."""
+    start: int
+    end: int
+
+
+def _boxes(text: str) -> list[_Box]:
+    """The boxes that are closed and not empty, one within another too."""
+    opened = {match.end(): match for match in BOXED.finditer(text)}
+    boxes, open_groups = list[_Box](), list[int]()
+    for brace in re.finditer(r"[{}]", text) if opened else ():
         if brace.group() == "{":
             open_groups.append(brace.end())
-        elif open_groups and boxes.get(start := open_groups.pop(), "") is None and text[start : brace.start()].strip():
-            last = max(last, (start, brace.start()))
-    bare = max((end for end, letter in boxes.items() if letter), default=0)
-    if bare > last[0]:
-        return boxes[bare]
-    return text[slice(*last)].strip() if last != (0, 0) else None
+        elif open_groups:
+            match = opened.get(start := open_groups.pop())
+            if match is not None and match["bare"] is None and (content := text[start : brace.start()].strip()):
+                boxes.append(_Box(content, match.start(), start, brace.end()))
+    boxes += [_Box(bare, match.start(), end, end) for end, match in opened.items() if (bare := match["bare"])]
+    return boxes
 
 
 def _behind_thoughts(text: str) -> str:
@@ -114,17 +182,28 @@ def _marked(text: str) -> Iterator[str]:
         if not re.fullmatch(r"[*\s]*+(?:the\s)?(?:final\s)?(?:answer|result|solution)[*:\s]*+", answer, re.IGNORECASE):
             yield answer
     yield from reversed(HEADING.findall(text))
-    for match in reversed(list(PHRASED.finditer(text))):
-        start = match.start(1) if match[1] is not None else match.start(2)
-        yield text[start : start + LONGEST_MARKED]  # a displayed formula is on other lines
+    for match in _phrased(text):
+        yield text[match.end() : match.end() + LONGEST_MARKED]  # a displayed formula is on other lines
     yield from reversed(NAMED.findall(text))
     unclosed = list(BOXED.finditer(text))
     if unclosed:
         yield text[unclosed[-1].end() :].split("\n", 1)[0]
 
 
+def _phrased(text: str) -> list[re.Match[str]]:
+    """The last statement first; in one line "the answer is" before what it is the result of."""
+    ranked, line, place = list[tuple[int, bool, int, re.Match[str]]](), 0, 0
+    for match in PHRASED.finditer(text):
+        line, place = line + text.count("\n", place, match.start()), match.start()
+        ranked.append((line, match["minor"] is None, match.start(), match))
+    return [match for *_, match in sorted(ranked, reverse=True)]
+
+
 def _clause(said: str, *, numeric: bool) -> str | None:
-    """The answer at the start of what follows its mark; None where words alone do and a number is wanted."""
+    """The answer at the start of what follows its mark; None where that is none, or no number and one is wanted."""
+    said = said.lstrip()
+    if _DENIAL.match(said) or _REMARK.match(said):
+        return None
     first_line = said.split("\n", 1)[0]
     if _DIGITS.fullmatch(first_line):
         return first_line
@@ -137,12 +216,14 @@ def _clause(said: str, *, numeric: bool) -> str | None:
             return formula.strip() + "%"
         if len(formula) == len(said.strip(" *.$\\()[]")) or behind[:1] != "$":
             return formula.strip()
-    end = _CLAUSE_END.search(said.replace("**", "").strip())
-    clause = said.replace("**", "").strip()
+    clause = _QUOTED.sub(r"\1", said.replace("**", "")).strip()
+    end = _CLAUSE_END.search(clause)
     clause = clause[: end.start()] if end else clause
     clause = _HEDGES.sub("", clause).strip()
     if not numeric:
         return _unworded(clause) or None
+    if _RANGE.match(clause):
+        return clause
     if "=" in clause:
         clause = clause.rpartition("=")[2]
     whole = plain(clause) if len(clause) <= LONGEST_BARE else clause

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from danlu.rewards import symbolic
+from danlu.rewards.math_inequalities import EVERYTHING, NOTHING, as_intervals, names_of, solved
 from danlu.rewards.math_notation import (
     FUNCTIONS,
     GREEK,
@@ -27,7 +28,6 @@ from danlu.rewards.math_structure import (
     SEPARATOR,
     Group,
     Relation,
-    as_union,
     distinct_names,
     is_plain,
     names_agree,
@@ -104,6 +104,14 @@ def is_number(reference: str) -> bool:
     return read_number(head) is not None
 
 
+@functools.lru_cache(maxsize=4096)
+def is_list(reference: str) -> bool:
+    """Whether a reference has several parts in any order, which may stand in boxes of their own."""
+    if len(reference) > LONGEST_ANSWER or not re.search(SEPARATOR.pattern + r"|\\pm", reference):
+        return False
+    return Group.of(plain(reference)).is_list
+
+
 def _match(answer: str, reference: str, compare: Symbolic) -> Match:
     if max(len(answer), len(reference)) > LONGEST_ANSWER:
         return Match(answer.strip() == reference.strip(), f"compared as texts: more than {LONGEST_ANSWER} characters")
@@ -136,7 +144,7 @@ class _Comparison:
 
     def match(self, answer: str, reference: str) -> Match:
         """Both in the notation of `plain`."""
-        answer, reference = as_union(answer), as_union(reference)
+        answer, reference = as_intervals(answer), as_intervals(reference)
         if not answer or not reference:
             return Match(False, "an empty answer" if not answer else "an empty reference")
         if compact(answer) == compact(reference):
@@ -160,10 +168,10 @@ class _Comparison:
         if (left or right) is not None and any(each is not None and each.is_value for each in (left, right)):
             return self._values(answer, left, reference, right)
         if left is not None and right is not None:
-            return self._same_relation(left, right)
+            return self._same_solutions(left, right) or self._same_relation(left, right)
         relation, other = (left, reference) if left is not None else (right, answer)
         assert relation is not None, "one of both is a relation"
-        if (interval := relation.as_interval()) is not None and not Group.of(other).is_bare_list:
+        if (interval := solved(relation)) is not None and not Group.of(other).is_bare_list:
             return Match(self.equal(*((interval, other) if relation is left else (other, interval))), "as an interval")
         return Match(False, "a relation, and a value")
 
@@ -179,6 +187,17 @@ class _Comparison:
         if any(each is not None and not each.is_value and "=" in each.signs for each in (left, right)):
             return self._formulas(answer, reference)  # an equation of another form
         return self.match(values[0].strip(), values[1].strip())
+
+    def _same_solutions(self, left: Relation, right: Relation) -> Match | None:
+        """Of two inequalities, one of which at least is no interval as it stands: |x| < 3 and -3 < x < 3."""
+        if left.as_interval() is not None and right.as_interval() is not None:
+            return None
+        first, second = solved(left), solved(right)
+        if first is None or second is None or {first, second} & {EVERYTHING, NOTHING}:
+            return None
+        if names_of(left) != names_of(right):
+            return Match(False, "other variables")
+        return Match(self.equal(first, second), "as intervals")
 
     def _same_relation(self, left: Relation, right: Relation) -> Match | None:
         first, second = left.ascending(), right.ascending()
@@ -207,10 +226,10 @@ class _Comparison:
 
     def _lists(self, answer: str, reference: str) -> Match | None:
         """Lists, points, intervals and sets, part by part; a comma between digits may group thousands."""
-        groups = [
-            [Group.of(text, thousands=True), *([] if _LATER_DIGITS.search(text) else [Group.of(text, thousands=False)])]
-            for text in (answer, reference)
-        ]
+        groups = [[Group.of(text, thousands=True)] for text in (answer, reference)]
+        for text, readings in ((answer, groups[0]), (reference, groups[1])):
+            if not _LATER_DIGITS.search(text) and not (text is reference and _has_thousands(text)):
+                readings.append(Group.of(text, thousands=False))
         if all(len(each.parts) == 1 and not each.is_opened for of_side in groups for each in of_side):
             return None
         if max(len(each.parts) for of_side in groups for each in of_side) > MOST_PARTS:
@@ -256,10 +275,9 @@ class _Comparison:
         return self.match(left, right)
 
     def _formulas(self, answer: str, reference: str) -> Match:
-        letters = [sorted(set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", text))) for text in (answer, reference)]
-        if letters[0] != letters[1] and [each.casefold() for each in letters[0]] == [
-            each.casefold() for each in letters[1]
-        ]:
+        letters = [set(re.findall(r"(?<![\\A-Za-z])[A-Za-z]", text)) for text in (answer, reference)]
+        folded = [sorted(letter.casefold() for letter in each) for each in letters]
+        if letters[0] != letters[1] and folded[0] == folded[1]:
             return Match(False, "other variables")
         names = [sorted(_NAMES_OF_POINTS.findall(text)) for text in (answer, reference)]
         if names[0] != names[1]:
@@ -274,6 +292,11 @@ class _Comparison:
         except (RecursionError, MemoryError) as error:
             return Match(False, type(error).__name__)
         return Match(equal, "math-verify: equal" if equal else "math-verify: different")
+
+
+def _has_thousands(reference: str) -> bool:
+    """Whether a comma in a reference groups thousands, and separates no parts: 1,234 eggs."""
+    return "," in reference and read_number(split_unit(reference)[0]) is not None
 
 
 def _choices(answer: str, reference: str) -> Match | None:
@@ -300,11 +323,16 @@ def _choice(text: str) -> tuple[str, str | None] | None:
 
 def _texts(answer: str, reference: str) -> Match | None:
     """Answers in words: equal up to capitals and punctuation."""
+    for text, other in ((answer, reference), (reference, answer)):
+        if other.casefold() in ("yes", "no", "true", "false") and (said := re.match(r"([A-Za-z]++)\s*+[,;.:]", text)):
+            return Match(said[1].casefold() == other.casefold(), "the first word")
     sides = [_in_words(text) for text in (answer, reference)]
     if sides[0] is None and sides[1] is None:
         return None
     if sides[0] is None or sides[1] is None:
         other = answer if sides[0] is None else reference
+        if other.casefold() == (sides[0] or sides[1]):
+            return Match(True, "equal words")
         return None if re.search(r"\d|\\", other) is not None and re.search(SEPARATOR, other) else Match(False, "words")
     return Match(sides[0] == sides[1], "equal words" if sides[0] == sides[1] else "other words")
 
@@ -332,7 +360,7 @@ def _in_words(text: str) -> str | None:
     if len(split_top(text, SEPARATOR)) > 1:
         return None  # red and blue: a list
     said = " ".join(word for word in lowered if word not in ("the", "a", "an"))
-    return NO_SOLUTION[0] if said in NO_SOLUTION else said
+    return NO_SOLUTION[0] if re.sub("^there (?:is|are) ", "", said) in NO_SOLUTION else said
 
 
 def _quantities(answer: str, reference: str) -> Match | None:

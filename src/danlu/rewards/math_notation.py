@@ -29,19 +29,24 @@ _UNICODE = str.maketrans(
         "θ": r"\theta ",
     }
 )  # fmt: skip
-_WRAPPINGS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_WRAPPINGS = (
+    ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"),
+    ("__", "__"), ("_", "_"), ("*", "*"), ('"', '"'), ("'", "'"), ("\u201c", "\u201d"),
+)  # fmt: skip
 _SIZES = re.compile(r"\\(?:left|right|big|Big|bigl|bigr|Bigl|Bigr|bigg|Bigg|mleft|mright)(?![A-Za-z])\s*+\.?")
 _LOOKS = re.compile(r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits)(?![A-Za-z])")
 _SPACES = re.compile(
     r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|enspace(?![A-Za-z])|thinspace(?![A-Za-z]))|~"
 )
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt|up)?|mathrm|mathbf|mathit|mathsf|mbox|hbox)\s*+\{([^{}]*+)\}")
+_STARTS = re.compile(r"(?:^|[,;(]|\\\{|(?:and|or)[\s}])\s*+$")
+_ENDS = re.compile(r"\s*+(?:$|[,;)]|\\\}|(?:\\text\{\s*+)?(?:and|or)(?![A-Za-z]))")
 _SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), new)
     for pattern, new in (
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\(\s*+\\begin\{array\}\{[^{}]*+\}(.*?)\\end\{array\}\s*+\)", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+        (r"[(\[]\s*+\\begin\{array\}\{[^{}]*+\}(.*?)\\end\{array\}\s*+[)\]]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
         (r"\\(?:leq|leqslant)(?![A-Za-z])|<=|=<", r"\\le "),
         (r"\\(?:geq|geqslant)(?![A-Za-z])|>=|=>", r"\\ge "),
         (r"\\(?:neq)(?![A-Za-z])|!=", r"\\ne "),
@@ -62,6 +67,8 @@ _SYNONYMS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"(?<![\\A-Za-z])({'|'.join(FUNCTIONS)})(?=\s*+[\\({{^_]|\s++[A-Za-z0-9])(?![A-Za-z])", r"\\\1"),
         (rf"(?<![\\A-Za-z])({'|'.join(GREEK)})(?![A-Za-z])", r"\\\1 "),
         (r"\b([ap])\.\s?m\.?(?![A-Za-z])", r"\1m"),
+        (r"(?<=:\d\d)\s*+A\.?M\.?(?![A-Za-z])", " am"),
+        (r"(?<=:\d\d)\s*+P\.?M\.?(?![A-Za-z])", " pm"),
         (r"(?<![\d.,])\.(?=\d)", "0."),
         (r"(?<=\d)\.(?!\d)(?=\s*+(?:$|[^\s\d.\\]))", ""),
         (r"\^\s*+(-?\d++)", r"^{\1}"),
@@ -83,13 +90,23 @@ _BRACED_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*+\(|\\sqrt\s*+\(")
 
 def plain(text: str) -> str:
     """The text in the one notation, without what only frames it: dollar signs, emphasis, a full stop."""
-    text = unwrapped(text).translate(_UNICODE).replace("{,}", ",").replace(r"\!", "")
+    text = unwrapped(text).translate(_UNICODE).replace("{,}", ",").replace("{:}", ":")
+    text = re.sub(r"(?<=,)\s*+\\!\s*+", "", text).replace(r"\!", "")
     text = _SPACES.sub(" ", _LOOKS.sub("", _SIZES.sub("", text)))
+    text = _TEXT.sub(_short_word, text)
     for _ in range(3):  # \text{\textbf{...}}
         text = _TEXT.sub(r" \1 ", text)
     for pattern, new in _SYNONYMS:
         text = pattern.sub(new, text)
     return " ".join(_with_braced_roots(text).split())
+
+
+def _short_word(match: re.Match[str]) -> str:
+    r"""A \text that stands alone and has a word of three letters: with a capital, for it is no product of letters."""
+    text, word = match.string, match[1].strip()
+    is_word = len(word) == 3 and word.isalpha() and word.islower() and word not in FUNCTIONS and word not in GREEK
+    stands_alone = _STARTS.search(text[max(0, match.start() - 8) : match.start()]) if match.start() else True
+    return f" {word.capitalize()} " if is_word and stands_alone and _ENDS.match(text, match.end()) else match.group()
 
 
 def unwrapped(text: str) -> str:

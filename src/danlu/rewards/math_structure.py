@@ -16,7 +16,6 @@ _RELATION = re.compile(
     r"=|<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\approx(?![A-Za-z])|\\in(?![A-Za-z])"
 )
 SEPARATOR = re.compile(r"[,;]|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z])(?:\s*+,)?|\\(?:lor|vee)(?![A-Za-z])")
-_AND = re.compile(r"(?<![\\A-Za-z])and(?![A-Za-z])")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _SYMBOL = re.compile(rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK)}))(?:_(?:\w|\{{\w++\}}))?'?")
 _NAME = re.compile(
@@ -45,7 +44,7 @@ class Group:
         brackets, inner = "", text
         if len(text) > 1 and text[0] in "([{" and text[-1] in ")]}" and closes_at_end(text, 0):
             inner, brackets = text[1:-1], text[0] + text[-1]
-        chunks = split_top(inner, SEPARATOR, _groups_thousands if thousands else None)
+        chunks = split_top(inner, SEPARATOR, groups_thousands if thousands else None)
         if "[" in brackets and len(chunks) == 1:
             inner, brackets = text, ""
             chunks = [text]
@@ -58,11 +57,16 @@ class Group:
         return not self.brackets and len(self.parts) > 1
 
     @property
+    def is_list(self) -> bool:
+        """Whether it has several parts in any order."""
+        return self.brackets in ("", "{}") and len(self.parts) > 1
+
+    @property
     def is_interval(self) -> bool:
         return self.brackets in ("()", "[]", "(]", "[)") and len(self.parts) == 2
 
 
-def _groups_thousands(text: str, place: int) -> bool:
+def groups_thousands(text: str, place: int) -> bool:
     """Whether a comma stands between one to three digits and three."""
     before, behind = text[max(0, place - 4) : place], text[place + 1 : place + 5]
     return re.search(r"(?:^|\D)\d{1,3}$", before) is not None and re.match(r"\d{3}(?!\d)", behind) is not None
@@ -77,23 +81,6 @@ def _plus_and_minus(text: str) -> list[str]:
     return [plus, f"{before}-{behind}"]
 
 
-def as_union(text: str) -> str:
-    """Inequalities of one variable as the union of their intervals: x < 1 or x > 3; else the text itself.
-
-    With "and" between them it is what the intervals share.
-    """
-    parts = split_top(text, SEPARATOR, _groups_thousands)
-    if len(parts) < 2 or not all(re.search(r"[<>]|\\[gln]e", part) for part in parts):
-        return text
-    relations = [Relation.of(part) for part in parts]
-    intervals = [each.as_interval() for each in relations if each is not None]
-    names = {operand for each in relations if each is not None for operand in each.operands if _is_variable(operand)}
-    if len(intervals) < len(parts) or not all(intervals) or len(names) > 1:
-        return text
-    operation = r" \cap " if _AND.search(text) else r" \cup "
-    return operation.join(each for each in intervals if each is not None)
-
-
 @dataclass(frozen=True)
 class Relation:
     """Operands with signs between them: x = 5, 1 < x \\le 3."""
@@ -103,7 +90,7 @@ class Relation:
 
     @classmethod
     def of(cls, text: str) -> Relation | None:
-        if len(split_top(text, SEPARATOR, _groups_thousands)) > 1 and not text.startswith(("(", "[")):
+        if len(split_top(text, SEPARATOR, groups_thousands)) > 1 and not text.startswith(("(", "[")):
             return None
         operands = [operand.strip() for operand in split_top(text, _RELATION)]
         if len(operands) < 2:
@@ -138,15 +125,15 @@ class Relation:
         """Of one variable between numbers: the interval in which it lies; of one that is not a number, both sides."""
         relation = self.ascending()
         operands, signs = relation.operands, relation.signs
-        if signs == (r"\ne",) and _is_variable(operands[0]):
+        if signs == (r"\ne",) and is_variable(operands[0]):
             return rf"(-\infty,{operands[1]}) \cup ({operands[1]},\infty)"
         if not all(sign in ("<", r"\le") for sign in signs):
             return None
-        if len(signs) == 1 and _is_variable(operands[0]) and not _is_variable(operands[1]):
+        if len(signs) == 1 and is_variable(operands[0]) and not is_variable(operands[1]):
             operands, signs = (f"-{_INFINITY}", *operands), ("<", *signs)
-        elif len(signs) == 1 and _is_variable(operands[1]) and not _is_variable(operands[0]):
+        elif len(signs) == 1 and is_variable(operands[1]) and not is_variable(operands[0]):
             operands, signs = (*operands, _INFINITY), (*signs, "<")
-        if len(signs) != 2 or not _is_variable(operands[1]):
+        if len(signs) != 2 or not is_variable(operands[1]):
             return None
         opening, closing = ("(" if signs[0] == "<" else "["), (")" if signs[1] == "<" else "]")
         return f"{opening}{operands[0]},{operands[2]}{closing}"
@@ -155,12 +142,12 @@ class Relation:
         return " ".join(part for pair in zip(self.operands, (*self.signs, ""), strict=True) for part in pair if part)
 
 
-def _is_variable(text: str) -> bool:
+def is_variable(text: str) -> bool:
     return _SYMBOL.fullmatch(text.strip()) is not None
 
 
 def is_plain(text: str) -> bool:
-    return _is_variable(text) or read_number(text) is not None
+    return is_variable(text) or read_number(text) is not None
 
 
 def names_agree(name: str, other: str) -> bool:

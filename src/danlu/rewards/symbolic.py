@@ -37,7 +37,9 @@ _COMMANDS = {
 _ENVIRONMENTS = ("pmatrix", "bmatrix", "matrix", "vmatrix")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 _DEGREES = re.compile(r"(\d++(?:\.\d++)?)\s*+\^\\circ")
-_IMAGINARY = re.compile(r"\\[A-Za-z]++(?:\s*+\{[a-z]*matrix\})?|i")
+_IMAGINARY = re.compile(r"\\[A-Za-z]++(?:\s*+\{[a-z]*matrix\})?|i(?:\s*+(?P<power>\^))?")
+_PI_TIMES = re.compile(r"\\pi\s*+\(")
+"""No function, as latex2sympy reads any other letter before a bracket that holds no sum."""
 _QUOTIENT = re.compile(r"(?<![\w/.)}^])(\d++)\s*+/\s*+(\d++)(?![.\d])")
 """Of integers, which is computed before what follows: 1/2x is x/2."""
 _DECIMAL = re.compile(r"(?<![\d.])(\d*+\.\d++)(?![\d.])")
@@ -105,7 +107,7 @@ def _equal(answer: str, reference: str) -> bool:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     config = [LatexExtractionConfig(normalization_config=notation, boxed_match_priority=0)]
     read: Callable[[str], list[Any]] = lambda text: parse(  # noqa: E731
-        rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", parsing_timeout=0
+        rf"\boxed{{{text}}}", config, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=0
     )
     given, wanted = read(answer), read(reference)
     if not given or not wanted:
@@ -165,7 +167,8 @@ def _readable(text: str) -> str:
     _check_size(bare)
     text = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
     if "_i" not in text and "_{i" not in text and "I" not in text:
-        text = _IMAGINARY.sub(lambda match: "(I)" if match.group() == "i" else match.group(), text)
+        text = _IMAGINARY.sub(_as_imaginary, text)
+    text = _PI_TIMES.sub(r"\\pi \\cdot (", text)
     return _DECIMAL.sub(_as_fraction, _QUOTIENT.sub(r"\\frac{\1}{\2}", text))
 
 
@@ -200,6 +203,13 @@ def _group(text: str, start: int) -> str:
         if depth == 0:
             return text[start:place]
     return text[start:]
+
+
+def _as_imaginary(match: re.Match[str]) -> str:
+    """The unit as latex2sympy reads it: without brackets behind a letter, with them under a power."""
+    if match.group().startswith("\\"):
+        return match.group()
+    return "(I)^" if match["power"] else " I "
 
 
 def _as_fraction(match: re.Match[str]) -> str:

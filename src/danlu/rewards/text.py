@@ -123,7 +123,8 @@ class Mathematical:
         """What the answer ends with, and the reference."""
         column = column_of(answer, self.column)
         wanted = "" if is_null(column) else _reference(str(column))
-        return final_answer(answer.text, numeric=math_answer.is_number(wanted)), wanted
+        numeric, several = math_answer.is_number(wanted), math_answer.is_list(wanted)
+        return final_answer(answer.text, numeric=numeric, several=several), wanted
 
 
 @dataclass(frozen=True)
