@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-KINDS = "window, softcap, qk-norm, sinks, latent, factorized, key-reuse, linear, experts"
+KINDS = "window, softcap, sinks, latent, factorized, key-reuse, linear, experts"
 """Of layers, which a model's config tells of."""
 FEATURES: dict[str, dict[str, Any]] = {
     # -- adapters
@@ -109,10 +109,10 @@ ADAPTERS_ON_ATTENTION = [
     *run("mora", KINDS, UPON),
     *run("bottleneck", KINDS, UPON),
     *run("prompt", KINDS, UPON),
-    *run("ia3", "window, softcap, qk-norm, sinks, factorized, linear, experts", UPON),
+    *run("ia3", "window, softcap, sinks, factorized, linear, experts", UPON),
     *refused("ia3", "latent", "'k_proj' matches no layer of this model", NO_PLACE),
     *refused("ia3", "key-reuse", "'v_proj' matches no layer of this model", NO_PLACE),
-    *run("prefix", "window, softcap, qk-norm, sinks, experts", UPON),
+    *run("prefix", "window, softcap, sinks, experts", UPON),
     *refused("prefix", "latent, factorized, key-reuse", "a prefix takes the place of keys and values", NO_PLACE),
     *refused("prefix", "linear", "linear attention do not keep", NO_PLACE),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -331,3 +332,29 @@ def test_a_sink_is_a_share_of_the_probability() -> None:
             with_sink = strategy(0, q, Keys((k, v)), sinks=torch.tensor([4.0]), **options)[3]
             assert without.item() == pytest.approx(math.exp(score - 4) / total, rel=1e-6)
             assert with_sink.item() == pytest.approx(math.exp(score - 4) / (total + 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("trees", [(), TREES], ids=["documents", "trees"])
+def test_one_object_is_asked_in_turn_with_other_settings(trees: tuple[Branch, ...]) -> None:
+    """What it keeps for layers that are alike is nothing to layers that differ, in whatever order they come."""
+    q, k, v = (x.detach() for x in inputs(2))
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    settings: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, {"window": None, "softcap": None, "scale": 0.3}),
+        (torch.float32, {"window": 4, "softcap": None, "scale": 0.3}),
+        (torch.float64, {"window": 4, "softcap": None, "scale": 0.3}),
+        (torch.float64, {"window": 4, "softcap": 2.0, "scale": 0.3}),
+        (torch.float64, {"window": 4, "softcap": 3.0, "scale": 0.3}),
+        (torch.float64, {"window": 4, "softcap": 3.0, "scale": 0.3, "sinks": sinks}),
+        (torch.float64, {"window": 6, "softcap": None, "scale": 0.3, "sinks": sinks}),
+        (torch.float32, {"window": 6, "softcap": None, "scale": 0.5}),
+    ]
+    shared, seen = PackedAttention(BOUNDARIES, trees), []
+    for dtype, more in (*settings, *reversed(settings)):
+        of_type = [x.to(dtype) for x in (q, k, v)]
+        out = shared(0, of_type[0], Keys((of_type[1], of_type[2])), **more)
+        fresh = PackedAttention(BOUNDARIES, trees)(0, of_type[0], Keys((of_type[1], of_type[2])), **more)
+        assert out.dtype == dtype and torch.equal(out, fresh), more
+        seen.append(out.double())
+    for one, other in itertools.pairwise(seen[: len(settings)]):  # the control: settings count
+        assert not torch.equal(one, other)

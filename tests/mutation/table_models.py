@@ -215,4 +215,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "adapters/test_bottleneck.py",
         only="layers_of_experts",
     ),
+    Mutation(
+        "models/attend.py",
+        "key = kernels, scale, window, softcap, has_sinks",
+        "key = kernels, scale, window, has_sinks",
+        "models/test_attend.py",
+        only="in_turn",
+    ),
 )

