@@ -15,6 +15,7 @@ from danlu.data.mismatched import MismatchedAnswers, with_own_prompt
 from danlu.data.preference_rows import answers_of, parse_answers
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.render import RenderedSample, RenderSettings, render_rows
+from danlu.data.samples import Selection
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.trees import longest_path
 from danlu.errors import DataError
@@ -78,6 +79,11 @@ def ready(world: World, file: Path, row_type: RowType, **data: Any) -> PreparedD
     return prepare(DatasetSpec(section, "preference", str(world.tokenizer), None, 0, row_type=row_type))
 
 
+def pack_trees(trees: Selection, max_length: int) -> None:
+    section = Data(train=[{"path": "pairs.jsonl"}], max_length=max_length)  # type: ignore[list-item]
+    DatasetSpec(section, "preference", "tokenizer", None, 0, row_type="preference").packed(trees)
+
+
 def test_trees_come_back_from_the_disk(tiny_world: World, tokenizer: Tokenizer, tmp_path: Path) -> None:
     margins = [{**PAIR, "margin": 0.25 * number} for number in range(3)]
     file = write_rows(tmp_path / "pairs.jsonl", margins)
@@ -93,6 +99,9 @@ def test_trees_come_back_from_the_disk(tiny_world: World, tokenizer: Tokenizer, 
     again, other = ready(tiny_world, file, "preference"), ready(tiny_world, changed, "preference")
     assert again.train is not None and other.train is not None
     assert prepared.train.digest() == again.train.digest() != other.train.digest()
+    pack_trees(prepared.train, (int(prepared.train.lengths[0]) + 1) // 2)
+    with pytest.raises(DataError, match="does not fit a packed sequence"):  # control: one token less for each path
+        pack_trees(prepared.train, (int(prepared.train.lengths[0]) - 1) // 2)
 
 
 def test_a_common_text_that_ends_inside_a_token_is_no_stem(tokenizer: Tokenizer) -> None:

@@ -46,6 +46,13 @@ def test_the_documents_ask_nothing() -> None:
     assert not any("?" in text or "？" in text for text in pretraining_documents(0, 1000))
 
 
+def test_two_documents_in_nine_have_chinese_in_them() -> None:
+    """Portraits have a weight of 3, the dictionary has one of 1, and all weights are 18."""
+    documents = list(pretraining_documents(0, 3000))
+    share = sum(any("\u4e00" <= letter <= "\u9fff" for letter in text) for text in documents) / len(documents)
+    assert abs(share - 4 / 18) < 0.02
+
+
 def test_some_facts_of_every_kind_are_held_out() -> None:
     share = len(every_question(True)) / len(every_question(True) + every_question(False))
     assert 0.08 < share < 0.3

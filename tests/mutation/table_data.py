@@ -151,4 +151,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_context_batch.py",
         only="its_device",
     ),
+    Mutation(
+        "data/prepare.py",
+        "capacity = 2 * self.data.max_length",
+        "capacity = 2 % self.data.max_length",
+        "data/test_answer_trees.py",
+        only="come_back",
+    ),
+    Mutation(
+        "data/demo_data.py",
+        "(6, english), (3, chinese)",
+        "(6, english), (4, chinese)",
+        "data/test_demo_data.py",
+        only="in_nine",
+    ),
 )

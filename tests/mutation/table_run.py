@@ -365,4 +365,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- drawn at random by a tool
     Mutation("train/progress.py", "auto_refresh=False,", "auto_refresh=True,", "train/test_progress.py", only="thread"),
+    Mutation(
+        "train/agreement.py",
+        "share if isinstance(share, Failure) else None",
+        "share if not isinstance(share, Failure) else None",
+        "train/test_agreement.py",
+        only="elsewhere",
+    ),
 )

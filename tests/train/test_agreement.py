@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
 from danlu.errors import CheckpointError, ResourceError
-from danlu.train.agreement import Failure, one_failure
+from danlu.parallel.comm import Group
+from danlu.train.agreement import Failure, agree, one_failure
 
 FULL, TORN = Failure(ResourceError, "the disk is full"), Failure(CheckpointError, "a file is torn")
 
@@ -31,3 +37,23 @@ def test_of_many_different_texts_the_ranks_are_said() -> None:
     *shown, rest = found.text.splitlines()
     assert shown == [f"rank {rank}: torn at {rank}" for rank in range(4)]
     assert rest == "and other errors on ranks 4, 5, 6 and 2 others"
+
+
+@dataclass(frozen=True)
+class _FirstOfThree(Group):
+    """The first rank of a group; the shares of the two others are given."""
+
+    ranks: tuple[int, ...] = (0, 1, 2)
+    others: tuple[Any, ...] = ()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        return [value] * 3
+
+
+def test_a_share_that_failed_elsewhere_is_raised_and_nothing_is_decided() -> None:
+    assert agree(_FirstOfThree(others=(2, 3)), lambda: 1, sum) == 6
+    with pytest.raises(ResourceError, match="rank 1: the disk is full"):
+        agree(_FirstOfThree(others=(FULL, 3)), lambda: 1, sum)
