@@ -31,15 +31,15 @@ import torch.distributed as dist
 from local_processes import in_group
 from recompute import Live
 
-from danlu.language.builder import placed_decoder
+from danlu.assembly.parallelize import place, subject_of
+from danlu.core.types import Pack, Sample
 from danlu.models.presets import from_scratch
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
-from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, sections
-from danlu.stages import STAGES
-from danlu.train.step import accumulate
-from danlu.types import Pack, Sample
+from danlu.stages.builder import placed_decoder
+from danlu.stages.table import STAGES
+from danlu.training.step import accumulate
 
 WORDS = 2048
 CONFIG: dict[str, Any] = {

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from danlu import placing
+from danlu.assembly import parallelize
+from danlu.assembly.parallelize import place, subject_of
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
@@ -26,7 +27,6 @@ from danlu.models.presets import from_scratch
 from danlu.models.saving import save
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
-from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, sections
 
 MIB = 2**20
@@ -77,7 +77,7 @@ def work(rank: int, size: int, at_once: bool, base: str, quantization: str | Non
     ranks = ranks_of(layout_of(made.parallel, size), "cpu")
     device, config = torch.device("cpu"), read_config(Path(base))
     if at_once:
-        placing.layer_by_layer = lambda *_: False
+        parallelize.layer_by_layer = lambda *_: False
     before = largest_resident()
     place(subject_of(made, config, device, ranks=ranks), made, ranks, device)
     Path(folder, f"{rank}.txt").write_text(str(largest_resident() - before))

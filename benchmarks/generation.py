@@ -36,12 +36,12 @@ from typing import Any
 import torch
 
 from danlu.data.tokenizer_training import train_tokenizer
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.pool import CachePool
+from danlu.inference.request import NewToken, Request, SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.pool import CachePool
-from danlu.rollout.request import NewToken, Request, SamplingOptions
 
 CASES = ("launch", "equal", "samples", "ragged", "exact")
 PEERS = ("generate", "continuous")

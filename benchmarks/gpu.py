@@ -176,7 +176,7 @@ def config_of(size: str, layers: int, length: int) -> Any:
 def packs_of(count: int, length: int, vocabulary: int) -> list[Any]:
     import numpy as np
 
-    from danlu.types import Pack, Sample
+    from danlu.core.types import Pack, Sample
 
     chance = np.random.default_rng(0)
     packs = []
@@ -351,13 +351,13 @@ def adapters(write: Write, device: Any, tiny: bool) -> None:
     beside what was predicted."""
     import torch
 
-    from danlu.language.learner import DecoderLearner
     from danlu.memory.recompute import plan_of, unwrap_layer, wrap
-    from danlu.memory_preview import estimate_from_config
     from danlu.optim.build import build
     from danlu.parallel.layout import Layout
     from danlu.recipe import sections
-    from danlu.train.step import accumulate
+    from danlu.run.memory_preview import estimate_from_config
+    from danlu.stages.learner import DecoderLearner
+    from danlu.training.step import accumulate
 
     length, layers = (64, 2) if tiny else (4096, 32)
     config = config_of("tiny" if tiny else "8B", layers, length)
@@ -412,11 +412,11 @@ def full(write: Write, device: Any, tiny: bool) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from danlu.language.learner import DecoderLearner
     from danlu.optim.build import build
-    from danlu.plan.flops import training_flops
+    from danlu.planning.flops import training_flops
     from danlu.recipe import sections
-    from danlu.train.step import accumulate
+    from danlu.stages.learner import DecoderLearner
+    from danlu.training.step import accumulate
 
     length, layers = (64, 2) if tiny else (4096, 4)
     config = config_of("tiny" if tiny else "8B", layers, length)
@@ -502,11 +502,11 @@ def experts(write: Write, device: Any, tiny: bool) -> None:
     """Four layers with 64 experts in the widths of Qwen3-30B-A3B, trained in full, beside transformers'."""
     import torch
 
-    from danlu.language.learner import DecoderLearner
     from danlu.models.hf_config import read_config_values
     from danlu.optim.build import build
     from danlu.recipe import sections
-    from danlu.train.step import accumulate
+    from danlu.stages.learner import DecoderLearner
+    from danlu.training.step import accumulate
 
     length = 64 if tiny else 4096
     values = {
@@ -604,7 +604,7 @@ def attention(write: Write, device: Any, tiny: bool) -> None:
     """Forward and backward over packed documents: plain, windows, softcaps, groups."""
     import torch
 
-    from danlu.layer_types import Keys
+    from danlu.core.layer_types import Keys
     from danlu.models.attend import PackedAttention
 
     total = 128 if tiny else 8192
@@ -701,8 +701,8 @@ def decoding(write: Write, device: Any, tiny: bool) -> None:
     """Greedy tokens per second of a random model, one prompt and sixteen."""
     import torch
 
-    from danlu.rollout.embedded import EmbeddedEngine
-    from danlu.rollout.request import Request, SamplingOptions
+    from danlu.inference.embedded import EmbeddedEngine
+    from danlu.inference.request import Request, SamplingOptions
 
     config = config_of("tiny" if tiny else "8B", 2 if tiny else 8, 1024)
     model = random_model(config, device)

@@ -22,10 +22,10 @@ from safetensors.numpy import save_file
 
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
-from danlu.memory_preview import estimate_from_config
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout
 from danlu.recipe import load
+from danlu.run.memory_preview import estimate_from_config
 
 LENGTH = 1024
 SHAPES: dict[str, dict[str, int]] = {

@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate
-from danlu.language.learner import DecoderLearner
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.logprob_gap import rollout_gap
+from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import PRESETS
 from danlu.numerics.batch_invariant import batch_invariant
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.logprob_gap import rollout_gap
-from danlu.rollout.request import Completion, Request, SamplingOptions
-from danlu.types import Pack, Sample
+from danlu.stages.learner import DecoderLearner
 
 VOCABULARY = {"tiny": 4096, "small": 32000}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

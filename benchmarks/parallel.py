@@ -45,7 +45,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from danlu.language.builder import placed_decoder
+from danlu.assembly.parallelize import place, subject_of
+from danlu.core.types import Pack, Sample
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -56,11 +57,10 @@ from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
-from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, sections
-from danlu.stages import STAGES
-from danlu.train.step import accumulate
-from danlu.types import Pack, Sample
+from danlu.stages.builder import placed_decoder
+from danlu.stages.table import STAGES
+from danlu.training.step import accumulate
 
 WORDS = 4096
 LENGTH = 1024

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from danlu.core.weight_gradients import DeferredWeightGradients
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.schedules import Action
 from danlu.parallel.timeline import TimelineEvent
-from danlu.plan.pipeline_simulation import COMPUTE
-from danlu.train.learner import MicroStep
-from danlu.weight_gradients import DeferredWeightGradients
+from danlu.planning.pipeline_simulation import COMPUTE
+from danlu.training.learner import MicroStep
 
 
 class PassTimes:

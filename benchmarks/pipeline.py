@@ -36,22 +36,22 @@ from pass_times import PassTimes, TimedLearner
 from pipeline_case import Case
 from sleeping_chunks import WIDTH, SleepingLearner
 
-from danlu.language.builder import placed_decoder
+from danlu.assembly.parallelize import place, subject_of
+from danlu.core.types import Pack, Sample, Totals
 from danlu.models.presets import from_scratch
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.schedules import chunks_per_rank
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import place, subject_of
-from danlu.plan.pipeline_formulas import bubble_formula
-from danlu.plan.pipeline_simulation import bubble
+from danlu.planning.pipeline_formulas import bubble_formula
+from danlu.planning.pipeline_simulation import bubble
 from danlu.recipe import Recipe, sections
-from danlu.stages import STAGES
-from danlu.train.executor import AnyLearner, Executor
-from danlu.train.learner import StepItems
-from danlu.train.step import accumulate
-from danlu.types import Pack, Sample, Totals
+from danlu.stages.builder import placed_decoder
+from danlu.stages.table import STAGES
+from danlu.training.executor import AnyLearner, Executor
+from danlu.training.learner import StepItems
+from danlu.training.step import accumulate
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 SLEEPING_MICRO_BATCHES = (4, 8, 16)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from danlu.parallel.schedules import chunks_per_rank, schedule
 from danlu.parallel.timeline import TimelineEvent, timeline_line, timeline_name
-from danlu.plan.action_times import mean_times
-from danlu.plan.pipeline_formulas import bubble_formula, in_flight_formula
-from danlu.plan.pipeline_simulation import bubble, simulate
+from danlu.planning.action_times import mean_times
+from danlu.planning.pipeline_formulas import bubble_formula, in_flight_formula
+from danlu.planning.pipeline_simulation import bubble, simulate
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def force_lengths(lengths: Sequence[int], workers: list[float]) -> None:
 
     workers: takes up `workers_mib` of each rollout; that of the first is before rewards are called.
     """
-    from danlu.rollout.embedded import EmbeddedEngine
-    from danlu.rollout.request import Completion, Request
+    from danlu.inference.embedded import EmbeddedEngine
+    from danlu.inference.request import Completion, Request
 
     generate: Callable[..., list[Completion]] = EmbeddedEngine.generate
 
@@ -228,9 +228,9 @@ def next_tokens(
     model: Any, dtype: torch.dtype, prompts: Sequence[list[int]], answers: Sequence[list[int]], live: Sequence[int]
 ) -> list[int]:
     """A token for each of the live answers, drawn after a forward pass over the trees of all."""
+    from danlu.core.types import Branch, Pack, Sample
     from danlu.data.batch import collate, pad_to_bucket
     from danlu.models.attend import attend_for
-    from danlu.types import Branch, Pack, Sample
 
     items, last, offset = [], [], 0
     for number, prompt in enumerate(prompts):

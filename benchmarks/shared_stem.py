@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from sft import SHAPES
 
+from danlu.core.types import Branch, Pack, Sample
 from danlu.data.trees import repeat_stem
-from danlu.language.learner import DecoderLearner
-from danlu.language.reference import REFERENCE, ColumnLogprobs
-from danlu.language.roles import StoredOutputs
 from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.objectives.preference import preference_objective
 from danlu.recipe.sections import Sigmoid
-from danlu.types import Branch, Pack, Sample
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.reference import REFERENCE, ColumnLogprobs
+from danlu.stages.roles import StoredOutputs
 
 
 @dataclass(frozen=True)

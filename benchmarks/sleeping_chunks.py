@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from danlu.core.types import Loss
+from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
 from danlu.parallel.step_parallel import StepParallel
-from danlu.train.learner import Activation, MicroStep
-from danlu.types import Loss
-from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
+from danlu.training.learner import Activation, MicroStep
 
 WIDTH = 4  # of what chunks send
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import builders.tiny_world
 import pytest
 import torch  # noqa: F401  # verbs say what they are about to do only where it is still to be loaded: the same in each test
+from builders.engine_models import endless, loaded, small_decoder  # noqa: F401 - fixtures
 from builders.fork_server import MODULES, SERVER
 from builders.tiny_world import InThisProcess, World
 from hypothesis import settings

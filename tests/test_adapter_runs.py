@@ -16,7 +16,6 @@ from builders.tiny_world import World, danlu, differences, last_state, metrics, 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu import run
 from danlu.adapters.adapter_config import open_adapter
 from danlu.adapters.peft_folder import WEIGHTS, add_adapter
 from danlu.assembly.frozen_base import adapters_of
@@ -25,7 +24,8 @@ from danlu.models.hf_folder import fingerprint
 from danlu.models.loading import load
 from danlu.numerics import bitsandbytes_kernels
 from danlu.recipe import sections
-from danlu.train import loop
+from danlu.run import train
+from danlu.training import loop
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 
@@ -191,7 +191,7 @@ def test_only_what_should_be_trained_changes(
         loop.fit(training)
         seen.append(tensors_of(model))
 
-    monkeypatch.setattr(run, "fit", watched)
+    monkeypatch.setattr(train, "fit", watched)
     assert danlu("train", recipe(tiny_world, tmp_path / "run", **{**RUNS[name], "steps": 4})) == 0
     before, after = seen
     trained = {key for key, parameter in models[0].named_parameters() if parameter.requires_grad}
@@ -223,7 +223,7 @@ def test_the_result_is_the_trained_model(tiny_world: World, tmp_path: Path, monk
         models.append(training.learner.model)
         loop.fit(training)
 
-    monkeypatch.setattr(run, "fit", kept)
+    monkeypatch.setattr(train, "fit", kept)
     changes = {"adapter": {"kind": "pissa", "modules_to_save": ["norm"]}, "precision": "fp32"}
     assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) == 0
     again = load(tiny_world.base)

@@ -16,10 +16,10 @@ from test_environment_runs import environment, lines_of
 from test_rl_runs import recipe_file, run, steps
 
 from danlu.recipe import load
-from danlu.replay import replay
-from danlu.rollout.rollout_processes import RolloutProcesses
-from danlu.run import train as train_here
-from danlu.train import loop
+from danlu.rl.rollout_processes import RolloutProcesses
+from danlu.run.replay import replay
+from danlu.run.train import train as train_here
+from danlu.training import loop
 
 pytestmark = pytest.mark.distributed
 

@@ -16,13 +16,14 @@ import torch
 from builders.tiny_world import CONFIG, World, danlu, differences, last_state, write_rows
 from safetensors.torch import load_file, save_file
 
-from danlu import memory_estimate, run
-from danlu.errors import ModelError
+from danlu.assembly import memory_estimate
+from danlu.core.errors import ModelError
 from danlu.models import saving
 from danlu.models.hf_config import read_config_values
 from danlu.recipe import load
-from danlu.train.checkpoints.verification import verify
-from danlu.train.run_lock import RunLock
+from danlu.run import train
+from danlu.training.checkpoints.verification import verify
+from danlu.training.run_lock import RunLock
 
 Train = Callable[..., str]
 
@@ -618,6 +619,6 @@ def test_a_disk_that_fills_up_during_the_export_loses_no_training(
     )
     assert last_state(tmp_path / "run")[0].name == "step-00000002"
     assert not list((tmp_path / "run").glob("*model*"))
-    monkeypatch.setattr(run, "fit", lambda trained: trained.state.step == 2 or pytest.fail("trained again"))
+    monkeypatch.setattr(train, "fit", lambda trained: trained.state.step == 2 or pytest.fail("trained again"))
     assert danlu("train", recipe) == 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -17,11 +17,11 @@ from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
 from danlu import recipe as recipes
-from danlu.errors import RecipeError, TrainingError
+from danlu.core.errors import RecipeError, TrainingError
 from danlu.models import lenet
 from danlu.parallel.ranks import Ranks
-from danlu.stages import STAGES
-from danlu.train.checkpoints.loading import read_group
+from danlu.stages.table import STAGES
+from danlu.training.checkpoints.loading import read_group
 
 SHARDS = ("none", "zero1", "zero2", "zero3")
 CLOSE = 1e-6  # relative, in the 2-norm of each tensor

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from builders.adapter_folders import adapter_folder
+from builders.placed_decoder import placed_of
 from builders.tiny_world import World
-from test_memory_estimate import placed_of
 from test_rl_runs import recipe_file
 
-from danlu.language.rewards_on_base import own_reward_bytes, shared_rewards
-from danlu.memory_estimate import MemoryEstimate, find_micro_batch
-from danlu.memory_preview import estimate_from_config
+from danlu.assembly.memory_estimate import MemoryEstimate, find_micro_batch
+from danlu.assembly.parallelize import optimizer_of
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout
-from danlu.placing import optimizer_of
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora
+from danlu.run.memory_preview import estimate_from_config
+from danlu.stages.rewards_on_base import own_reward_bytes, shared_rewards
 
 CRITICS: dict[str, dict[str, Any]] = {
     "head": {},

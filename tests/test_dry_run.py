@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from builders.tiny_world import World, danlu, differences, metrics
 
-from danlu.memory_preview import preview_parameters
 from danlu.recipe import load
+from danlu.run.memory_preview import preview_parameters
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 

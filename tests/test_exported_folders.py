@@ -12,11 +12,11 @@ import pytest
 from builders.tiny_world import CONFIG, World, danlu
 from builders.vllm_folder import added_tokens, check_opens, stop_ids
 
+from danlu.inference.generation_config import generation_stops
 from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save
-from danlu.rollout.generation_config import generation_stops
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 TURN_END, TEXT_END = "<|im_end|>", "<|endoftext|>"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from builders.feature_pairs import FEATURES, GROUPS, KINDS, Pair
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe import load
 
 TESTS = Path(__file__).parent

@@ -17,7 +17,7 @@ from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
 from danlu.models.saving import save
-from danlu.train import loop
+from danlu.training import loop
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 

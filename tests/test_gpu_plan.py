@@ -117,8 +117,8 @@ def test_what_is_imported_is_what_preflight_asks_for(gpu: ModuleType) -> None:
     code = """
 import sys, torch
 with_torch = {name.split(".")[0] for name in sys.modules}
-import builders.tiny_run, danlu.train.loop, danlu.rollout.embedded, danlu.memory_estimate, danlu.parallel.data
-import danlu.numerics.bitsandbytes_kernels, danlu.objectives.linear_cross_entropy
+import builders.tiny_run, danlu.training.loop, danlu.inference.embedded, danlu.assembly.memory_estimate
+import danlu.parallel.data, danlu.numerics.bitsandbytes_kernels, danlu.objectives.linear_cross_entropy
 names = {name.split(".")[0] for name in sys.modules} - with_torch - set(sys.stdlib_module_names)
 names = {name for name in names if not name.startswith("_sysconfigdata")}
 print(*sorted(name for name in names if getattr(sys.modules.get(name), "__file__", None)))

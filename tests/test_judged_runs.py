@@ -10,15 +10,15 @@ from typing import Any, TextIO
 import pytest
 from builders.tiny_world import World, danlu, metrics
 
-from danlu import run
-from danlu.errors import RecipeError
-from danlu.language.reader import PackReader
+from danlu.core.errors import RecipeError
 from danlu.recipe import load
-from danlu.stage_protocols import Material, Stage
-from danlu.stages import STAGES
-from danlu.train import loop
-from danlu.train.evaluation import Scores, evaluate
-from danlu.train.runs import read_run
+from danlu.run.train import train
+from danlu.stages.protocols import Material, Stage
+from danlu.stages.reader import PackReader
+from danlu.stages.table import STAGES
+from danlu.training import loop
+from danlu.training.evaluation import Scores, evaluate
+from danlu.training.runs import read_run
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
@@ -87,7 +87,7 @@ def test_a_metric_that_evaluations_do_not_report_is_told_before_rows_are_read(
     stage = Stage(NeverRead, sft.builder, sft.objective, sft.models, sft.evaluation, metrics=sft.metrics)
     loaded = load(tiny_world.recipe(tmp_path / "run", data={"eval": 10}, evaluation={"every": 2, "metric": "acuracy"}))
     with pytest.raises(RecipeError) as error:
-        run.train(loaded, say=lambda line: None, stage=stage)
+        train(loaded, say=lambda line: None, stage=stage)
     assert str(error.value) == (
         "evaluation.metric: 'acuracy' is nothing that evaluations of this recipe report. They report loss (lower is "
         "better), perplexity (lower is better), accuracy (higher is better)"

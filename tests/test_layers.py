@@ -10,77 +10,34 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "danlu"
 
-LAYERS: dict[str, int] = {
-    "": 0,  # danlu/__init__.py: the version
-    "atomic_write": 0,
-    "environment": 0,
-    "device_moves": 0,
-    "dtensor": 0,
-    "errors": 0,
-    "file_lock": 0,
-    "http_client": 0,
-    "server_key": 0,
-    "machine": 0,
-    "output_folder": 0,
-    "prompt_template": 0,
-    "recipe": 0,
-    "registry": 0,
-    "safetensors_format": 0,
-    "shard_box": 0,
-    "small_files": 0,
-    "line_log": 0,
-    "spelling": 0,
-    "terminal": 0,
-    "tokenizer_files": 0,
-    "layer_types": 0,
-    "types": 0,
-    "weight_gradients": 0,
-    "stop_signals": 0,
-    "worker_process": 0,
-    "adapters": 1,
-    "basics": 1,
-    "data": 1,
-    "models": 1,
-    "numerics": 1,
-    "objectives": 1,
-    "optim": 1,
-    "rewards": 1,
-    "assembly": 2,
-    "memory": 2,
-    "parallel": 2,
-    "plan": 3,
-    "report": 3,
-    "rollout": 3,
-    "train": 3,
-    "__main__": 4,
-    "auto_values": 4,
-    "chain": 4,
-    "cli": 4,
-    "demo": 4,
-    "demo_recipes": 4,
-    "export": 4,
-    "images": 4,
-    "input_fingerprints": 4,
-    "language": 4,
-    "memory_estimate": 4,
-    "memory_preview": 4,
-    "memory_report": 4,
-    "parameter_count": 4,
-    "placing": 4,
-    "replay": 4,
-    "run": 4,
-    "stage_protocols": 4,
-    "stages": 4,
-    "study": 4,
-    "verify": 4,
-}
-# Layer 0 is words and layer 4 the surface: their rooms may use each other. The parts between may not.
-APART = (1, 2, 3)
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("", "core", "environment", "registry"),  # "" is danlu/__init__.py: the version
+    ("recipe",),
+    ("adapters", "basics", "data", "models", "numerics", "objectives", "optim", "rewards"),
+    ("memory", "parallel"),
+    ("planning", "report", "training"),
+    ("assembly",),
+    ("inference",),
+    ("remote_engines",),
+    ("serving",),
+    ("rl",),
+    ("stages",),
+    ("run",),
+    ("study", "verification"),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+"""The rooms from the lowest layer up. Rooms of one layer do not import each other, but for those of the lowest."""
+LAYERS = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
+PARTS = LAYERS["models"]
 # The engine knows no decoder, no loss and no stage: what it trains is a `Learner`.
-UNKNOWN_TO_TRAIN = ("adapters", "models", "objectives")
-# What the words at the bottom never load: half a second and half a gigabyte before the first error is told.
+UNKNOWN_TO_TRAINING = ("adapters", "models", "objectives")
+# Recipes and errors load none of these: half a second and half a gigabyte before the first message.
 HEAVY = ("torch", "transformers", "datasets")
-# What a room of layer 1 may take from the recipe: its section classes, never a whole recipe.
+NEEDS_TORCH = ("core/device_moves.py", "core/dtensor.py")
+"""Files of core that load torch."""
+# What the rooms of `models` and its like take from the recipe: section classes, never a whole recipe.
 SECTIONS = "danlu.recipe.sections"
 
 
@@ -118,8 +75,8 @@ def problems(package: Path) -> list[str]:
             continue
         for line, name, at_import in imports(ast.parse(path.read_text(encoding="utf-8"))):
             top, *rest = name.split(".")
-            if LAYERS[here] == 0 and at_import and top in HEAVY:
-                found.append(f"{where}:{line}: layer 0 loads {top}")
+            if here in ("core", "recipe", "registry") and at_import and top in HEAVY and where not in NEEDS_TORCH:
+                found.append(f"{where}:{line}: {here} loads {top}")
             if top == "danlu":
                 there = rest[0] if rest and rest[0] in LAYERS else ""
                 found += [f"{where}:{line}: {said}" for said in judge(here, there, name)]
@@ -128,14 +85,14 @@ def problems(package: Path) -> list[str]:
 
 def judge(here: str, there: str, name: str) -> Iterator[str]:
     if LAYERS[there] > LAYERS[here]:
-        yield f"{here} (layer {LAYERS[here]}) imports {there} (layer {LAYERS[there]}): imports point down only"
-    elif here != there and LAYERS[there] == LAYERS[here] and LAYERS[here] in APART:
-        yield f"{here} imports {there}: rooms of layer {LAYERS[here]} do not import each other"
-    elif here == "train" and there in UNKNOWN_TO_TRAIN:
-        yield f"train imports {there}: the engine knows a Learner, and nothing of what it is made of"
-    elif LAYERS[here] == 1 and there == "recipe" and not name.startswith(SECTIONS):
-        yield f"{here} imports {name}: layer 1 takes section classes from {SECTIONS} only"
-    elif LAYERS[here] == 1 and name == f"{SECTIONS}.Recipe":
+        yield f"{here} imports {there}, which is above it: imports point down only"
+    elif here != there and LAYERS[there] == LAYERS[here] != 0:
+        yield f"{here} imports {there}: rooms of one layer do not import each other"
+    elif here == "training" and there in UNKNOWN_TO_TRAINING:
+        yield f"training imports {there}: the engine knows a Learner, and nothing of what it is made of"
+    elif LAYERS[here] == PARTS and there == "recipe" and not name.startswith(SECTIONS):
+        yield f"{here} imports {name}: it takes section classes from {SECTIONS} only"
+    elif LAYERS[here] == PARTS and name == f"{SECTIONS}.Recipe":
         yield f"{here} imports the whole Recipe: take the sections it needs"
 
 
@@ -146,20 +103,20 @@ def test_imports_point_down() -> None:
 @pytest.mark.parametrize(
     ("path", "line", "message"),
     [
-        ("models/a.py", "from danlu.train.loop import fit", "models (layer 1) imports train (layer 3)"),
-        ("models/a.py", "def f():\n    from danlu.run import train", "models (layer 1) imports run (layer 4)"),
-        ("models/a.py", "import danlu.optim.build", "models imports optim: rooms of layer 1 do not"),
-        ("train/a.py", "from danlu.rollout import generate", "train imports rollout: rooms of layer 3 do not"),
-        ("train/a.py", "from danlu import rollout", "train imports rollout: rooms of layer 3 do not"),
+        ("models/a.py", "from danlu.training.loop import fit", "models imports training, which is above it"),
+        ("models/a.py", "def f():\n    from danlu.run.train import train", "models imports run, which is above it"),
+        ("models/a.py", "import danlu.optim.build", "models imports optim: rooms of one layer do not"),
+        ("training/a.py", "from danlu.planning import flops", "training imports planning: rooms of one layer do not"),
+        ("training/a.py", "from danlu import inference", "training imports inference, which is above it"),
         (
-            "train/a.py",
+            "training/a.py",
             "from danlu.objectives import cross_entropy",
-            "train imports objectives: the engine knows a Learner",
+            "training imports objectives: the engine knows a Learner",
         ),
-        ("data/a.py", "from danlu.recipe import load", "data imports danlu.recipe.load: layer 1 takes section"),
+        ("data/a.py", "from danlu.recipe import load", "data imports danlu.recipe.load: it takes section"),
         ("data/a.py", "from danlu.recipe.sections import Recipe", "data imports the whole Recipe"),
-        ("recipe/a.py", "import torch.nn", "layer 0 loads torch"),
-        ("types.py", "if True:\n    from transformers import AutoModel", "layer 0 loads transformers"),
+        ("recipe/a.py", "import torch.nn", "recipe loads torch"),
+        ("core/types.py", "if True:\n    from transformers import AutoModel", "core loads transformers"),
         ("elsewhere/a.py", "import os", "elsewhere is in no layer"),
     ],
 )
@@ -175,11 +132,11 @@ def test_what_breaks_the_rule_is_found(tmp_path: Path, path: str, line: str, mes
     ("path", "line"),
     [
         ("assembly/a.py", "from danlu.models.ops import linear"),
-        ("train/a.py", "from danlu.optim.clip import clip_grad_norm"),
+        ("training/a.py", "from danlu.optim.clip import clip_grad_norm"),
         ("data/a.py", "from danlu.recipe.sections import Data"),
-        ("cli/a.py", "from danlu.run import train"),
-        ("types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
-        ("recipe/a.py", "from danlu.errors import RecipeError"),
+        ("cli/a.py", "from danlu.run.train import train"),
+        ("core/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),
+        ("recipe/a.py", "from danlu.core.errors import RecipeError"),
         ("models/a.py", "from danlu import __version__\nimport torch"),
     ],
 )

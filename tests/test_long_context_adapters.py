@@ -14,10 +14,10 @@ from builders.tiny_world import World, danlu
 from torch import Tensor
 
 from danlu.adapters.adapter_config import DANLU
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.inference.load_model import load_chat_tokenizer, load_model
+from danlu.inference.resolve_model import resolve_model
 from danlu.models.attend import PackedAttention
-from danlu.rollout.load_model import load_chat_tokenizer, load_model
-from danlu.rollout.resolve_model import resolve_model
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 STAGES = [{"length": 32, "steps": 1}, {"length": 64, "steps": 2}]

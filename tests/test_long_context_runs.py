@@ -17,8 +17,8 @@ from builders.train_worker import train
 from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
 
-from danlu.errors import DataError
-from danlu.train import loop
+from danlu.core.errors import DataError
+from danlu.training import loop
 
 STAGES = [{"length": 32, "steps": 5}, {"length": 64, "steps": 7}]
 LONG = {"method": "yarn", "original_length": 32, "stages": STAGES}
@@ -144,8 +144,8 @@ def test_a_stage_is_what_a_run_of_its_length_would_be(
 def test_held_out_rows_are_the_same_at_every_length(tiny_world: World, tmp_path: Path) -> None:
     """With rows dropped by length the usable rows differ, and with them what a share would draw."""
     from danlu.data.prepare import prepare
-    from danlu.language.reader import dataset_spec
     from danlu.recipe import load
+    from danlu.stages.reader import dataset_spec
 
     file = recipe(tiny_world, tmp_path / "run")
     loaded = load(file, ["data.overlong=drop"]).recipe
@@ -252,7 +252,7 @@ def search_recipe(world: World, output: Path, **changes: Any) -> Path:
 def test_factors_are_searched_once_and_written_down(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from danlu.language import longrope_search
+    from danlu.stages import longrope_search
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert danlu("train", search_recipe(tiny_world, whole)) == 0
@@ -295,12 +295,12 @@ def test_a_candidate_is_worth_what_a_model_with_its_factors_is(
     header, *lines = [json.loads(line) for line in (run / "longrope_search.jsonl").read_text().splitlines()]
 
     from danlu.data.prepare import prepare
-    from danlu.language.reader import dataset_spec
     from danlu.models.attend import PackedAttention
     from danlu.models.hf_folder import read_config
     from danlu.models.loading import load
     from danlu.models.long_context import with_long_context
     from danlu.recipe import load_resolved
+    from danlu.stages.reader import dataset_spec
 
     recipe = load_resolved(run / "recipe.yaml")
     held_out = prepare(dataset_spec(recipe)).eval
@@ -331,8 +331,8 @@ def test_a_candidate_is_worth_what_a_model_with_its_factors_is(
 @pytest.mark.usefixtures("tokenising_here")
 def test_documents_that_packs_cut_are_cut_for_the_search(tiny_world: World, tmp_path: Path) -> None:
     """Of packing concatenate the samples are whole documents, which may be many times as long."""
-    from danlu.language.longrope_search import _documents
     from danlu.recipe import load
+    from danlu.stages.longrope_search import _documents
 
     file = search_recipe(tiny_world, tmp_path / "run")
     for packing, longest in (("concatenate", 48), ("best-fit", 48)):

@@ -19,16 +19,16 @@ from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 from torch import Tensor, nn
 
-from danlu import run
-from danlu.errors import RecipeError
-from danlu.language.learner import DecoderLearner
-from danlu.language.roles import FrozenDecoder, RoleOutputs
+from danlu.core.errors import RecipeError
+from danlu.core.types import Role
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import load
-from danlu.stage_protocols import Material, Stage, policy_alone
-from danlu.stages import STAGES
-from danlu.train.step import accumulate
-from danlu.types import Role
+from danlu.run import train as run
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.protocols import Material, Stage, policy_alone
+from danlu.stages.roles import FrozenDecoder, RoleOutputs
+from danlu.stages.table import STAGES
+from danlu.training.step import accumulate
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {}),
@@ -82,7 +82,7 @@ def test_it_trains_what_is_its_own_beside_the_model(alone: Path) -> None:
 
 
 def trained_tensors_of_first_checkpoint(run_folder: Path) -> dict[str, torch.Tensor]:
-    from danlu.train.checkpoints.loading import read_group
+    from danlu.training.checkpoints.loading import read_group
 
     return read_group(min((run_folder / "checkpoints").glob("step-*")), "model")
 
@@ -185,7 +185,7 @@ def test_a_loss_scale_reaches_what_is_the_objectives_own(scale: float, monkeypat
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient.to_dense() if gradient.is_sparse else gradient)
     # Control: without the scale in the gradient, the division by it is seen, in the objective's own parameters too.
-    monkeypatch.setattr("danlu.language.learner.scale_gradient", lambda x, scale: x)
+    monkeypatch.setattr("danlu.stages.learner.scale_gradient", lambda x, scale: x)
     assert torch.equal(gradients(scale)["reward.weight"], want["reward.weight"]) == (scale == 1)
 
 

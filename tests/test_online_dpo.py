@@ -15,16 +15,16 @@ from builders.train_worker import train
 from safetensors.torch import load_file
 from test_rl_runs import assert_goes_on, recipe_file, run, steps
 
+from danlu.core.types import Pack
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import tokenizer_info
-from danlu.language.reader import tokenizer_of
 from danlu.recipe import Recipe, load
-from danlu.rollout.answer_pairs import LABEL, PairEstimator
-from danlu.run import train as train_recipe
-from danlu.stage_protocols import Material
-from danlu.stages import STAGES
-from danlu.types import Pack
-from danlu.verify.data import ItemList
+from danlu.rl.answer_pairs import LABEL, PairEstimator
+from danlu.run.train import train as train_recipe
+from danlu.stages.protocols import Material
+from danlu.stages.reader import tokenizer_of
+from danlu.stages.table import STAGES
+from danlu.verification.data import ItemList
 
 PAIRS: dict[str, Any] = {
     "stage": "online-dpo",

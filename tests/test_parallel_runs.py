@@ -18,7 +18,7 @@ from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu.train.checkpoints.verification import verify
+from danlu.training.checkpoints.verification import verify
 
 pytestmark = pytest.mark.distributed
 

@@ -20,12 +20,12 @@ from danlu.adapters.combine import Combination
 from danlu.assembly.adapter_training import adapted_model, merged_model
 from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.inference.load_adapted import load_adapted_model
+from danlu.inference.resolve_model import ResolvedModel
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.rollout.load_adapted import load_adapted_model
-from danlu.rollout.resolve_model import ResolvedModel
 
 CPU = torch.device("cpu")
 LORA = {"target_modules": ["q_proj", "up_proj"], "r": 4}

@@ -14,10 +14,11 @@ import torch
 from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, World, danlu, write_rows
 
-from danlu import demo
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
-from danlu.demo_recipes import Size
+from danlu.demo import demo
+from danlu.demo.demo_recipes import Size
+from danlu.inference.load_model import load_chat_tokenizer
 from danlu.models.attend import PackedAttention
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
@@ -25,7 +26,6 @@ from danlu.models.presets import from_scratch
 from danlu.models.saving import save
 from danlu.recipe import library
 from danlu.recipe.sections import Model
-from danlu.rollout.load_model import load_chat_tokenizer
 from danlu.study import runner
 from danlu.study.plan import PlannedRun
 

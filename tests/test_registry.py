@@ -26,6 +26,6 @@ def test_the_table_is_sorted() -> None:
 
 def test_a_line_that_stands_for_nothing_is_noticed() -> None:
     with pytest.raises(AttributeError):
-        resolve("danlu.errors:NoSuchName")
+        resolve("danlu.core.errors:NoSuchName")
     with pytest.raises(ModuleNotFoundError):
         resolve("danlu.no_such_room:Name")

@@ -16,13 +16,14 @@ import torch
 from builders.stale_copies_worker import edit_json
 from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
-from danlu import memory_estimate, run
+from danlu.assembly import memory_estimate
 from danlu.data import tokenizer_folder
 from danlu.data.demo_data import conversations
 from danlu.data.tokenizer_training import CHATML
-from danlu.language import reader
 from danlu.numerics.loss_scaling import LossScaler
-from danlu.train import loop
+from danlu.run import train
+from danlu.stages import reader
+from danlu.training import loop
 
 pytestmark = pytest.mark.usefixtures("tokenising_here")
 
@@ -105,7 +106,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 ) -> None:
     changes = dict(CASES[case])
     # Overflows in the first steps, and growth before and after each interruption.
-    monkeypatch.setattr(run, "_scaler", lambda tokens: LossScaler(scale=2.0**16, growth_interval=2))
+    monkeypatch.setattr(train, "_scaler", lambda tokens: LossScaler(scale=2.0**16, growth_interval=2))
     if changes.get("stage") == "pretrain":
         changes["data"] = {**changes["data"], "train": str(tiny_world.text)}
     if "watch" in changes:
@@ -537,7 +538,7 @@ def test_a_checkpoint_of_an_earlier_danlu_says_nothing_of_its_inputs(
     base = {"path": str(tiny_world.base), "config": None}
     recipe = tiny_world.recipe(tmp_path / "run", steps=4, model=base)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "check_resumed", lambda checkpoint, inputs: {})
+        patch.setattr(train, "check_resumed", lambda checkpoint, inputs: {})
         in_step(2, send(signal.SIGINT))
         assert danlu("train", recipe) == 130
     assert "inputs" not in last_state(tmp_path / "run")[2]

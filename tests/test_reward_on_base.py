@@ -11,15 +11,15 @@ from builders.adapter_folders import adapter_folder
 from builders.tiny_world import World
 from test_rl_runs import recipe_file, run
 
-from danlu.language.builder import DecoderBuilder
-from danlu.language.reward_model import RewardModel, load_reward_model, resolve_reward_model
-from danlu.language.rewards_on_base import rewards_on_base
+from danlu.assembly.parallelize import Subject, subject_of
 from danlu.parallel.ranks import Ranks
-from danlu.placing import Subject, subject_of
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora
 from danlu.rewards.protocol import JudgedAnswer
-from danlu.stages import STAGES
+from danlu.stages.builder import DecoderBuilder
+from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
+from danlu.stages.rewards_on_base import rewards_on_base
+from danlu.stages.table import STAGES
 
 ANSWERS = [JudgedAnswer(text, {}, "3 and 4") for text in ("one", "two and three", "")]
 

@@ -20,18 +20,18 @@ from builders.tiny_world import CONFIG, World, write_rows
 from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
-from danlu import run
 from danlu.assembly.merging import merge
 from danlu.cli.main import main
 from danlu.cli.model_flags import quantization_section
-from danlu.errors import DataError, ModelError, RecipeError
-from danlu.language.scoring import scored_rows, scoring_learner
+from danlu.core.errors import DataError, ModelError, RecipeError
+from danlu.core.types import Pack
+from danlu.inference.load_model import load_chat_tokenizer, load_model
+from danlu.inference.resolve_model import resolve_model
 from danlu.models.saving import save
 from danlu.recipe import load
-from danlu.rollout.load_model import load_chat_tokenizer, load_model
-from danlu.rollout.resolve_model import resolve_model
-from danlu.train.checkpoints.loading import read_group
-from danlu.types import Pack
+from danlu.run import train as run
+from danlu.stages.scoring import scored_rows, scoring_learner
+from danlu.training.checkpoints.loading import read_group
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 

@@ -16,12 +16,12 @@ from builders.tiny_world import World, metrics
 from builders.train_worker import train
 from test_rl_runs import recipe_file, run, steps
 
-from danlu.errors import CheckpointError, TrainingError
+from danlu.core.errors import CheckpointError, TrainingError
 from danlu.recipe import load
-from danlu.replay import replay
-from danlu.rollout.rollout_processes import MOST_DEATHS, RolloutProcesses
-from danlu.run import train as train_here
-from danlu.train import loop
+from danlu.rl.rollout_processes import MOST_DEATHS, RolloutProcesses
+from danlu.run.replay import replay
+from danlu.run.train import train as train_here
+from danlu.training import loop
 
 pytestmark = pytest.mark.distributed
 
@@ -72,7 +72,7 @@ def test_a_process_that_is_killed_is_started_again_and_nothing_is_trained_twice(
 
     monkeypatch.setattr(RolloutProcesses, "update", update)
     said: list[str] = []
-    monkeypatch.setattr("danlu.language.rollout_processes.print_status", said.append)
+    monkeypatch.setattr("danlu.stages.rollout_processes.print_status", said.append)
     lines = run(tiny_world, tmp_path / "run", **ASYNCHRONOUS)
     assert len(set(killed)) == 2 and len(lines) == 8
     assert [line["number"] for line in rollouts(tmp_path / "run")] == list(range(32))
@@ -83,7 +83,7 @@ def test_a_process_that_keeps_dying_ends_the_run_with_what_it_wrote(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     statement = "import sys; print('no such library', file=sys.stderr); sys.exit(7)"
-    monkeypatch.setattr("danlu.rollout.rollout_processes.START", statement)
+    monkeypatch.setattr("danlu.rl.rollout_processes.START", statement)
     file = recipe_file(tiny_world, tmp_path / "run", **ASYNCHRONOUS)
     with pytest.raises(TrainingError, match="ended with exit code 7; 3 have ended so without an answer") as raised:
         train_here(load(file), say=lambda line: None)

@@ -12,8 +12,8 @@ import pytest
 from builders.tiny_world import World, differences, last_state, start
 from test_rl_runs import recipe_file, run
 
-from danlu.language import reinforcement
-from danlu.rollout.model_runner import ModelRunner
+from danlu.inference.model_runner import ModelRunner
+from danlu.stages import reinforcement
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 

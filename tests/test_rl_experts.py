@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_rl_runs import assert_goes_on, recipe_file, run, steps
 
 from danlu.models.router import Router
-from danlu.replay import replay
+from danlu.run.replay import replay
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 

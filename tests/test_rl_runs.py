@@ -14,12 +14,12 @@ from builders.tiny_world import World, danlu, metrics, write_rows
 from builders.train_worker import train
 from safetensors.torch import load_file
 
-from danlu.errors import DanluError
-from danlu.language.builder import DecoderBuilder
-from danlu.language.roles import FrozenDecoder
+from danlu.core.errors import DanluError
 from danlu.models.packed_weights import PackedWeights
 from danlu.recipe import Recipe
-from danlu.train.metrics import TIMING_FIELDS
+from danlu.stages.builder import DecoderBuilder
+from danlu.stages.roles import FrozenDecoder
+from danlu.training.metrics import TIMING_FIELDS
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
@@ -211,7 +211,7 @@ def test_under_longrope_answers_are_trained_as_they_were_rotated(
     config["rope_scaling"] = scaling
     (base / "config.json").write_text(json.dumps(config))
     if not recorded:
-        monkeypatch.setattr("danlu.language.roles.ROTARY_LENGTH", "no such fact")
+        monkeypatch.setattr("danlu.stages.roles.ROTARY_LENGTH", "no such fact")
     more = {"model": {"path": str(base)}, "batch": {"prompts": 4, "micro": 2}, "numerics": "exact", "steps": 3}
     rollout = {**FILTERED, "max_new_tokens": 12, "stop_strings": list("aeinost ")}  # of prompts of 20 tokens
     lines = run(tiny_world, tmp_path / "run", rollout=rollout, **more)

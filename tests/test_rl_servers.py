@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from test_rl_runs import recipe_file, run, without_times
 
 from danlu.cli.main import main
-from danlu.replay import replay
-from danlu.rollout.rollout_processes import RolloutProcesses
-from danlu.rollout.servers.canary import FIRST_NUMBER
-from danlu.rollout.servers.danlu_server import DanluServer
-from danlu.rollout.servers.fleet import ServerFleet
+from danlu.remote_engines.canary import FIRST_NUMBER
+from danlu.remote_engines.danlu_server import DanluServer
+from danlu.remote_engines.fleet import ServerFleet
+from danlu.rl.rollout_processes import RolloutProcesses
+from danlu.run.replay import replay
 
 pytestmark = pytest.mark.usefixtures("torch_products", "module_tokenises_here")
 

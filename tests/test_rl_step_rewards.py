@@ -11,9 +11,9 @@ import pytest
 from builders.tiny_world import World
 from test_rl_runs import run
 
-from danlu.replay import replay
-from danlu.rollout.estimators import GaeEstimator, Judged
-from danlu.types import Pack
+from danlu.core.types import Pack
+from danlu.rl.estimators import GaeEstimator, Judged
+from danlu.run.replay import replay
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 

@@ -16,10 +16,10 @@ from builders.train_worker import train
 from test_rl_runs import recipe_file, run, steps
 from torch import Tensor
 
+from danlu.core.types import Pack, Sample
 from danlu.models.attend import PackedAttention
 from danlu.models.loading import load
-from danlu.rollout.estimators import GroupEstimator, Judged, TeacherAdvantages
-from danlu.types import Pack, Sample
+from danlu.rl.estimators import GroupEstimator, Judged, TeacherAdvantages
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 

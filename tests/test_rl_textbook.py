@@ -28,8 +28,10 @@ from builders.token_mdp import (
 from torch import Tensor
 
 from danlu.basics.planning import value_iteration
+from danlu.core.types import Pack
 from danlu.data.prompts import Prompt
-from danlu.language.learner import DecoderLearner
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.request import SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
@@ -40,13 +42,11 @@ from danlu.parallel.comm import ALONE
 from danlu.recipe import sections
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardTable
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.estimators import GroupEstimator
-from danlu.rollout.experience import Experience
-from danlu.rollout.experience_trees import ADVANTAGE, SUPPORT, with_columns
-from danlu.rollout.request import SamplingOptions
-from danlu.rollout.rollout_sampler import ExperienceSettings, RolloutSampler
-from danlu.types import Pack
+from danlu.rl.estimators import GroupEstimator
+from danlu.rl.experience import Experience
+from danlu.rl.experience_trees import ADVANTAGE, SUPPORT, with_columns
+from danlu.rl.rollout_sampler import ExperienceSettings, RolloutSampler
+from danlu.stages.learner import DecoderLearner
 
 SAMPLES, GROUPS, CHUNK = 4, 1024, 8
 """Answers to a prompt, prompts of the rollout, and prompts whose gradient is computed at once: one draw of many."""

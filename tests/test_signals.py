@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from builders.tiny_world import World, danlu, differences, last_state, metrics, start
 
-from danlu import run
-from danlu.language import export, reader
-from danlu.language.learner import DecoderLearner
-from danlu.train import loop
-from danlu.train.checkpoints.verification import verify
+from danlu.run import train
+from danlu.stages import export, reader
+from danlu.stages.learner import DecoderLearner
+from danlu.training import loop
+from danlu.training.checkpoints.verification import verify
 
 
 def ctrl_c(*arguments: Any, **options: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_second_ctrl_c_stops_at_once_and_leaves_the_last_checkpoint(
 def test_a_second_ctrl_c_while_the_first_is_being_saved(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.train.checkpoints import store
+    from danlu.training.checkpoints import store
 
     monkeypatch.setattr(loop, "accumulate", before(loop.accumulate, ctrl_c, at=7))
     monkeypatch.setattr(store, "write_shard", before(store.write_shard, ctrl_c, at=4))  # two a checkpoint
@@ -170,7 +170,7 @@ def test_a_stop_that_comes_just_before_the_first_step(
 ) -> None:
     recipe = tiny_world.recipe(tmp_path / "run", steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "fit", before(run.fit, ctrl_c))
+        patch.setattr(train, "fit", before(train.fit, ctrl_c))
         assert danlu("train", recipe) == 130
     said = capsys.readouterr().err
     assert said.endswith("stopped before the first step, with nothing to save; the same command starts again\n")

@@ -25,7 +25,7 @@ from danlu.adapters.adapter_config import (
     resolve_adapter,
 )  # fmt: skip
 from danlu.adapters.peft_formats import FORMATS
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 
 def made(folder: Path, below: Any = None) -> Path:

@@ -12,7 +12,7 @@ from builders.tiny_run import tiny_model
 
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.merge import UNMERGEABLE_KINDS, merge_weights, merged_parameter
-from danlu.errors import ModelError, RecipeError
+from danlu.core.errors import ModelError, RecipeError
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 

@@ -15,7 +15,7 @@ from danlu.adapters.grouped_lora import GroupedLowRank
 from danlu.adapters.merge import merge_weights, merged_parameter
 from danlu.adapters.slot import GroupedSlot
 from danlu.adapters.targets import select
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.models.experts import Experts
 from danlu.models.experts_spec import Experts as ExpertsSpec
 from danlu.models.modules import GroupedLinear

@@ -14,8 +14,8 @@ from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.ia3 import Ia3
 from danlu.adapters.lora import LowRank
 from danlu.adapters.slot import LinearSlot
-from danlu.errors import RecipeError
-from danlu.layer_types import Recomputed
+from danlu.core.errors import RecipeError
+from danlu.core.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.modules import Linear
 from danlu.recipe import sections

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.lora import row_squares
 from danlu.adapters.low_rank import Branch, LowRankFactors, low_rank_linears
-from danlu.layer_types import Recomputed
+from danlu.core.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.modules import Linear
 from danlu.numerics.four_bit_weight import FourBitWeight

@@ -12,7 +12,7 @@ from danlu.adapters.adapter import DenseLinear
 from danlu.adapters.dropout import Dropout, DropoutState
 from danlu.adapters.mora import Folding, Mora
 from danlu.adapters.targets import Form, square_width
-from danlu.layer_types import Recomputed
+from danlu.core.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.modules import Linear
 

@@ -23,7 +23,7 @@ from danlu.adapters.adapter_config import init_taken_from_base, open_adapter
 from danlu.adapters.peft_folder import CONFIG, WEIGHTS, add_adapter, write_adapter
 from danlu.adapters.peft_values import PREFIX
 from danlu.assembly.frozen_base import load_frozen
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.loading import load
 from danlu.recipe import sections
 

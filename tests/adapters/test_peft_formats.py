@@ -20,7 +20,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.peft_folder import CONFIG, WEIGHTS, add_adapter, write_adapter
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_values import PeftReader
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.recipe import sections

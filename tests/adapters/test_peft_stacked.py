@@ -16,7 +16,7 @@ from danlu.adapters.adapter_config import CONFIG, WEIGHTS, open_adapter
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.adapters.peft_stacked import stacked_tensors, unstacked
 from danlu.adapters.peft_values import PREFIX
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.loading import load
 from danlu.recipe import sections
 

@@ -11,8 +11,8 @@ from builders.tiny_adapters import adapter_set
 from builders.tiny_run import tiny_model
 from torch import Tensor
 
-from danlu.errors import RecipeError
-from danlu.layer_types import QuantizedWeight
+from danlu.core.errors import RecipeError
+from danlu.core.layer_types import QuantizedWeight
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load_into, meta_decoder
 from danlu.models.saving import save

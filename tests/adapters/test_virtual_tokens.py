@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate
+from danlu.inference.engine import EngineOptions
+from danlu.inference.request import SamplingOptions
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.request import SamplingOptions
-from danlu.types import Pack, Sample
 
 KINDS = [sections.Prompt(tokens=3), sections.Prefix(tokens=3), sections.Prefix(tokens=3, projection=5)]
 TOKENS = torch.randint(0, VOCABULARY, (DOCUMENTS[-1],), generator=torch.Generator().manual_seed(5))

@@ -13,7 +13,7 @@ from builders.tiny_run import tiny_model
 from danlu.adapters.adapter_config import adapter_stack
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.frozen_base import adapters_of
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections

@@ -16,7 +16,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.adapter_training import adapted_model, merged_model, write_result
 from danlu.assembly.base_model import Base
 from danlu.assembly.recipe_adapters import base_changes, base_identity
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.decoder import Decoder
 from danlu.recipe import sections
 

@@ -14,10 +14,10 @@ from torch import nn
 from danlu.adapters.adapter_config import CONFIG, adapter_stack
 from danlu.assembly.base_model import base_of, check_base, find_base
 from danlu.assembly.recipe_adapters import doubts
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.inference.load_model import LoadedModel
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.rollout.load_model import LoadedModel
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from danlu.adapters.adapter_config import CONFIG, DANLU, WEIGHTS
 from danlu.adapters.combine import Combination
 from danlu.assembly.combining import combine
 from danlu.assembly.merging import merge
-from danlu.errors import ModelError, ResourceError
+from danlu.core.errors import ModelError, ResourceError
 from danlu.models.hf_folder import SINGLE_FILE
 from danlu.models.loading import load
 from danlu.models.saving import save

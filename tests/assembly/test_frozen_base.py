@@ -15,7 +15,7 @@ from torch import Tensor
 
 from danlu.assembly import frozen_base
 from danlu.assembly.frozen_base import load_frozen, quantize_weight
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE
 from danlu.models.loading import load
 from danlu.models.saving import save

@@ -21,7 +21,7 @@ from danlu.assembly import merging
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.merging import merge
 from danlu.assembly.quantizing import quantize
-from danlu.errors import ModelError, ResourceError
+from danlu.core.errors import ModelError, ResourceError
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE, read_config
 from danlu.models.loading import load
 from danlu.models.saving import save

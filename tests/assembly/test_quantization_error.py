@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.quantization_error import quantization_errors
 from danlu.assembly.quantizing import quantize
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.hf_folder import SINGLE_FILE
 from danlu.models.saving import save
 from danlu.recipe import sections

@@ -26,7 +26,7 @@ from danlu.assembly.frozen_base import (
 )
 from danlu.assembly.quantization_error import quantization_errors
 from danlu.assembly.quantizing import quantize
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE, read_json

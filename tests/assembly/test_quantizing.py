@@ -21,7 +21,7 @@ from danlu.assembly import quantizing
 from danlu.assembly.base_model import ORIGIN, check_base, find_base
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.quantizing import quantize
-from danlu.errors import ModelError, ResourceError
+from danlu.core.errors import ModelError, ResourceError
 from danlu.models.hf_folder import CONFIG, INDEX, SINGLE_FILE, fingerprint
 from danlu.models.loading import load
 from danlu.models.saving import save

@@ -6,7 +6,7 @@ import pytest
 from builders.tiny_world import CONFIG, World
 
 from danlu.assembly.recipe_adapters import longest_shared_path, max_sample_length
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.recipe import sections
 
 

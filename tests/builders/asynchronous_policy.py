@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 from builders.lock_step import LockStepEngine
+from danlu.core.errors import TrainingError
+from danlu.core.line_log import LineLog
+from danlu.core.types import Sample
 from danlu.data.prompts import Prompt
-from danlu.errors import TrainingError
-from danlu.line_log import LineLog
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.request import SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.parallel.comm import ALONE
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardTable
-from danlu.rollout.asynchronous import AsynchronousEngine, AsynchronousRollouts
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.estimators import GroupEstimator
-from danlu.rollout.experience import Experience
-from danlu.rollout.request import SamplingOptions
-from danlu.rollout.rollout_sampler import ExperienceSettings, RolloutSampler
-from danlu.types import Sample
+from danlu.rl.asynchronous import AsynchronousEngine, AsynchronousRollouts
+from danlu.rl.estimators import GroupEstimator
+from danlu.rl.experience import Experience
+from danlu.rl.rollout_sampler import ExperienceSettings, RolloutSampler
 
 MODEL_SEED = 3
 

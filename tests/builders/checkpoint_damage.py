@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from danlu.train.checkpoints.manifest import read_manifest
-from danlu.train.checkpoints.verification import verify
+from danlu.training.checkpoints.manifest import read_manifest
+from danlu.training.checkpoints.verification import verify
 
 
 def flip(file: Path, offset: int) -> None:

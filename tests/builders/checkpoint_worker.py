@@ -16,17 +16,17 @@ from torch import Tensor
 from builders.tiny_adapters import adapter_set, perturb
 from builders.tiny_run import tiny_model
 from danlu.adapters.peft_folder import write_adapter
-from danlu.errors import DanluError
+from danlu.core.errors import DanluError
+from danlu.core.shard_box import BoxValue, ShardBox
 from danlu.models.saving import save as save_model
 from danlu.optim.eight_bit import EightBitMoments
 from danlu.parallel.comm import Group, new_group
 from danlu.recipe import sections
-from danlu.shard_box import BoxValue, ShardBox
-from danlu.train.checkpoints import store as checkpoint_store
-from danlu.train.checkpoints.gathering import Gathering
-from danlu.train.checkpoints.loading import load_checkpoint
-from danlu.train.checkpoints.state_boxes import state_box
-from danlu.train.checkpoints.store import CheckpointStore
+from danlu.training.checkpoints import store as checkpoint_store
+from danlu.training.checkpoints.gathering import Gathering
+from danlu.training.checkpoints.loading import load_checkpoint
+from danlu.training.checkpoints.state_boxes import state_box
+from danlu.training.checkpoints.store import CheckpointStore
 
 Groups = dict[str, dict[str, Tensor]]
 Layout = Callable[[tuple[int, ...], int, int], ShardBox]

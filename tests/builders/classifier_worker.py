@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu import run
-from danlu.images.classifier import PlacedClassifier
+from danlu.core.shard_box import ShardBox
 from danlu.optim.build import build
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe, load
-from danlu.shard_box import ShardBox
-from danlu.stages import STAGES
-from danlu.train.evaluation import evaluate
-from danlu.train.step import accumulate
+from danlu.run import train as run
+from danlu.stages.classifier import PlacedClassifier
+from danlu.stages.table import STAGES
+from danlu.training.evaluation import evaluate
+from danlu.training.step import accumulate
 
 Parts = dict[str, tuple[ShardBox, Tensor]]
 STEPS = (7, 8, 3)  # images: uneven, even, and fewer than four processes

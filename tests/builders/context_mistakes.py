@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from danlu.language.learner import DecoderLearner
-from danlu.types import Batch, Pack, SharedBranches
+from danlu.core.types import Batch, Pack, SharedBranches
+from danlu.stages.learner import DecoderLearner
 
 
 class SumsOfOneRank(DecoderLearner):

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from builders.flash_stub import stub_kernels
 from builders.reference_attention import ReferenceAttention
+from danlu.core.layer_types import Keys
+from danlu.core.types import Branch, Run, Share
 from danlu.data.shares import shares
-from danlu.layer_types import Keys
 from danlu.models import tiled_attention
 from danlu.models.attention_kernels import Kernels
 from danlu.parallel import ring_attention
@@ -23,7 +24,6 @@ from danlu.parallel.comm import Group, new_group
 from danlu.parallel.context_attention import ContextAttention, ContextGroups, Transport
 from danlu.parallel.layout import Layout
 from danlu.parallel.traffic_counter import TrafficCounter
-from danlu.types import Branch, Run, Share
 
 PACKS = {
     "several": (0, 5, 6, 96, 160, 167, 215),

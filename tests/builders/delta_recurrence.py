@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.types import Branch
+from danlu.core.types import Branch
 
 
 def paths(boundaries: Sequence[int], trees: Sequence[Branch] = ()) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu import device_moves
+from danlu.core import device_moves
 
 
 class Move(NamedTuple):

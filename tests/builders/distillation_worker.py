@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from builders.tiny_world import CONFIG, World
-from danlu import run
 from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.recipe import load
+from danlu.run import train as run
 
 
 def teacher_folder(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from danlu.verify.trace import LocalShards, assemble
+from danlu.verification.trace import LocalShards, assemble
 
 
 def assemble_equal(shards_by_rank: Sequence[LocalShards]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from builders.equal_shards import assemble_equal
 from danlu.numerics.relative_error import relative_error
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 
 def distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:

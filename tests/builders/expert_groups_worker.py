@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from danlu.core.shard_box import ShardBox
 from danlu.numerics.relative_error import relative_error
 from danlu.optim.clip import clip_grad_norm
 from danlu.parallel import data
@@ -21,7 +22,6 @@ from danlu.parallel.local_parameter import local_parameters_of, sums_over_data
 from danlu.parallel.ranks import ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
-from danlu.shard_box import ShardBox
 
 WIDTH, INNER = 4, 8
 Case = tuple[Parallel, Layout, int, str]

@@ -10,20 +10,20 @@ import torch
 
 from builders.parallel_steps import steps_of
 from builders.small_experts import KINDS, experts_config
-from danlu.language.placed import PlacedDecoder
-from danlu.memory_preview import estimate_from_config
+from danlu.assembly.parallelize import optimizer_of
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import Exchange
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.placing import optimizer_of
 from danlu.recipe import load
-from danlu.train.memory_parts import MemoryParts
-from danlu.train.state import restore
-from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
-from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.proxy import ProxyTraining
-from danlu.verify.trace import (
+from danlu.run.memory_preview import estimate_from_config
+from danlu.stages.placed import PlacedDecoder
+from danlu.training.memory_parts import MemoryParts
+from danlu.training.state import restore
+from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
+from danlu.verification.decoder_proxy import DecoderProxy
+from danlu.verification.proxy import ProxyTraining
+from danlu.verification.trace import (
     LocalShards,
     StepTrace,
     Trace,

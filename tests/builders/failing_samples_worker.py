@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from danlu import run
-from danlu.errors import DanluError, ModelError
-from danlu.language.placed import PlacedDecoder
+from danlu.core.errors import DanluError, ModelError
 from danlu.parallel.comm import world_size
 from danlu.recipe import load
-from danlu.train.state import Generate, Samples
+from danlu.run.train import train
+from danlu.stages.placed import PlacedDecoder
+from danlu.training.state import Generate, Samples
 
 
 def ended(file: str, failing: int, rank_only: bool) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def ended(file: str, failing: int, rank_only: bool) -> tuple[str, str]:
     PlacedDecoder.generate = generate  # type: ignore[method-assign]
     assert world_size() == 2
     try:
-        run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+        train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
     except DanluError as error:
         return type(error).__name__, str(error)
     return "", "finished"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
-from danlu.errors import DataError, RecipeError, Stopped
+from danlu.core.errors import DataError, RecipeError, Stopped
 from danlu.parallel import exit_reports
 from danlu.parallel.world import World, world_from_environment
 
@@ -32,7 +32,7 @@ def full(report: Any) -> None:
 
 
 class Stop:
-    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.train.signals.StopRequest` does."""
+    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.training.signals.StopRequest` does."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -95,7 +95,7 @@ TENSOR = "parallel/test_tensor.py::test_a_cut_model_computes_what_the_whole_one_
 CUT_ADAPTERS = "parallel/test_tensor.py::test_adapters_of_every_kind_are_cut_with_their_layers"
 SHARDED = "parallel/test_sharded_adapters.py::test_a_sharded_adapter_learns_as_on_one_process"
 EXPERT = "parallel/test_expert.py::test_distributed_experts_are_one_process"
-COMPOSED = "verify/test_compositions.py::test_a_layout_of_several_axes_is_one_process"
+COMPOSED = "verification/test_compositions.py::test_a_layout_of_several_axes_is_one_process"
 MAPPED = "parallel/test_device_map.py::test_the_bits_are_those_of_one_device"
 LENGTHS = "parallel/test_device_map.py::test_micro_batches_of_other_lengths_add_up_as_on_one_device"
 MAPPED_RUN = "test_device_map_runs.py::test_a_run_on_several_devices_equals_the_one_on_one_device"
@@ -190,9 +190,9 @@ STAGES_AND_STEPS = [
     *run("adapter", "ema", ADAPTER_RUN + "[olora, averaged]"),
     *run("adapter", "recompute", REMADE + "[lora-dropout]"),
     *run("adapter", "compile", "test_adapter_runs.py::test_a_compiled_run_is_the_same_but_for_rounding"),
-    *run("adapter", "distill", "language/test_distillation.py::test_it_trains_adapters_fp16_and_plain_text"),
+    *run("adapter", "distill", "stages/test_distillation.py::test_it_trains_adapters_fp16_and_plain_text"),
     *run("adapter", "reward", "test_reward_runs.py::test_an_adapter_is_scored_alike_by_peft_and_merged"),
-    *run("adapter", "dpo", "language/test_reference_layouts.py::test_every_kind_is_the_same_in_every_layout"),
+    *run("adapter", "dpo", "stages/test_reference_layouts.py::test_every_kind_is_the_same_in_every_layout"),
     *run("adapter", "grpo", "test_rl_equal_runs.py::test_adapters_leave_no_gap_in_exact_numerics"),
     *run("adapter", "ppo", "test_reward_on_base.py::test_policy_reference_reward_and_values_are_adapters_on_one_base"),
     *refused("adapter", "galore", "optimizer.kind: galore projects gradients of whole matrices"),
@@ -200,7 +200,7 @@ STAGES_AND_STEPS = [
     *run("micro-batches", "dpo", "objectives/test_preference_steps.py::test_micro_batches_change_nothing"),
     *run("micro-batches", "reward", "test_reward_runs.py::test_micro_batches_change_nothing"),
     *run("micro-batches", "grpo", "objectives/test_policy.py::test_micro_batches_change_nothing"),
-    *run("micro-batches", "ppo", "language/test_critic.py::test_each_model_has_the_gradient_that_it_has_alone"),
+    *run("micro-batches", "ppo", "stages/test_critic.py::test_each_model_has_the_gradient_that_it_has_alone"),
     *run("pipeline", "dpo, reward, distill", STAGES),
     *run("pipeline", "ema", "test_parallel_runs.py::test_a_run_on_several_processes_ends_where_one_does"),
     *run("context", "dpo", "objectives/test_preference_steps.py::test_context_ranks_change_nothing"),
@@ -240,12 +240,12 @@ ROLLOUTS = [
     ),
     *run("ppo", "passes", "test_rl_runs.py::test_ppo_trains_a_critic_beside_the_policy"),
     *run("grpo", "rewritten history", "objectives/test_policy.py::test_an_answer_in_several_branches_is_one_answer"),
-    *run("grpo", "replay", "test_replay.py::test_a_rollout_made_again_has_the_same_tokens"),
+    *run("grpo", "replay", "run/test_replay.py::test_a_rollout_made_again_has_the_same_tokens"),
     *run("grpo", "exact numerics", "test_rl_runs.py::test_exact_numerics_leave_no_gap"),
     *run("online-dpo", "resumed", "test_online_dpo.py::test_a_run_stopped_in_a_rollout_goes_on_as_if_it_had_not_been"),
-    *run("asynchronous", "passes", "rollout/test_asynchronous.py::test_staleness_counts_the_updates_of_all_passes"),
-    *run("asynchronous", "rewind", "rollout/test_asynchronous.py::test_a_rewind_into_a_rollout_of_several_passes"),
-    *run("passes", "rewind", "rollout/test_asynchronous.py::test_a_rewind_into_a_rollout_of_several_passes"),
+    *run("asynchronous", "passes", "rl/test_asynchronous.py::test_staleness_counts_the_updates_of_all_passes"),
+    *run("asynchronous", "rewind", "rl/test_asynchronous.py::test_a_rewind_into_a_rollout_of_several_passes"),
+    *run("passes", "rewind", "rl/test_asynchronous.py::test_a_rewind_into_a_rollout_of_several_passes"),
     *run(
         "asynchronous", "resumed", "test_rl_asynchronous.py::test_a_run_that_is_stopped_goes_on_with_the_answers_it_has"
     ),
@@ -260,7 +260,9 @@ ROLLOUTS = [
         "test_rl_asynchronous.py::test_a_rollout_is_replayed_with_the_weights_that_drew_each_token",
     ),
     *run("asynchronous", "experts", "test_rl_experts.py::test_asynchronous_rollouts_bring_theirs"),
-    *run("replay", "rewind", "test_replay.py::test_a_run_that_went_back_is_refused_unless_a_checkpoint_lies_after_it"),
+    *run(
+        "replay", "rewind", "run/test_replay.py::test_a_run_that_went_back_is_refused_unless_a_checkpoint_lies_after_it"
+    ),
     *refused("asynchronous", "agent", "rollout.staleness: 2: agents ask the policy of the trainer"),
     *refused("environment", "lengths rewarded", "objective.0.overlong: shapes by the length of a single answer"),
     *refused("environment", "online-dpo", "environment: pairs are of answers in one turn"),

@@ -14,10 +14,10 @@ import sys
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = [
     "danlu.cli.train",
-    "danlu.run",
-    "danlu.verify.classifier_proxy",
-    "danlu.verify.decoder_proxy",
-    "danlu.verify.workers",
+    "danlu.run.train",
+    "danlu.verification.classifier_proxy",
+    "danlu.verification.decoder_proxy",
+    "danlu.verification.workers",
     "pytest",  # which modules with workers import
     "tensorboard.summary.writer",
     "torch._dynamo",  # FSDP2 imports it when it is first used

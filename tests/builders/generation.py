@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.models.decoder import Decoder
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.request import Completion, Request, SamplingOptions
 
 
 def generate(

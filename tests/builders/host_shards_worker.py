@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from builders.parallel_steps import config_of
+from danlu.assembly.parallelize import Placed, kept_whole, place, subject_of
 from danlu.models.attend import PackedAttention
 from danlu.models.initialize import initial_value
 from danlu.models.loading import meta_decoder
@@ -18,7 +19,6 @@ from danlu.parallel import data
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import ranks_of
-from danlu.placing import Placed, kept_whole, place, subject_of
 from danlu.recipe import Recipe, load
 
 GPU, HOST = torch.device("meta"), torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.request import Completion, Request
+from danlu.inference.engine import RolloutEngine
+from danlu.inference.request import Completion, Request
 
 
 class LockStepEngine:

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from builders.parallel_steps import config_of, groups_of, steps_of
-from danlu.errors import ResourceError, TrainingError
+from danlu.core.errors import ResourceError, TrainingError
 from danlu.parallel.layout import layout_of
 from danlu.recipe import Recipe, load
-from danlu.train.loop import broken_weights, train_step
-from danlu.train.step import StepObserver, accumulate
-from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.proxy import ProxyTraining
+from danlu.training.loop import broken_weights, train_step
+from danlu.training.step import StepObserver, accumulate
+from danlu.verification.decoder_proxy import DecoderProxy
+from danlu.verification.proxy import ProxyTraining
 
 WEIGHT = "layers.1.mlp.up_proj.weight"
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from builders.tiny_run import SyntheticPacks
 from builders.tiny_world import CONFIG
-from danlu import run
-from danlu.language.builder import DecoderBuilder
+from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 from danlu.recipe import Recipe, load
-from danlu.stage_protocols import Material, ModelSpec, RoleSpec, Stage
-from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
+from danlu.run import train as run
+from danlu.stages.builder import DecoderBuilder
+from danlu.stages.protocols import Material, ModelSpec, RoleSpec, Stage
 
 
 class Pairs:
@@ -110,6 +110,6 @@ def train(files: Sequence[str], wrong: bool = False, objective_rate: float = 1.0
 
 def trained_tensors(folder: Path) -> dict[str, Tensor]:
     """What the last checkpoint of a run has of model and objective, by name."""
-    from danlu.train.checkpoints.loading import read_group
+    from danlu.training.checkpoints.loading import read_group
 
     return read_group(max((folder / "checkpoints").glob("step-*")), "model")

@@ -15,18 +15,18 @@ import torch
 
 from builders.tiny_run import SyntheticPacks
 from builders.trees import trees_of
+from danlu.assembly.parallelize import LayerPlacer
+from danlu.core.types import Pack
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.step_parallel import StepParallel
-from danlu.placing import LayerPlacer
 from danlu.recipe import Recipe, load
-from danlu.types import Pack
-from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.proxy import ProxyTraining
-from danlu.verify.trace import Trace, trace_training
+from danlu.verification.decoder_proxy import DecoderProxy
+from danlu.verification.proxy import ProxyTraining
+from danlu.verification.trace import Trace, trace_training
 
 LINEAR_ATTENTION: dict[str, Any] = {
     "model": {

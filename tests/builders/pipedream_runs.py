@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from danlu import run
-from danlu.errors import DanluError
+from danlu.core.errors import DanluError
 from danlu.recipe import load
-from danlu.train import pipedream
+from danlu.run.train import train
+from danlu.training import pipedream
 
 
 def told(files: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -24,7 +24,7 @@ def told(files: Sequence[str]) -> list[tuple[list[str], str]]:
         lines: list[str] = []
         error = ""
         try:
-            run.train(load(Path(file)), say=lines.append, stream=io.StringIO())
+            train(load(Path(file)), say=lines.append, stream=io.StringIO())
         except DanluError as problem:
             error = f"{type(problem).__name__}: {problem}"
         outcomes.append((lines, error))
@@ -41,7 +41,7 @@ def interrupted_in_a_turn(file: str, at: int, rank: int) -> tuple[int, int]:
             os.kill(os.getpid(), signal.SIGINT)
 
     pipedream._Turn.update = update_and_interrupt  # type: ignore[method-assign]
-    outcome = run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+    outcome = train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
     pipedream._Turn.update = update  # type: ignore[method-assign]
     return outcome.steps, outcome.exit_code
 

@@ -14,20 +14,20 @@ from torch import Tensor
 from builders.equal_shards import assemble_equal
 from builders.parallel_steps import config_of, groups_of
 from builders.tiny_run import SyntheticPacks
+from danlu.core.types import Pack, StepMetrics
 from danlu.optim.schedules import multiplier
 from danlu.parallel.layout import layout_of
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Parallel
-from danlu.train.pipedream import train_turn
-from danlu.train.state import Run
-from danlu.train.step import accumulate
-from danlu.train.trained_roles import RoleGradients
-from danlu.types import Pack, StepMetrics
-from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.proxy import ProxyTraining
-from danlu.verify.trace import LocalShards, local_shards
+from danlu.training.pipedream import train_turn
+from danlu.training.state import Run
+from danlu.training.step import accumulate
+from danlu.training.trained_roles import RoleGradients
+from danlu.verification.decoder_proxy import DecoderProxy
+from danlu.verification.proxy import ProxyTraining
+from danlu.verification.trace import LocalShards, local_shards
 
 TURN, STEPS = 6, 8
 """Steps between two checkpoints, and all: a turn longer than any pipeline, and one that is shorter than four stages."""

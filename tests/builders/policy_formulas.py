@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from danlu.core.types import Batch, TokenLogprobs
 from danlu.objectives.policy import PolicyGradientSettings
 from danlu.objectives.policy_losses import ImportanceBounds
-from danlu.types import Batch, TokenLogprobs
 
 
 @dataclass

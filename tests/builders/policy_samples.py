@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.types import Branch, Pack, Sample
+from danlu.core.types import Branch, Pack, Sample
 
 NAN = float("nan")
 

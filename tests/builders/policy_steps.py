@@ -13,7 +13,7 @@ from builders.policy_samples import random_items
 from builders.preference_samples import preference_learner
 from builders.preference_steps import scaled_model
 from builders.tiny_run import VOCABULARY, tiny_config
-from danlu.language.learner import DecoderLearner, objective_parameters
+from danlu.core.types import Batch, Loss, Pack, Totals
 from danlu.models.score_head import new_score_head
 from danlu.objectives.distillation import TeacherDivergence, TeacherTerm
 from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings
@@ -27,9 +27,9 @@ from danlu.parallel.local_parameter import local_parameters_of, replicated_param
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
-from danlu.train.learner import Activation
-from danlu.train.step import accumulate
-from danlu.types import Batch, Loss, Pack, Totals
+from danlu.stages.learner import DecoderLearner, objective_parameters
+from danlu.training.learner import Activation
+from danlu.training.step import accumulate
 
 COUNT = 9
 SETTINGS = {

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.core.types import Branch, Objective, Pack, Sample
 from danlu.data.batch import empty_like
-from danlu.language.learner import DecoderLearner
-from danlu.language.roles import FrozenDecoder
 from danlu.models.decoder import Decoder
-from danlu.train.step import StepGradients, accumulate
-from danlu.types import Branch, Objective, Pack, Sample
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.roles import FrozenDecoder
+from danlu.training.step import StepGradients, accumulate
 
 NAN = float("nan")
 

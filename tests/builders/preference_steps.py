@@ -11,7 +11,7 @@ from torch import Tensor
 
 from builders.preference_samples import judged, pair, preference_learner, random_rows, step_gradients
 from builders.tiny_run import VOCABULARY, tiny_model
-from danlu.language.learner import DecoderLearner
+from danlu.core.types import Batch, Loss, Pack, Totals
 from danlu.models.decoder import Decoder
 from danlu.objectives.branches import CHOSEN, labelled, sum_by_branch
 from danlu.objectives.preference import preference_objective
@@ -46,8 +46,8 @@ from danlu.recipe.sections import (
     Simpo,
     Sppo,
 )
-from danlu.train.learner import Activation
-from danlu.types import Batch, Loss, Pack, Totals
+from danlu.stages.learner import DecoderLearner
+from danlu.training.learner import Activation
 
 COUNT = 16
 OBJECTIVES: dict[str, list[PreferenceTerm]] = {

@@ -7,10 +7,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.core.types import Branch
 from danlu.models.attend import visible
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
-from danlu.types import Branch
 
 BOUNDARIES = (0, 5, 6, 23, 40)
 TREES = (

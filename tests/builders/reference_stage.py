@@ -15,18 +15,18 @@ import yaml
 
 from builders.tiny_world import World
 from builders.tree_pairs import VOCABULARY, TreePairReader, tree_pair
-from danlu import run
+from danlu.core.types import Branch, Loss, Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.language.builder import DecoderBuilder
-from danlu.language.placed import PlacedDecoder
-from danlu.language.reference import reference_columns, reference_models
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe, load
-from danlu.stage_protocols import Material, Stage, StoredRows
-from danlu.stages import preference
-from danlu.types import Branch, Loss, Pack, Sample
+from danlu.run import train as run
+from danlu.stages.builder import DecoderBuilder
+from danlu.stages.placed import PlacedDecoder
+from danlu.stages.protocols import Material, Stage, StoredRows
+from danlu.stages.reference import reference_columns, reference_models
+from danlu.stages.table import preference
 
 PAIRS = 16
 TOKENIZER = TokenizerInfo(400, None, None, None, ())
@@ -107,7 +107,7 @@ class ReferenceReader(TreePairReader):
             len(train),
             [Pack((held_out.sample(number),)) for number in range(len(held_out))],
             [],
-            empty=empty_like(train.sample(0)),
+            empty=empty_like(run.sample(0)),
             tokenizer=TOKENIZER,
             stored=StoredRows(train, held_out, partial(self.material)),
         )

@@ -16,11 +16,11 @@ from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.peft_folder import write_adapter
 from danlu.models.decoder import Decoder
 from danlu.recipe.sections.adapters import Lora
-from danlu.rollout.servers.hand_over import FolderHandOver, GroupHandOver, HandOver
-from danlu.rollout.servers.http_engine import HTTPEngine
-from danlu.rollout.servers.server_interface import RolloutServer, ServerOptions
-from danlu.rollout.servers.sglang import SGLangServer
-from danlu.rollout.servers.vllm import VLLMServer
+from danlu.remote_engines.hand_over import FolderHandOver, GroupHandOver, HandOver
+from danlu.remote_engines.http_engine import HTTPEngine
+from danlu.remote_engines.server_interface import RolloutServer, ServerOptions
+from danlu.remote_engines.sglang import SGLangServer
+from danlu.remote_engines.vllm import VLLMServer
 
 KINDS = {"vllm": VLLM, "sglang": SGLang}
 BUCKET_BYTES = 20_000  # several buckets for the small decoders of the tests

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from danlu.core.errors import DataError
 from danlu.data.render import RenderedSample, RenderSettings, render_rows
 from danlu.data.rows import Row
 from danlu.data.tokenizer import Tokenizer
-from danlu.errors import DataError
 
 
 def render(row: Row, where: str, tokenizer: Tokenizer, rendering: RenderSettings) -> list[RenderedSample]:

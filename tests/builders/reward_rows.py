@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from danlu.types import Branch, Pack, Sample
+from danlu.core.types import Branch, Pack, Sample
 
 NAN = float("nan")
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from builders.reward_rows import NAN, chain, pair
-from danlu import run
+from danlu.core.types import Pack
 from danlu.data.batch import empty_like
 from danlu.recipe import Recipe, load
-from danlu.stage_protocols import Material
-from danlu.stages import STAGES
-from danlu.types import Pack
+from danlu.run import train as run
+from danlu.stages.protocols import Material
+from danlu.stages.table import STAGES
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from builders.small_config import small_config
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import RolloutEngine
+from danlu.inference.request import Request
 from danlu.models.decoder import Decoder
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.request import Request
 
 CONFIG = small_config()
 

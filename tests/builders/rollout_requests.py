@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from builders.reference_attention import ReferenceAttention
+from danlu.inference.engine import EngineOptions
+from danlu.inference.penalties import SeenTokens
+from danlu.inference.pool import CachePool
+from danlu.inference.request import Completion, Request, SamplingOptions
+from danlu.inference.sampling import DrawRow, draw
 from danlu.models.decoder import Decoder, Layer
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.penalties import SeenTokens
-from danlu.rollout.pool import CachePool
-from danlu.rollout.request import Completion, Request, SamplingOptions
-from danlu.rollout.sampling import DrawRow, draw
 
 GREEDY = SamplingOptions(temperature=0)
 SAMPLED = SamplingOptions(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=4)

@@ -16,22 +16,22 @@ import torch.distributed as dist
 
 from builders.parallel_steps import config_of
 from builders.tiny_run import SyntheticPacks
+from danlu.assembly.parallelize import Placed, place, subject_of
+from danlu.core.errors import DanluError, ModelError
 from danlu.data.batch import collate, pad_to_bucket
-from danlu.errors import DanluError, ModelError
-from danlu.language.rollout import rollout_engine
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import RolloutEngine
+from danlu.inference.ranks import ParallelEngine
+from danlu.inference.request import Completion, Request, SamplingOptions
+from danlu.inference.sharded_weights import ShardedWeights
 from danlu.models import packed_weights
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.pipeline import Messages
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.placing import Placed, place, subject_of
 from danlu.recipe import Recipe, load
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.ranks import ParallelEngine
-from danlu.rollout.request import Completion, Request, SamplingOptions
-from danlu.rollout.sharded_weights import ShardedWeights
+from danlu.stages.rollout import rollout_engine
 
 DRAWN = SamplingOptions(temperature=0.9, top_k=40, top_p=0.95, seed=3)
 GREEDY = SamplingOptions(temperature=0.0)

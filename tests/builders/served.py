@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from danlu.rollout.embedded import EmbeddedEngine
-from danlu.rollout.engine import EngineOptions
-from danlu.rollout.load_engine import engine_of, rollout_control_of
-from danlu.rollout.load_model import LoadedModel, load_chat_tokenizer, load_model
-from danlu.rollout.resolve_model import ResolvedModel, resolve_model
-from danlu.rollout.serving.rollout_control import RolloutControl
-from danlu.rollout.serving.served_models import ServedModels, served_models
-from danlu.rollout.serving.server import Server, ServerOptions, bind, url_of
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.load_engine import engine_of
+from danlu.inference.load_model import LoadedModel, load_chat_tokenizer, load_model
+from danlu.inference.resolve_model import ResolvedModel, resolve_model
+from danlu.serving.rollout_control import RolloutControl, rollout_control_of
+from danlu.serving.served_models import ServedModels, served_models
+from danlu.serving.server import Server, ServerOptions, bind, url_of
 
 PATIENCE_S = 20
 

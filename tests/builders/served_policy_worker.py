@@ -15,15 +15,15 @@ from builders.parallel_steps import config_of
 from builders.remote_engines import KINDS
 from builders.rollout_servers import StandIn
 from builders.rollout_worker import groups_of, placed_policy
-from danlu.errors import DanluError
-from danlu.language.policy_logprobs import policy_logprobs
-from danlu.language.rollout import rollout_engine
+from danlu.assembly.parallelize import Placed
+from danlu.core.errors import DanluError
+from danlu.inference.engine import RolloutEngine
+from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.models.loading import load as load_model
 from danlu.parallel.ranks import Ranks
-from danlu.placing import Placed
 from danlu.recipe import Recipe, load
-from danlu.rollout.engine import RolloutEngine
-from danlu.rollout.request import Completion, Request, SamplingOptions
+from danlu.stages.policy_logprobs import policy_logprobs
+from danlu.stages.rollout import rollout_engine
 
 REQUESTS = [
     Request(number, prompt, SamplingOptions(temperature=0), 5, samples=2) for number, prompt in ((4, (3, 9)), (1, (7,)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from danlu.weight_gradients import DeferredWeightGradients
+from danlu.core.weight_gradients import DeferredWeightGradients
 
 Forward = Callable[[], Tensor]
 """The forward pass of a micro-batch: its loss."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from builders.parallel_steps import see
 from danlu.parallel.schedules import Action
 from danlu.parallel.step_parallel import StepParallel
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 
 def split_actions(micro_batches: int) -> tuple[Action, ...]:

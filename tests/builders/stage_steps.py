@@ -16,18 +16,18 @@ from builders.parallel_steps import config_of, groups_of
 from builders.preference_samples import judged, pair, random_rows
 from builders.reward_stage import RewardRows
 from builders.tiny_run import SyntheticPacks
+from danlu.core.types import Pack
 from danlu.data.batch import EMPTY_PACK, empty_like
-from danlu.language import builder
-from danlu.language.learner import DecoderLearner
-from danlu.language.roles import FrozenDecoder
 from danlu.parallel.layout import Layout, layout_of
 from danlu.recipe import Recipe, load
-from danlu.stages import STAGES
-from danlu.types import Pack
-from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.proxy import ProxyTraining
-from danlu.verify.role_proxies import with_columns
-from danlu.verify.trace import Trace, trace_training
+from danlu.stages import builder
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.roles import FrozenDecoder
+from danlu.stages.table import STAGES
+from danlu.verification.decoder_proxy import DecoderProxy
+from danlu.verification.proxy import ProxyTraining
+from danlu.verification.role_proxies import with_columns
+from danlu.verification.trace import Trace, trace_training
 
 ROWS, HELD_OUT, STEPS = 7, 3, 2  # no number of data ranks divides the rows of a step
 VOCABULARY = 400

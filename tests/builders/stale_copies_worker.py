@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from danlu import run
-from danlu.errors import DanluError
+from danlu.core.errors import DanluError
 from danlu.recipe import load
+from danlu.run.train import train
 
 Edit = Callable[[Path], None]
 
@@ -51,7 +51,7 @@ def outcomes(folder: Path, files: Mapping[str, str], stale: Mapping[str, tuple[s
             kept = path, path.read_bytes()
             edit(path)
         try:
-            outcome = run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+            outcome = train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
             found[name] = f"{outcome.steps} steps"
         except DanluError as error:
             found[name] = f"{type(error).__name__}: {error}"

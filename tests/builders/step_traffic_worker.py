@@ -12,9 +12,9 @@ from builders.parallel_steps import config_of, steps_of
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.recipe import load
-from danlu.verify.collective_traffic import StepTraffic, measure_step_traffic
-from danlu.verify.decoder_proxy import DecoderProxy
-from danlu.verify.proxy import ProxyTraining
+from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
+from danlu.verification.decoder_proxy import DecoderProxy
+from danlu.verification.proxy import ProxyTraining
 
 
 def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:

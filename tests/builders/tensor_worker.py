@@ -21,6 +21,8 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.dropout import DropoutState
 from danlu.adapters.lora import LowRank
 from danlu.assembly.frozen_base import quantize_weight
+from danlu.core.types import TargetLosses
+from danlu.inference.request import SamplingOptions
 from danlu.memory import recompute
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
@@ -35,8 +37,6 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import ranks_of
 from danlu.parallel.tensor import Cuts, cut
 from danlu.recipe import sections
-from danlu.rollout.request import SamplingOptions
-from danlu.types import TargetLosses
 
 CONFIG = {
     "model_type": "llama",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from danlu.language.learner import DecoderLearner
+from danlu.core.types import Pack, Sample
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.experts_spec import Experts
@@ -22,13 +22,13 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import build as build_optimizer
 from danlu.optim.ema import Ema
 from danlu.recipe import sections
-from danlu.train.checkpoints.store import CheckpointStore
-from danlu.train.metrics import MetricsLog
-from danlu.train.position import Feed
-from danlu.train.signals import StopRequest
-from danlu.train.state import Cadence, Run
-from danlu.train.watch import Watch
-from danlu.types import Pack, Sample
+from danlu.stages.learner import DecoderLearner
+from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.metrics import MetricsLog
+from danlu.training.position import Feed
+from danlu.training.signals import StopRequest
+from danlu.training.state import Cadence, Run
+from danlu.training.watch import Watch
 
 VOCABULARY = 64
 

@@ -24,9 +24,9 @@ import pytest
 import yaml
 
 from builders.fork_server import SERVER
+from danlu.core.types import Pack
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer_training import train_tokenizer
-from danlu.types import Pack
 
 CONFIG = {
     "model_type": "llama",
@@ -181,7 +181,7 @@ def _child(arguments: list[str], output: Path, before: Callable[[], None] | None
 
 def spike_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """From now on the rows that these steps see first have a gradient norm a thousand times too large, ever after."""
-    from danlu.train import loop
+    from danlu.training import loop
 
     real = loop.accumulate
     left, rows = set(steps), set()
@@ -202,8 +202,8 @@ def spike_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 def last_state(run: Path) -> tuple[Path, dict[str, str], dict[str, Any]]:
     """The newest checkpoint of a run: where, the hash of every tensor by `group.name`, and the rest of its state."""
-    from danlu.train.checkpoints.folders import list_checkpoints
-    from danlu.train.checkpoints.manifest import read_manifest
+    from danlu.training.checkpoints.folders import list_checkpoints
+    from danlu.training.checkpoints.manifest import read_manifest
 
     path = [info.path for info in list_checkpoints(run / "checkpoints") if info.complete][-1]
     manifest = read_manifest(path)
@@ -222,7 +222,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def reproducible(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a line of metrics.jsonl that is the same in each run of one recipe, interrupted or not."""
-    from danlu.train.metrics import TIMING_FIELDS
+    from danlu.training.metrics import TIMING_FIELDS
 
     return {name: value for name, value in fields.items() if name not in TIMING_FIELDS}
 

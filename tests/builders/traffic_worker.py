@@ -32,9 +32,9 @@ from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic_counter import TrafficCounter
-from danlu.plan.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
+from danlu.planning.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
 from danlu.recipe.sections import Lora, Model, Parallel, Recompute
-from danlu.verify.collective_traffic import head_norms
+from danlu.verification.collective_traffic import head_norms
 
 HAS_LISTS = torch.__version__ >= "2.12"
 """Whether gloo exchanges lists of tensors."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from danlu import run
 from danlu.recipe import load
-from danlu.train import loop
+from danlu.run import train as run
+from danlu.training import loop
 
 
 def train(files: Sequence[str]) -> list[tuple[int, int]]:

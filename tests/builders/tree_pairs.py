@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from builders.pair_stage import PAIRS
-from danlu import run
+from danlu.core.types import Branch, Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.objectives.preference import preference_objective
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Sigmoid
-from danlu.stage_protocols import Material, Stage
-from danlu.types import Branch, Pack, Sample
+from danlu.run import train as run
+from danlu.stages.protocols import Material, Stage
 
 VOCABULARY = 64
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from danlu.types import Branch, Pack, Sample
+from danlu.core.types import Branch, Pack, Sample
 
 
 def pair(seed: int, stem: int, *answers: int, vocabulary: int = 64) -> Sample:

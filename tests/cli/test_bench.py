@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from danlu.cli.bench import _thread_counts, app
-from danlu.plan import gemm
+from danlu.planning import gemm
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from builders.tiny_world import World
 
 from danlu.cli import chat as chat_verb
 from danlu.cli.main import main
+from danlu.inference.chat import Conversation
 from danlu.recipe import sections
-from danlu.rollout.chat import Conversation
 
 GREEDY = ["--temperature", "0"]
 

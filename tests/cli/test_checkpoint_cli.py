@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import danlu
 from danlu.cli import checkpoint
 from danlu.cli.checkpoint import app
-from danlu.errors import CheckpointError, ResourceError
-from danlu.train.checkpoints import folders
-from danlu.train.checkpoints.folders import remove_checkpoint
-from danlu.train.checkpoints.store import CheckpointStore
-from danlu.train.run_lock import RunLock
+from danlu.core.errors import CheckpointError, ResourceError
+from danlu.training.checkpoints import folders
+from danlu.training.checkpoints.folders import remove_checkpoint
+from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.run_lock import RunLock
 
 
 @pytest.fixture

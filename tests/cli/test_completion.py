@@ -116,7 +116,7 @@ def test_lines_are_split_as_shells_do(line: str, words: list[str]) -> None:
 
 def test_words_of_options_are_those_that_the_verbs_take() -> None:
     from danlu.cli.model_flags import QUANTIZATIONS
-    from danlu.rollout.generation_config import DEVICES, PRECISIONS
+    from danlu.inference.generation_config import DEVICES, PRECISIONS
 
     assert completion.CHOICES["device"] == tuple(DEVICES)
     assert completion.CHOICES["dtype"] == tuple(PRECISIONS)

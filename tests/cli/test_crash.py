@@ -14,8 +14,8 @@ import pytest
 
 from danlu import registry
 from danlu.cli import crash, main
+from danlu.core.errors import InternalError
 from danlu.data.worker_pool import UnexpectedError
-from danlu.errors import InternalError
 from danlu.registry import VERBS, Verb
 
 Crash = Callable[[BaseException], tuple[int, str]]

@@ -89,14 +89,14 @@ def test_several_samples_are_a_mean_over_all(stories, tmp_path, capsys):
     ],
 )
 def test_misuse(chanting, rows, capsys, monkeypatch, flags, code, message):
-    monkeypatch.setattr("danlu.rollout.load_model.load", lambda *args, **options: pytest.fail("weights were read"))
+    monkeypatch.setattr("danlu.inference.load_model.load", lambda *args, **options: pytest.fail("weights were read"))
     assert main(["eval", str(chanting), "--data", str(rows), *flags]) == code
     out = capsys.readouterr()
     assert message in out.err and out.out == ""
 
 
 def test_rows_that_cannot_be_asked(chanting, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("danlu.rollout.load_model.load", lambda *args, **options: pytest.fail("weights were read"))
+    monkeypatch.setattr("danlu.inference.load_model.load", lambda *args, **options: pytest.fail("weights were read"))
     file = write_rows(tmp_path / "rows.jsonl", [chat("a", "b"), chat("long " * 600, "b"), {"messages": []}])
     assert main(["eval", str(chanting), "--data", str(file), "--generate"]) == 3
     assert "rows.jsonl:3: " in capsys.readouterr().err

@@ -22,8 +22,8 @@ from builders.tiny_world import World, start, write_rows
 from safetensors.torch import load_file, save_file
 
 from danlu.cli.main import main
+from danlu.inference.embedded import EmbeddedEngine
 from danlu.recipe import sections
-from danlu.rollout.embedded import EmbeddedEngine
 
 GREEDY = ["--temperature", "0"]
 
@@ -378,7 +378,7 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path):
         f"assert main(['chat', {str(tmp_path)!r}, '--top-p', '3']) == 2\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "import torch; before = set(sys.modules)\n"
-        "import danlu.rollout.chat, danlu.rollout.load_model\n"
+        "import danlu.inference.chat, danlu.inference.load_model\n"
         "brought = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "assert not brought & {'transformers', 'sympy', 'datasets', 'pandas', 'pydantic'}, brought\n"
         "assert 'torch._dynamo' in before or 'torch._dynamo' not in sys.modules\n"
@@ -608,7 +608,9 @@ def test_rows_that_cannot_be_answered(chanting, tmp_path, capsys, monkeypatch, r
     file = write_rows(tmp_path / "rows.jsonl", rows)
     arguments = ["generate", str(chanting), "--file", str(file), "--max-new-tokens", "600"]
     if code != 6:
-        monkeypatch.setattr("danlu.rollout.load_model.load", lambda *args, **options: pytest.fail("weights were read"))
+        monkeypatch.setattr(
+            "danlu.inference.load_model.load", lambda *args, **options: pytest.fail("weights were read")
+        )
     assert (
         main([*arguments, *(flag for flag in more if flag != "--text"), *([] if "--text" in more else ["--json"])])
         == code

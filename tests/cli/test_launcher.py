@@ -22,7 +22,7 @@ from builders.tiny_world import start as begin
 
 from danlu.cli import launcher
 from danlu.cli.launcher import launch
-from danlu.errors import DataError, InternalError, RecipeError, ResourceError, Stopped
+from danlu.core.errors import DataError, InternalError, RecipeError, ResourceError, Stopped
 from danlu.parallel import world as worlds
 
 pytestmark = pytest.mark.distributed

@@ -16,12 +16,12 @@ import yaml
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, danlu, write_rows
 
+from danlu.core.errors import DataError
 from danlu.data.prepare import DatasetSpec, prepare
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_training import CHATML, MIN_VOCAB_SIZE, train_tokenizer
-from danlu.errors import DataError
-from danlu.language.prompt_reader import PromptReader
 from danlu.recipe import load, resolved_yaml
+from danlu.stages.prompt_reader import PromptReader
 
 HELLO = {"messages": [{"role": "user", "content": "龘?"}, {"role": "assistant", "content": "ok <b>", "weight": 2}]}
 UNTRAINED = {"messages": [HELLO["messages"][0], {"role": "assistant", "content": "ok", "train": False}]}

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from danlu import __version__, registry
 from danlu.cli.main import main
-from danlu.errors import DataError, RecipeError
+from danlu.core.errors import DataError, RecipeError
 from danlu.registry import VERBS, Verb
 
 SRC = Path(__file__).resolve().parents[2] / "src"

@@ -10,8 +10,8 @@ from builders.tiny_world import danlu
 
 from danlu.parallel.schedules import schedule
 from danlu.parallel.timeline import timeline_line, timeline_name
-from danlu.plan.action_times import ActionTimes
-from danlu.plan.pipeline_simulation import simulate
+from danlu.planning.action_times import ActionTimes
+from danlu.planning.pipeline_simulation import simulate
 
 ZBV = ("--kind", "zbv", "--stages", "4", "--microbatches", "8")
 

@@ -23,8 +23,8 @@ from builders.served import PATIENCE_S, wait_until
 from builders.tiny_world import World, start
 
 from danlu.cli.main import main
+from danlu.inference import load_model
 from danlu.recipe import sections
-from danlu.rollout import load_model
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
 def test_a_server_that_anyone_can_reach_without_a_key_is_warned_of(
     tiny_world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.rollout.serving import server
+    from danlu.serving import server
 
     monkeypatch.setattr(server.Server, "listen", lambda self: None)
     monkeypatch.delenv("DANLU_API_KEY", raising=False)
@@ -182,7 +182,7 @@ def test_a_server_that_anyone_can_reach_without_a_key_is_warned_of(
 def test_a_server_of_rollouts_without_a_key_makes_one(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.rollout.serving import server
+    from danlu.serving import server
 
     options: list[server.ServerOptions] = []
     monkeypatch.setattr(server.Server, "listen", lambda self: options.append(self._options))
@@ -213,7 +213,7 @@ def test_a_server_of_rollouts_without_a_key_makes_one(
 def test_an_adapter_as_the_model_comes_first(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from danlu.rollout.serving import server
+    from danlu.serving import server
 
     names: list[Any] = []
     monkeypatch.setattr(server.Server, "listen", lambda self: names.append(self._models.names))

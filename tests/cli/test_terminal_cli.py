@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from builders.tiny_world import InThisProcess, World, danlu, write_rows
 
-from danlu.rollout.answer import Answer
-from danlu.rollout.stopping import TextStream
+from danlu.inference.answer import Answer
+from danlu.inference.stopping import TextStream
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\rgone\u202e"
 SAFE = r"\x1b]0;title\x07\x1b[2J\u009b31m\x0dgone\u202e"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from danlu.cli import train
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 
 
 def test_more_processes_than_cores_are_told_of(
@@ -29,8 +29,8 @@ def test_more_processes_than_cores_are_told_of(
 
 
 def test_a_wrong_recipe_is_told_without_numpy_and_torch() -> None:
-    """They take a tenth of a second and more than one; `danlu.types` is the control: it brings numpy."""
-    for module, loaded in (("danlu.cli.train", "[]"), ("danlu.types", "['numpy']")):
+    """They take a tenth of a second and more than one; `danlu.core.types` is the control: it brings numpy."""
+    for module, loaded in (("danlu.cli.train", "[]"), ("danlu.core.types", "['numpy']")):
         seen = f"import sys, {module}; print([name for name in ('numpy', 'torch') if name in sys.modules])"
         done = subprocess.run([sys.executable, "-P", "-c", seen], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == loaded, module

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from builders.tiny_world import InThisProcess, World, write_rows
 
+from danlu.core.errors import DataError
+from danlu.core.types import Branch
 from danlu.data.answer_trees import render_answers
 from danlu.data.mismatched import MismatchedAnswers, with_own_prompt
 from danlu.data.preference_rows import answers_of, parse_answers
@@ -18,10 +20,8 @@ from danlu.data.render import RenderedSample, RenderSettings, render_rows
 from danlu.data.samples import Selection
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.trees import longest_path
-from danlu.errors import DataError
 from danlu.recipe.sections import Data
 from danlu.recipe.sections.base import RowType
-from danlu.types import Branch
 
 ASK, TELL = {"role": "user", "content": "Who is there?"}, {"role": "assistant", "content": "A small fox."}
 WORSE = {"role": "assistant", "content": "A small dog, I think."}

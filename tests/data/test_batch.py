@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from danlu.core.types import Batch, Pack, Sample
 from danlu.data.batch import (
     EMPTY_PACK,
     _in_one_buffer,
@@ -15,7 +16,6 @@ from danlu.data.batch import (
     collate,
     pad_to_bucket,
 )
-from danlu.types import Batch, Pack, Sample
 
 
 def sample(tokens: list[int], weights: list[float], row: str = "rows.jsonl:1") -> Sample:

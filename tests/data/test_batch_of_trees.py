@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from danlu.core.types import ROUTES, Batch, Branch, Pack, Sample
 from danlu.data.batch import collate, empty_like, pad_to_bucket
 from danlu.data.trees import repeat_stem
-from danlu.types import ROUTES, Batch, Branch, Pack, Sample
 
 NAN = float("nan")
 

@@ -23,11 +23,11 @@ from builders.chat_tokenizers import tokenizer_and_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data import resource_limits
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.messages import Conversation, turn_of
 from danlu.data.rows import parse_row
-from danlu.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<end_of_turn>", "</s>")
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from danlu.core.errors import ResourceError
 from danlu.data import column_store
 from danlu.data.column_store import ColumnStore, ColumnType, SamplesWithColumns
 from danlu.data.samples import SampleBlock
-from danlu.errors import ResourceError
 
 LENGTHS = np.array([3, 5, 1, 9, 2, 4], np.int32)
 TYPES = {"reference": ColumnType("<f4"), "ids": ColumnType("<i4", (2,))}

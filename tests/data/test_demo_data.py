@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from danlu.core.errors import DataError, ResourceError
 from danlu.data.demo_data import (
     ANIMALS,
     ATTRIBUTES,
@@ -15,7 +16,6 @@ from danlu.data.demo_data import (
     questions,
 )
 from danlu.data.tokenizer_training import CHATML, END, PAD, TURN_START, train_tokenizer
-from danlu.errors import DataError, ResourceError
 
 
 def test_data_is_a_function_of_seed_and_number() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from builders.digits import idx
 
+from danlu.core.errors import DataError
 from danlu.data.idx_format import read_idx
-from danlu.errors import DataError
 
 ARRAY = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 

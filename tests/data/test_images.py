@@ -10,8 +10,8 @@ import pytest
 import torch
 from builders.digits import CLASSES, SIDE, digits, digits_folder, write_split
 
+from danlu.core.errors import CheckpointError, DataError
 from danlu.data.images import ImageDataset, ImageSampler, collate_images, held_out, read_images
-from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
 
 

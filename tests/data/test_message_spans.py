@@ -10,12 +10,12 @@ from builders.chat_tokenizers import tokenizer_and_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data import message_spans
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer, annotate
 from danlu.data.messages import Conversation, turn_of
 from danlu.data.rows import parse_row
-from danlu.errors import DataError
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "</s>")
 

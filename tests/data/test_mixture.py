@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from danlu.core.errors import DataError
 from danlu.data.mixture import epoch_rows, hold_out
 from danlu.data.permutation import Permutation
-from danlu.errors import DataError
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.1, 15), (0.001, 1), (7, 7)])

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from danlu.core.errors import CheckpointError, DataError
+from danlu.core.types import Pack, Sample
 from danlu.data.packed_dataset import PackedDataset, cut
 from danlu.data.samples import SampleBlock, Selection
-from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Packing
-from danlu.types import Pack, Sample
 
 KINDS: list[Literal["best-fit", "concatenate", "none"]] = ["best-fit", "concatenate", "none"]
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data.packing import best_fit, concatenate, efficiency, plan_packing
-from danlu.errors import DataError
 
 lengths_strategy = st.lists(st.integers(1, 64), max_size=300).map(np.array)
 

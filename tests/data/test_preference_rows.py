@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from danlu.core.errors import DataError
 from danlu.data.messages import Conversation
 from danlu.data.preference_rows import JudgedAnswer, Pair, StepwiseAnswer, answers_of, parse_answers
 from danlu.data.rows import Completion
-from danlu.errors import DataError
 from danlu.recipe.sections.base import RowType
 
 Q, GOOD, BAD = (

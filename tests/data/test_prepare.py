@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from danlu.core.errors import DataError
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.samples import Selection
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import DataError
 from danlu.recipe.sections import Data, Packing, Source
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")

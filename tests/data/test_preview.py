@@ -16,6 +16,7 @@ from builders.chat_tokenizers import make_tokenizer
 from builders.inline_workers import InlineWorkers
 from builders.tiny_world import World, write_rows
 
+from danlu.core.errors import DataError, RecipeError
 from danlu.data.dataset_summary import summarize_dataset, summarize_refused
 from danlu.data.message_spans import Reason
 from danlu.data.packed_dataset import PackedDataset
@@ -26,7 +27,6 @@ from danlu.data.sources import read_rows
 from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizing import TokenizeSettings
-from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Data, Packing, Source
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}

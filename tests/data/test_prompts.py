@@ -15,6 +15,7 @@ from builders.chat_templates import STYLES
 from builders.chat_tokenizers import make_tokenizer, tokenizer_and_oracle
 from builders.inline_workers import InlineWorkers
 
+from danlu.core.errors import CheckpointError, DataError
 from danlu.data import prepare as prepare_module
 from danlu.data import prompts as prompts_module
 from danlu.data.prepare import DatasetSpec, prepare
@@ -30,9 +31,8 @@ from danlu.data.prompts import (
 from danlu.data.sources import read_rows
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizing import TokenizerJob
-from danlu.errors import CheckpointError, DataError
+from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.recipe.sections import Data, Packing, Source
-from danlu.rollout.chat_tokenizer import ChatTokenizer
 
 Read = Callable[..., PromptSets]
 

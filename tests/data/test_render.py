@@ -26,6 +26,7 @@ from builders.rendering import render
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data import render as render_module
 from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation, turn_of
@@ -33,7 +34,6 @@ from danlu.data.render import RenderedSample, RenderSettings, render_rows, untra
 from danlu.data.rows import parse_row
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizing import NOTHING_LEFT, NOTHING_TRAINED, TOO_LONG, fit_to_length
-from danlu.errors import DataError
 
 ASSISTANT = RenderSettings()
 TWO_TURNS: list[tuple[str, str]] = [

@@ -11,9 +11,9 @@ from builders import chat_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data.messages import ROLES, Conversation, Message, check_turn_order
 from danlu.data.rows import Completion, Text, Tokenized, detect_format, parse_row, unread_keys
-from danlu.errors import DataError
 
 Q, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 

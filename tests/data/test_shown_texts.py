@@ -10,6 +10,7 @@ from builders.chat_templates import CHATML, OPEN_THOUGHT
 from builders.chat_tokenizers import make_tokenizer, tokenizer_and_oracle
 from builders.rendering import render
 
+from danlu.core.errors import DataError
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.messages import Conversation, turn_of
 from danlu.data.prompts import PromptSettings, render_prompts
@@ -20,7 +21,6 @@ from danlu.data.shown_texts import LeftOut, texts_left_out
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizing import TokenizeSettings, tokenise
-from danlu.errors import DataError
 
 # As DeepSeek-R1-Distill publishes it: `content.split('</think>')[-1]` of every answer, the last included
 # (deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B, tokenizer_config.json).

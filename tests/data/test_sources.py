@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data import file_formats, sources
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.sources import fingerprint, read_rows, source_names
-from danlu.errors import DataError
 from danlu.recipe.sections import Source
 
 ROWS = [

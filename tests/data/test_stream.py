@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from danlu.core.errors import CheckpointError, DataError
+from danlu.core.types import Pack
 from danlu.data.demo_data import pretraining_documents
 from danlu.data.prepare import DatasetSpec
 from danlu.data.raw_rows import RawRow
 from danlu.data.stream import InterleavedRows, StreamingDataset
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Data, Packing, Source
-from danlu.train.position import Feed
-from danlu.types import Pack
+from danlu.training.position import Feed
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 

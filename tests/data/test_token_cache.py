@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from danlu.core.errors import ResourceError
 from danlu.data import token_cache
 from danlu.data.samples import SampleBlock, Selection
 from danlu.data.token_cache import MARKER, StoreWriter, TokenCache, TokenStore
-from danlu.errors import ResourceError
 
 Build = Callable[[Callable[[int], StoreWriter]], None]
 

@@ -14,11 +14,11 @@ from builders.inline_workers import InlineWorkers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data import tokenizer_folder
 from danlu.data.tokenizer import Encoded, Tokenizer, load_tokenizer
 from danlu.data.tokenizer_export import ExportedTokenizer, exported_tokenizer
 from danlu.data.tokenizer_folder import resolve_tokenizer_folder, template_date, today, tokenizer_fingerprint
-from danlu.errors import DataError
 
 # -- ids and places ----------------------------------------------------------------------------------------------------
 

@@ -15,11 +15,11 @@ from builders.chat_tokenizers import odd_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from danlu.core.errors import DataError
 from danlu.data import tokenizer_folder
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_conversion import LLAMA3_PATTERN, convert
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
-from danlu.errors import DataError
 
 TEXTS = st.one_of(odd_texts(), st.text(alphabet="ab cd  é你龘😀\n\t▁'1", max_size=40), st.text(max_size=20))
 WORDS = ["hello there", "the cat sat on the mat", "a fox ran over the hill", "你好 世界", "1 2 3 4 5 6 7 8 9"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from danlu.core.types import MalformedCall, ToolCall
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.tool_calls import (
     ANY_FORM,
@@ -15,7 +16,6 @@ from danlu.data.tool_calls import (
     opens_thought,
     unknown_form_line,
 )
-from danlu.types import MalformedCall, ToolCall
 
 PROPERTIES = {
     "city": {"type": "string"},

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from danlu.core.types import Branch
 from danlu.data.message_spans import Reason
 from danlu.data.render import RenderedSample
 from danlu.data.tree_length import ANSWER_CUT, PROMPT_SHORTENED, fit_answers
 from danlu.data.trees import path_lengths
-from danlu.types import Branch
 
 BOS = 1
 # Turns of a prompt, with the number of tokens of each, its header of one token included: system, user, assistant, user.

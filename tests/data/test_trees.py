@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from danlu.core.types import Branch, Sample
 from danlu.data.trees import longest_path, repeat_stem
-from danlu.types import Branch, Sample
 
 NAN = float("nan")
 

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from danlu.core.errors import DataError
 from danlu.data.prompt_encoding import encode_text
 from danlu.data.raw_rows import RawRow
 from danlu.data.render import RenderedSample, RenderSettings, render_rows
 from danlu.data.rows import Completion, Row, Text
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizing import TokenizeSettings, tokenise
-from danlu.errors import DataError
 
 WORDS = {"red": 0, "fox": 1, "owl": 2, "<eos>": 3}
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from danlu.core.errors import DataError, ResourceError
 from danlu.data import resource_limits
 from danlu.data.worker_pool import MIN_TASKS_FOR_POOL, UnexpectedError, WorkerPool
-from danlu.errors import DataError, ResourceError
 
 
 @dataclass(frozen=True)

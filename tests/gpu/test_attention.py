@@ -9,9 +9,9 @@ import torch
 from builders.reference_attention import BOUNDARIES, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.core.types import Branch
 from danlu.models.attend import PackedAttention
-from danlu.types import Branch
 
 LENGTHS = [(1,), (1, 2, 3), (17, 64, 129), (300, 1, 211), (1000, 24, 3072)]
 VARIANTS = {

@@ -14,11 +14,11 @@ from builders.recorded_exchange import run_ring
 from builders.reference_attention import ReferenceAttention
 from torch import Tensor
 
+from danlu.core.layer_types import Keys
+from danlu.core.types import Run
 from danlu.data.shares import shares
-from danlu.layer_types import Keys
 from danlu.models.tiled_attention import TiledAttention, TileSettings, plan_tiles, tile_kernel_for, tiles_between
 from danlu.parallel.ring_attention import RankRows, as_rows, ring_attention
-from danlu.types import Run
 
 HEADS, WIDTH = 8, 64
 LENGTHS = {(5, 3): 2, (300, 1, 211): 2, (1000, 24, 3072): 4, (4096,): 4}

@@ -14,18 +14,18 @@ import torch
 from builders.tiny_run import SyntheticPacks, tiny_config, tiny_model, tiny_run
 from torch import Tensor
 
-from danlu.language.learner import DecoderLearner
+from danlu.assembly.parallelize import Subject, place, subject_of
 from danlu.memory import recompute
 from danlu.models.device_map import DeviceMap
 from danlu.models.saving import save
 from danlu.parallel.device_map import move_activations, move_parameters
 from danlu.parallel.ranks import Ranks
-from danlu.placing import Subject, place, subject_of
 from danlu.recipe import Recipe, sections
-from danlu.train.loop import fit, take_step
-from danlu.train.loop import save as save_run
-from danlu.train.metrics import read_metrics
-from danlu.train.state import Run, restore
+from danlu.stages.learner import DecoderLearner
+from danlu.training.loop import fit, take_step
+from danlu.training.loop import save as save_run
+from danlu.training.metrics import read_metrics
+from danlu.training.state import Run, restore
 
 LAYERS = 4
 PACKS = [SyntheticPacks().at(number) for number in range(4)]

@@ -10,11 +10,11 @@ from builders.generation import generate
 from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_run import VOCABULARY, SyntheticPacks, tiny_model
 
-from danlu.language.learner import DecoderLearner
+from danlu.inference.request import SamplingOptions
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.decoder import Decoder
-from danlu.rollout.request import SamplingOptions
-from danlu.train.step import accumulate
+from danlu.stages.learner import DecoderLearner
+from danlu.training.step import accumulate
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from builders.tiny_run import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
+from danlu.assembly.parallelize import kept_whole
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
@@ -22,7 +23,6 @@ from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import local_parameters_of
 from danlu.parallel.ranks import DataGroups
-from danlu.placing import kept_whole
 from danlu.recipe import sections
 
 

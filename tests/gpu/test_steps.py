@@ -12,17 +12,17 @@ from builders.tiny_run import SyntheticPacks, tiny_model
 from builders.trees import pair
 
 from danlu.assembly.frozen_base import adapters_of, quantize_weight
-from danlu.language.learner import DecoderLearner
-from danlu.language.roles import FrozenDecoder
+from danlu.core.types import Pack, Totals
 from danlu.memory import activation_offload
 from danlu.memory.paged_state import paged_state
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.objectives.preference import preference_objective
 from danlu.optim.build import build
 from danlu.recipe import sections
-from danlu.train.learner import MicroStep
-from danlu.train.step import accumulate
-from danlu.types import Pack, Totals
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.roles import FrozenDecoder
+from danlu.training.learner import MicroStep
+from danlu.training.step import accumulate
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 KINDS: dict[str, tuple[Any, Any, Any]] = {  # adapter, quantization, optimizer

@@ -10,14 +10,14 @@ from builders.generation import generate
 from builders.reference_attention import ReferenceAttention
 from builders.tiny_run import SyntheticPacks, tiny_model, tiny_run
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.inference.request import SamplingOptions
 from danlu.models.attend import PackedAttention
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
-from danlu.rollout.request import SamplingOptions
-from danlu.train.loop import fit, save, take_step
-from danlu.train.metrics import read_metrics
-from danlu.train.state import Run, restore
+from danlu.training.loop import fit, save, take_step
+from danlu.training.metrics import read_metrics
+from danlu.training.state import Run, restore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

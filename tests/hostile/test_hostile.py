@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from builders.tiny_world import InThisProcess, World, danlu
 
-from danlu.terminal import printable
+from danlu.core.terminal import printable
 from hostile.case import Case, Place
 from hostile.cases_data import CASES as DATA
 from hostile.cases_environment import CASES as ENVIRONMENT
@@ -82,7 +82,7 @@ def faults(case: Case, place: Place, code: int, out: str, err: str) -> list[str]
 def home(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home folder for all cases, in which what is done once a machine is done. Work is counted after that."""
     home = tmp_path_factory.mktemp("home")
-    for name in ("danlu.cli.merge", "danlu.cli.train", "danlu.cli.verify", "danlu.run"):
+    for name in ("danlu.cli.merge", "danlu.cli.train", "danlu.cli.verify", "danlu.run.train"):
         import_module(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))

@@ -10,7 +10,7 @@ from builders.recompute import LAYERS, RecomputeCase, Step, adapted, full, same,
 from builders.recompute_worker import resident_bytes
 from torch import Tensor
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.memory import activation_offload
 from danlu.memory.activation_offload import ActivationOffload, offload_for, unused_note
 from danlu.memory.recompute import Kind, LayerPlan, wrap

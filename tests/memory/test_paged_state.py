@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.memory import page_file
 from danlu.memory.page_file import default_folder
 from danlu.memory.paged_state import PagedState, paged_state

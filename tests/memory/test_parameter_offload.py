@@ -14,7 +14,7 @@ from builders.recompute import LAYERS, RecomputeCase, adapted, full, step
 from builders.recompute_worker import resident_bytes, sharded_in_files
 from torch import Tensor
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.memory.parameter_offload import MappedTensors, offload_parameters
 from danlu.memory.recompute import LayerPlan, wrap
 from danlu.models.decoder import Decoder

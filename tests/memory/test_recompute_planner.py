@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders.recompute import BOUNDARIES, LAYERS, RecomputeCase, adapted, full, same, step
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS, LayerPlan, wrap
 from danlu.memory.recompute_planner import (

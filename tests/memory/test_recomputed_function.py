@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from danlu.errors import TrainingError
+from danlu.core.errors import TrainingError
 from danlu.memory import recomputed_function
 from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
 from danlu.models.forward_values import from_forward

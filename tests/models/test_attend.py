@@ -19,11 +19,11 @@ from builders.reference_attention import (
 )
 from torch import Tensor
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.core.types import Branch
 from danlu.models import attend, attention_kernels, block_attention
 from danlu.models.attend import BlockwiseAttention, PackedAttention, visible
 from danlu.models.segments import documents_of
-from danlu.types import Branch
 
 
 def inputs(kv_heads: int, dtype: torch.dtype = torch.float64, width: int = 8) -> list[Tensor]:

@@ -20,12 +20,12 @@ from builders.reference_attention import (
 )
 from torch import Tensor
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.core.types import Branch
 from danlu.models import attend, attention_kernels
 from danlu.models.attend import PackedAttention
 from danlu.models.attention_kernels import EVERY, Flex, Kernels, Varlen, VarlenTiles, documents_mask, kernels_of
 from danlu.models.segments import documents_of
-from danlu.types import Branch
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:.torch.jit.script_method")
 

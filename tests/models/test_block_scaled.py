@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from danlu.assembly.frozen_base import check_frozen, load_frozen
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.shard_box import ShardBox
 from danlu.models import hf_validation, tensor_reader
 from danlu.models.attend import PackedAttention
 from danlu.models.block_scaled import dequantize_fp8, dequantize_mxfp4, fp8_block, with_scaled
@@ -25,7 +26,6 @@ from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.models.tensor_reader import TensorReader
 from danlu.recipe import sections
-from danlu.shard_box import ShardBox
 
 BLOCK = 16
 

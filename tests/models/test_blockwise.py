@@ -9,11 +9,11 @@ import torch
 from builders.reference_attention import BOUNDARIES, CHAINS, SIBLINGS, TREES, ReferenceAttention
 from torch import Tensor
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.core.types import Branch
 from danlu.models import blockwise
 from danlu.models.attend import BlockwiseAttention, PackedAttention, attend_for
 from danlu.models.blockwise import KEY_BLOCK, Attended, BlockwiseQueries, QueryRun, attend_block, merge
-from danlu.types import Branch
 
 LENGTH = 200
 """Of a sequence: four blocks of keys."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from builders.delta_recurrence import convolution, paths
 
+from danlu.core.types import Branch
 from danlu.models.causal_conv import causal_conv, causal_conv_step, last_inputs
 from danlu.models.recurrent_order import RecurrentOrder
-from danlu.types import Branch
 
 PACKS = {
     "one": ((0, 9), ()),

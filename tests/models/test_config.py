@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.hf_config import read_config_values
 from danlu.models.loading import build

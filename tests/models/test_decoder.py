@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
 from danlu.models.attend import PackedAttention
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder

@@ -9,11 +9,11 @@ import torch
 from builders.delta_recurrence import delta_inputs, delta_recurrence, paths
 from torch import Tensor
 
+from danlu.core.types import Branch
 from danlu.models import delta_rule
 from danlu.models.delta_rule import gated_delta_rule, gated_delta_rule_from, gated_delta_step
 from danlu.models.recurrent_order import RecurrentOrder
 from danlu.numerics.relative_error import relative_error
-from danlu.types import Branch
 
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 1e-5)]
 """Of numbers of about 1; float32's worst of these was 3.2e-6."""

@@ -10,7 +10,7 @@ from builders.small_experts import KINDS, MIXTRAL, ODD, QWEN2_MOE, experts_confi
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models import ops
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder

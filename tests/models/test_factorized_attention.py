@@ -12,7 +12,7 @@ from builders.reference_attention import BOUNDARIES
 from builders.small_config import small_config
 from torch import Tensor
 
-from danlu.errors import ModelError, RecipeError
+from danlu.core.errors import ModelError, RecipeError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.factorized_attention import FactorizedAttention

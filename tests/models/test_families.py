@@ -17,8 +17,8 @@ import torch
 from builders.reference_attention import ReferenceAttention
 from safetensors.torch import load_file
 
-from danlu.errors import ModelError
-from danlu.layer_types import Attend
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Attend
 from danlu.models.attend import PackedAttention
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder

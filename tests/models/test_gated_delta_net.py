@@ -14,7 +14,8 @@ from builders.small_config import small_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.errors import ModelError, RecipeError
+from danlu.core.errors import ModelError, RecipeError
+from danlu.core.types import Branch
 from danlu.models.attend import BlockwiseAttention, PackedAttention
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
@@ -24,9 +25,8 @@ from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
 from danlu.models.saving import save
-from danlu.plan.activation_memory import activation_bytes
-from danlu.plan.flops import forward_flops
-from danlu.types import Branch
+from danlu.planning.activation_memory import activation_bytes
+from danlu.planning.flops import forward_flops
 
 TREE = (Branch(-1, 0, 40), Branch(0, 40, 47), Branch(0, 47, 90), Branch(2, 90, 95), Branch(2, 95, 110))
 PATHS = (((0, 40), (40, 47)), ((0, 40), (47, 90), (90, 95)), ((0, 40), (47, 90), (95, 110)))

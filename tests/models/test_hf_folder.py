@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.hf_folder import read_config, read_tensors, resolve_folder
 
 

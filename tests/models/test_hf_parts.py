@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from danlu.core.shard_box import ShardBox
 from danlu.models import hf_layout, initialize, saving, tensor_reader
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
@@ -18,7 +19,6 @@ from danlu.models.families.family import LLAMA_MODULES, Stored
 from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_parts import HFTensor
 from danlu.models.tensor_reader import TensorReader
-from danlu.shard_box import ShardBox
 
 EXPERTS, WIDTH, INNER, HEADS = 4, 6, 10, 3
 SHAPES: dict[str, tuple[int, ...]] = {

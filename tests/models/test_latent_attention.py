@@ -14,8 +14,8 @@ from builders.small_config import small_config
 from builders.tiny_adapters import adapter_set, perturb
 from torch import Tensor
 
-from danlu.errors import ModelError
-from danlu.layer_types import Keys
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Keys
 from danlu.models import attend as attend_module
 from danlu.models.attend import BlockwiseAttention, PackedAttention, absorbed_keys
 from danlu.models.decoder import Decoder

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models import lenet
 
 

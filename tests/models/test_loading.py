@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models import loading, safetensors_io
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import check_vocabulary

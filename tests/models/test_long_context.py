@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import config_values, read_config_values

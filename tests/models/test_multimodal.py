@@ -16,7 +16,7 @@ from torch import Tensor
 
 from danlu.adapters.peft_folder import write_adapter
 from danlu.assembly.frozen_base import load_frozen
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES

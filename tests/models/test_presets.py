@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.presets import PRESETS, from_scratch
 from danlu.recipe.sections import Model
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.hf_rope import RopeRules, read_rope, write_rope
 from danlu.models.hf_values import HFValues
 from danlu.models.rope import document_lengths, inverse_frequencies, rotary_tables

@@ -8,7 +8,7 @@ from builders.reference_attention import ReferenceAttention
 from builders.small_experts import DEEPSEEK_V3, MIXTRAL, small_decoder, small_moe
 from torch import Tensor
 
-from danlu.errors import TrainingError
+from danlu.core.errors import TrainingError
 from danlu.memory.recomputed_function import RecomputedFunction, recomputed_within
 from danlu.models.decoder import Decoder
 from danlu.models.experts import MoE

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from danlu.core.safetensors_format import read_header
 from danlu.models.safetensors_io import TensorStream
-from danlu.safetensors_format import read_header
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from danlu.errors import ModelError, ResourceError
+from danlu.core.errors import ModelError, ResourceError
+from danlu.core.shard_box import ShardBox
+from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 from danlu.models import saving
 from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 from danlu.models.saving import save
-from danlu.shard_box import ShardBox
-from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 
 @pytest.fixture

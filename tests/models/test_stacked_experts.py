@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.shard_box import ShardBox
 from danlu.models.attend import PackedAttention
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
@@ -23,7 +24,6 @@ from danlu.models.hf_layout import holds_stacked_experts
 from danlu.models.hf_validation import check_headers
 from danlu.models.loading import load, load_boxes, stored_dtype
 from danlu.models.saving import save
-from danlu.shard_box import ShardBox
 
 CASES = (
     "mixtral",

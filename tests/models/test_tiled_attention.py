@@ -11,7 +11,8 @@ from builders.flash_stub import stub_kernels
 from builders.reference_attention import ReferenceAttention
 from torch import Tensor
 
-from danlu.layer_types import Keys
+from danlu.core.layer_types import Keys
+from danlu.core.types import Run
 from danlu.models import attention_kernels, tiled_attention
 from danlu.models.attention_kernels import CpuTiles, Kernels, TileCall, TileKernel, VarlenTiles, kernels_of
 from danlu.models.tiled_attention import (
@@ -22,7 +23,6 @@ from danlu.models.tiled_attention import (
     tile_kernel_for,
     tiles_between,
 )
-from danlu.types import Run
 
 BOUNDARIES = (0, 5, 6, 37, 60)
 CHUNKS = ((40, 60), (6, 11), (0, 5), (21, 37), (37, 40), (5, 6), (11, 21))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutation.table import Mutation
 
 SHOWN = "data/test_shown_texts.py"
-ANSWERS = "rollout/serving/test_openai_answers.py"
+ANSWERS = "serving/test_openai_answers.py"
 CALLS = "data/test_tool_calls.py"
 TOKENIZING = "data/test_tokenizing.py"
 MUTATIONS: tuple[Mutation, ...] = (
@@ -116,11 +116,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:",
         CALLS,
     ),
-    Mutation(
-        "rollout/serving/openai_answers.py", "                self._calls[index] += 1", "                pass", ANSWERS
-    ),
-    Mutation("rollout/serving/openai_answers.py", "if valid and len(valid) == len(calls):", "if True:", ANSWERS),
-    Mutation("rollout/serving/openai_answers.py", '"tool_calls" if reason == "stop" and', '"tool_calls" if', ANSWERS),
+    Mutation("serving/openai_answers.py", "                self._calls[index] += 1", "                pass", ANSWERS),
+    Mutation("serving/openai_answers.py", "if valid and len(valid) == len(calls):", "if True:", ANSWERS),
+    Mutation("serving/openai_answers.py", '"tool_calls" if reason == "stop" and', '"tool_calls" if', ANSWERS),
     Mutation(
         "data/tool_calls.py",
         "parts += [replace(part, text=text) if isinstance(part, MalformedCall) else part for part in read]",

@@ -217,17 +217,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="bound_of_the_scale",
     ),
     Mutation(
-        "rollout/rollout_sampler.py",
+        "rl/rollout_sampler.py",
         "        self.failures, self.verdicts, self.late = {}, {}, None",
         "        self.failures, self.verdicts = {}, {}",
-        "rollout/test_experience.py",
+        "rl/test_experience.py",
         only="came_about",
     ),
     Mutation(
-        "rollout/experience.py",
+        "rl/experience.py",
         '                    entry["verdicts"] = {name: verdict.as_json() for name, verdict in verdicts.items()}',
         "                    pass",
-        "rollout/test_experience.py",
+        "rl/test_experience.py",
         only="came_about",
     ),
     Mutation(

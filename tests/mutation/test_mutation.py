@@ -15,8 +15,8 @@ from mutation.run import EVERY_MUTATION, ROOT, main
 from mutation.table import Mutation
 
 ROOMS = """
-adapters assembly cli data language memory models numerics objectives optim parallel plan recipe report rewards rollout
-study train verify
+adapters assembly cli core data demo inference memory models numerics objectives optim parallel planning recipe
+remote_engines report rewards rl run serving stages study training verification
 """
 
 

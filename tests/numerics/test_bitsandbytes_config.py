@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BitsAndBytesConfig
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.bitsandbytes_config import FourBitConfig, config_values, read_config
 from danlu.numerics.codebooks import KINDS, Kind
 

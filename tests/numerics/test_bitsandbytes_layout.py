@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.bitsandbytes_layout import STATE
 from danlu.numerics.codebooks import KINDS, Kind
 from danlu.numerics.four_bit_weight import FourBitWeight

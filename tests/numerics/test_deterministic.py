@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.numerics.deterministic import WORKSPACE, deterministic
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.codebooks import KINDS, Kind
 from danlu.numerics.four_bit_weight import FourBitWeight
 

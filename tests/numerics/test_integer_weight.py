@@ -5,7 +5,7 @@ import torch
 from builders.kernel_count import Kernels
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics import four_bit, integer_weight
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import Bits, IntegerWeight

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError, TrainingError
+from danlu.core.errors import CheckpointError, TrainingError
 from danlu.numerics.loss_scaling import LossScaler, ScaleChange
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight, unpack_kernels
 from danlu.numerics.integer_weight import IntegerWeight

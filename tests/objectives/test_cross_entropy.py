@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from builders.tiny_run import SyntheticPacks, tiny_model
 
+from danlu.core.types import Loss, Pack, Totals
 from danlu.data.batch import collate, pad_to_bucket
-from danlu.language.outputs import DecoderOutputs
 from danlu.models.attend import attend_for
 from danlu.objectives.cross_entropy import CrossEntropy
-from danlu.types import Loss, Pack, Totals
+from danlu.stages.outputs import DecoderOutputs
 
 NAMES = ("a", "b", "c")
 

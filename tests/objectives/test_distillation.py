@@ -11,14 +11,14 @@ from builders.tiny_run import SyntheticPacks, tiny_model
 from builders.worst_errors import worst_relative_error
 from torch import Tensor, nn
 
+from danlu.core.types import Objective, Pack
 from danlu.data.batch import EMPTY_PACK, collate
-from danlu.language.learner import DecoderLearner
-from danlu.language.roles import FrozenDecoder
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
-from danlu.train.step import StepGradients, accumulate
-from danlu.types import Objective, Pack
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.roles import FrozenDecoder
+from danlu.training.step import StepGradients, accumulate
 
 ITEMS = [SyntheticPacks().at(number) for number in range(5)]
 TEACHER_WIDTH, CAP = 48, 5.0
@@ -195,7 +195,7 @@ def test_a_loss_scale_is_in_every_gradient_and_in_no_value(
     assert scaled.loss == pytest.approx(done.loss, rel=1e-6)
     assert worst_relative_error(got, want) < 1e-6
     # Negative control: the division by a scale that is in no gradient is seen.
-    monkeypatch.setattr("danlu.language.learner.scale_gradient", lambda x, scale: x)
+    monkeypatch.setattr("danlu.stages.learner.scale_gradient", lambda x, scale: x)
     assert worst_relative_error(step(objective, loss_scale=4096.0)[1], want) > 0.5
 
 

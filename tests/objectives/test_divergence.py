@@ -10,8 +10,8 @@ import torch
 from builders.thread_group import ThreadGroup
 from torch import Tensor
 
+from danlu.core.types import DivergenceKind
 from danlu.objectives.divergence import Head, categorical_divergence, divergence
-from danlu.types import DivergenceKind
 
 N, D, TEACHER_D, V = 23, 16, 11, 101
 KINDS: tuple[DivergenceKind, ...] = ("forward", "reverse", "jensen-shannon")

@@ -31,17 +31,17 @@ from builders.tiny_run import VOCABULARY
 from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
+from danlu.core.types import Batch, Branch, Loss, Pack, Totals
 from danlu.data.batch import collate, empty_like
 from danlu.data.trees import repeat_stem
-from danlu.language.learner import DecoderLearner
 from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
 from danlu.recipe.sections import Context, Parallel
-from danlu.train.evaluation import evaluate
-from danlu.types import Batch, Branch, Loss, Pack, Totals
+from danlu.stages.learner import DecoderLearner
+from danlu.training.evaluation import evaluate
 
 CLOSE = 1e-6
 

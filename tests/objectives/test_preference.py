@@ -17,6 +17,7 @@ from builders.tiny_run import VOCABULARY, tiny_model
 from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
+from danlu.core.types import Branch, Pack, StepLogprobs
 from danlu.data.batch import collate
 from danlu.data.mismatched import with_own_prompt
 from danlu.objectives.branches import pairs_of, places_in_branch, sum_by_branch
@@ -53,7 +54,6 @@ from danlu.recipe.sections import (
     SigmoidNorm,
     Simpo,
 )
-from danlu.types import Branch, Pack, StepLogprobs
 
 KINDS = {kind: terms[0] for kind, terms in OBJECTIVES.items() if kind == terms[0].kind}
 
@@ -231,7 +231,7 @@ def test_a_loss_scale_is_in_every_gradient_before_the_division(kind: str, monkey
     assert scaled.loss == plain.loss and worst_relative_error(gradients, wanted) < 1e-12
     ratios = [(b.norm() / a.norm()).item() for a, b in zip(arrived, arrived[count_of_plain:], strict=False)]
     assert ratios == pytest.approx([2.0**12] * len(ratios)) and ratios
-    monkeypatch.setattr("danlu.language.learner.scale_gradient", lambda x, scale: x)
+    monkeypatch.setattr("danlu.stages.learner.scale_gradient", lambda x, scale: x)
     _, without = step_gradients(learner, items, loss_scale=2.0**12)
     assert worst_relative_error(without, wanted) > 0.9
 

@@ -8,8 +8,8 @@ from builders.preference_steps import OBJECTIVES, OF_MICRO_BATCHES, OF_STEP, Own
 from builders.process_group import run_group
 from builders.worst_errors import worst_relative_error
 
-from danlu.language.learner import DecoderLearner
 from danlu.recipe.sections import Context, Parallel
+from danlu.stages.learner import DecoderLearner
 
 CLOSE = 1e-6
 

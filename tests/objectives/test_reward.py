@@ -15,15 +15,15 @@ from builders.worst_errors import worst_relative_error
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from danlu.core.types import Pack
 from danlu.data.batch import empty_like
-from danlu.language.learner import DecoderLearner
-from danlu.language.outputs import DecoderOutputs
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.loading import build
 from danlu.objectives.reward import BradleyTerry, Stepwise
-from danlu.train.step import accumulate
-from danlu.types import Pack
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.outputs import DecoderOutputs
+from danlu.training.step import accumulate
 
 VECTORS = Path(__file__).with_name("data") / "reward.safetensors"
 CLOSE = 1e-5  # relative, of gradients in the 2-norm of each tensor

@@ -17,12 +17,12 @@ from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from danlu.core.types import Pack
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.loading import load
 from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import ImportanceBounds
-from danlu.types import Pack
 
 DATA = Path(__file__).parent / "data"
 CONTENT = json.loads((DATA / "trl_policy.json").read_text())

@@ -15,12 +15,12 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from danlu.core.types import Pack
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.loading import load
 from danlu.objectives.preference import preference_objective
 from danlu.recipe.sections import Objective, PreferenceTerm
-from danlu.types import Pack
 
 DATA = Path(__file__).parent / "data"
 CONTENT = json.loads((DATA / "trl_preference.json").read_text())

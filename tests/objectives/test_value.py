@@ -15,10 +15,10 @@ from builders.preference_steps import scaled_model
 from builders.tiny_run import VOCABULARY
 from torch import Tensor, nn
 
+from danlu.core.types import Batch, CountingObjective, HeadObjective, Loss, Pack, TokenLogprobs, Totals
 from danlu.data.batch import collate, empty_like
 from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings
 from danlu.objectives.value import PpoObjective
-from danlu.types import Batch, CountingObjective, HeadObjective, Loss, Pack, TokenLogprobs, Totals
 
 GRADIENT = PolicyGradient(PolicyGradientSettings())
 

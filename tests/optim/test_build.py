@@ -13,7 +13,7 @@ from builders.worst_errors import worst_absolute_error
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError, ModelError
+from danlu.core.errors import CheckpointError, ModelError
 from danlu.memory.paged_state import paged_state
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer

@@ -12,7 +12,7 @@ from builders.worst_errors import worst_absolute_error
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import ModelError, RecipeError
+from danlu.core.errors import ModelError, RecipeError
 from danlu.optim.build import Optimizers, build
 from danlu.optim.clip import clip_grad_norm
 from danlu.optim.galore import GaLore

@@ -11,16 +11,16 @@ import torch
 from builders.tiny_run import SyntheticPacks, tiny_run
 from torch import Tensor
 
-from danlu.errors import CheckpointError, TrainingError
+from danlu.core.errors import CheckpointError, TrainingError
 from danlu.memory.paged_state import paged_state
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import build
 from danlu.recipe import sections
 from danlu.recipe.sections import AdamW, AdamW8bit, GaLore, Optimizer, PagedAdamW
-from danlu.train.loop import fit, save, take_step
-from danlu.train.metrics import read_metrics
-from danlu.train.state import Run, restore
-from danlu.train.watch import Watch
+from danlu.training.loop import fit, save, take_step
+from danlu.training.metrics import read_metrics
+from danlu.training.state import Run, restore
+from danlu.training.watch import Watch
 
 SECTIONS: list[Optimizer] = [
     AdamW8bit(learning_rate=1e-2, block=32, smallest=16),

@@ -14,8 +14,8 @@ from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_world import CONFIG, World
 
 from danlu.models.hf_config import read_config_values
-from danlu.verify.role_proxies import write_model
-from danlu.verify.trace import Trace
+from danlu.verification.role_proxies import write_model
+from danlu.verification.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

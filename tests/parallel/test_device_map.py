@@ -23,7 +23,7 @@ from builders.tree_pairs import tree_pair
 from torch import Tensor
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.language.learner import DecoderLearner
+from danlu.core.types import Pack
 from danlu.memory import recompute
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -35,8 +35,8 @@ from danlu.models.loading import meta_decoder
 from danlu.parallel import device_map as placement
 from danlu.recipe import sections
 from danlu.recipe.sections import Recompute
-from danlu.train.learner import MicroStep
-from danlu.types import Pack
+from danlu.stages.learner import DecoderLearner
+from danlu.training.learner import MicroStep
 
 SPLIT = DeviceMap("cpu:0", ("cpu:0", "cpu:0", "cpu:1", "cpu:1"), "cpu:1")
 THERE_AND_BACK = DeviceMap("cpu:0", ("cpu:0", "cpu:1", "cpu:1", "cpu:0"), "cpu:0")

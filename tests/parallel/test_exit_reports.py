@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import DanluError, DataError, HangError, RecipeError, ResourceError, TrainingError
+from danlu.core.errors import DanluError, DataError, HangError, RecipeError, ResourceError, TrainingError
 from danlu.parallel.exit_reports import (
     ExitReport,
     FailureCause,

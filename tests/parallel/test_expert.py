@@ -16,7 +16,7 @@ from builders.process_group import run_group
 from builders.tiny_world import World
 
 from danlu.parallel.collective_traffic import table
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ from builders.process_group import run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from danlu.errors import TrainingError
+from danlu.core.errors import TrainingError
 from danlu.parallel import gradient_buckets
 from danlu.parallel.comm import Group, PendingSum
 from danlu.parallel.gradient_buckets import GradientBuckets

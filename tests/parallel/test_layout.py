@@ -7,7 +7,7 @@ from builders.small_config import small_config
 from builders.small_experts import QWEN2_MOE, experts_config
 from builders.tiny_run import tiny_config
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.models.config import ModelConfig
 from danlu.parallel.layout import AXES, Layout, layout_of, problems
 from danlu.recipe.sections import Context, Parallel, Pipeline

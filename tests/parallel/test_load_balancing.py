@@ -11,7 +11,7 @@ from builders.parallel_steps import recipe_file
 from builders.process_group import run_group
 from builders.tiny_world import World
 
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

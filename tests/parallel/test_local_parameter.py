@@ -7,9 +7,9 @@ from builders import expert_groups_worker
 from builders.expert_groups_worker import Case, Seen
 from builders.process_group import run_group
 
+from danlu.core.shard_box import find_gap, find_overlap
 from danlu.parallel.layout import Layout
 from danlu.recipe.sections import Parallel
-from danlu.shard_box import find_gap, find_overlap
 
 pytestmark = pytest.mark.distributed
 

@@ -15,13 +15,13 @@ from builders.tiny_world import CONFIG, World
 from builders.worst_errors import worst_relative_error
 from torch import Tensor
 
-from danlu.errors import RecipeError
+from danlu.assembly.parallelize import place, subject_of
+from danlu.core.errors import RecipeError
 from danlu.memory import recompute_planner
 from danlu.models.hf_config import read_config_values
 from danlu.parallel.ranks import Ranks
-from danlu.placing import place, subject_of
 from danlu.recipe import Recipe, load
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 CPU = torch.device("cpu")
 # Rows that two processes cannot share evenly, in layers large enough to go to a file.

@@ -19,7 +19,7 @@ from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save
 from danlu.recipe import sections
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.parallel import process_group
 from danlu.parallel.exit_reports import is_peer_failure
 from danlu.parallel.process_group import agree_on_devices, device_of

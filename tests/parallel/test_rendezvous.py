@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.world import World
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from builders.schedule_contract import messages_match, rendezvous, violations
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.parallel.schedules import (
     KINDS,
     Action,
@@ -26,8 +26,8 @@ from danlu.parallel.schedules import (
     schedule_problems,
 )
 from danlu.parallel.schedules.messages import with_messages
-from danlu.plan.pipeline_formulas import bubble_formula, in_flight_formula
-from danlu.plan.pipeline_simulation import bubble, simulate
+from danlu.planning.pipeline_formulas import bubble_formula, in_flight_formula
+from danlu.planning.pipeline_simulation import bubble, simulate
 
 VARIANTS = [(kind, chunks_per_rank(kind)) for kind in KINDS] + [("interleaved", 3)]
 variants = pytest.mark.parametrize(("kind", "chunks"), VARIANTS)
@@ -349,5 +349,7 @@ def test_actions_in_words() -> None:
 
 
 def test_lists_need_no_torch() -> None:
-    program = "import sys, danlu.parallel.schedules, danlu.plan.pipeline_simulation; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, danlu.parallel.schedules, danlu.planning.pipeline_simulation; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -13,7 +13,7 @@ from builders.process_group import run_group
 from builders.split_steps import see_split
 from builders.tiny_world import World
 
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

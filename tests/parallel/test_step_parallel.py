@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from danlu.core.shard_box import ShardBox
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.shard_box import ShardBox
 
 
 @dataclass(frozen=True)

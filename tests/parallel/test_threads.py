@@ -15,16 +15,16 @@ from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 from torch import Tensor, nn
 
-from danlu.errors import RecipeError
-from danlu.language.learner import DecoderLearner, ThreadedLearner
+from danlu.core.errors import RecipeError
+from danlu.core.types import Pack
 from danlu.models.decoder import Decoder
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.threads import Replicas, replica, shares_of
 from danlu.recipe import load
-from danlu.stages import STAGES
-from danlu.train.evaluation import evaluate
-from danlu.train.step import StepGradients, accumulate
-from danlu.types import Pack
+from danlu.stages.learner import DecoderLearner, ThreadedLearner
+from danlu.stages.table import STAGES
+from danlu.training.evaluation import evaluate
+from danlu.training.step import StepGradients, accumulate
 
 CPU = torch.device("cpu")
 

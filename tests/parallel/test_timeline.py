@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
 from danlu.parallel.schedules import schedule
 from danlu.parallel.timeline import TimelineEvent, read_timeline, timeline_line, timeline_name
-from danlu.plan.pipeline_simulation import simulate
+from danlu.planning.pipeline_simulation import simulate
 
 
 def written(folder: Path, steps: dict[int, tuple[int, ...]]) -> list[TimelineEvent]:

@@ -12,7 +12,7 @@ from builders.process_group import run_group
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 
-from danlu.verify.trace import Trace
+from danlu.verification.trace import Trace
 
 pytestmark = pytest.mark.distributed
 

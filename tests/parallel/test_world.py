@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.parallel.world import World, first_host, format_ranks, world_from_environment
 
 TORCHRUN = {

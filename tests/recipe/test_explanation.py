@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe import explain, load
 from danlu.recipe.explanation import keys
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe.from_arguments import recipe_from_arguments
 
 VALUES: dict[str, Any] = {

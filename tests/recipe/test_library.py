@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.recipe import library, load, load_chain
 
 

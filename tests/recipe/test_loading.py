@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import ModelError, RecipeError
+from danlu.core.errors import ModelError, RecipeError
 from danlu.recipe import load
 from danlu.recipe.sections import Adafactor, EarlyStop, Ema, Lion, Ngram, Samples, Source
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import AdamW, Ema, Lion, Source
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe.parameter_grid import parameter_grid, parse_vary_options
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe import Recipe, load, resolved_yaml, schema
 from danlu.recipe.default_mappings import with_default_mappings
 from danlu.recipe.reference import resolve_reference

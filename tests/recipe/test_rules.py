@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe import explain as look_up
 from danlu.recipe import load
 from danlu.recipe.explanation import keys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora, RsLora
 from danlu.recipe.value import value_adapter, value_rate, value_share

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from builders.tiny_world import World
 
+from danlu.core.errors import RecipeError
+from danlu.core.types import Pack, Sample
 from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
 from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.data.statistics import Statistics
-from danlu.errors import RecipeError
 from danlu.recipe import Recipe
 from danlu.recipe import load as load_recipe
 from danlu.report import html_page, preview_page, preview_text
 from danlu.report import preview_content as content
-from danlu.types import Pack, Sample
 
 T, U, A, E = Reason.TEMPLATE, Reason.USER, Reason.ASSISTANT, Reason.TERMINATOR
 

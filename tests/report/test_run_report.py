@@ -19,7 +19,7 @@ from danlu.report.run_charts import HEIGHT, MAX_POINTS, WIDTH, charts
 from danlu.report.run_page import MAX_EVENTS, page
 from danlu.report.run_record import RunRecord, read_record
 from danlu.report.run_report import as_json, report_of, table
-from danlu.train import run_folder, summary
+from danlu.training import run_folder, summary
 
 HOSTILE = "</pre><script>alert(1)</script>{{ 7 * 7 }}\x1b[2J\u202e\"'&"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from builders.study_folders import write_run, write_study
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.report import study_results
 from danlu.report.study_results import RunSummary, Study, read_study
 from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
-from danlu.train import run_folder, summary
+from danlu.training import run_folder, summary
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from danlu.parallel.schedules import schedule
-from danlu.plan.action_times import ActionTimes
-from danlu.plan.pipeline_simulation import simulate
+from danlu.planning.action_times import ActionTimes
+from danlu.planning.pipeline_simulation import simulate
 from danlu.report.timeline_svg import LEFT, MAX_WIDTH, timeline_svg
 from danlu.report.timeline_text import text_timeline
 

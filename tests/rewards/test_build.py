@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from danlu.errors import DataError, RecipeError, ResourceError
+from danlu.core.errors import DataError, RecipeError, ResourceError
 from danlu.recipe import sections
 from danlu.rewards import build
 from danlu.rewards.build import build_rewards, build_runner, check_columns

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.recipe.sections import OpenEnv, Verifiers
 from danlu.rewards.environments import build
 from danlu.rewards.environments.agents import AgentCall, AgentFailed, play

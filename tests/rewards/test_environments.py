@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.rewards.environments import workers as environment_workers
 from danlu.rewards.environments.protocol import EpisodeCall, Reply, TurnText
 from danlu.rewards.environments.user_class import UserEnvironment

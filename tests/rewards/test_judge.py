@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from danlu.errors import RecipeError
-from danlu.http_client import ConnectionLost, RequestRefused
-from danlu.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.core.errors import RecipeError
+from danlu.core.http_client import ConnectionLost, RequestRefused
+from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.rewards import judge as judge_module
 from danlu.rewards import runner as runner_module
 from danlu.rewards.judge import Judge, NoMark, prompt_text

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from danlu.errors import DataError, ResourceError
+from danlu.core.errors import DataError, ResourceError
 from danlu.rewards.build import check_columns, check_first_tests
 from danlu.rewards.code import Code
 from danlu.rewards.programs.blocks import code_of

@@ -12,7 +12,7 @@ import pytest
 from builders.deceiving_programs import DECEIVING
 from builders.programs import CLOSE, CLOSE_TESTS, FORGED, HONEST, LIMITED
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.rewards.programs import sandbox
 from danlu.rewards.programs.blocks import code_of
 from danlu.rewards.programs.sandbox import KINDS, find_sandbox

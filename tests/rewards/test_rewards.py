@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.rewards import worker_connection, worker_pool
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction

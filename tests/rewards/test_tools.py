@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from danlu.core.errors import RecipeError
+from danlu.core.types import MalformedCall, ToolCall
 from danlu.data.tool_calls import ReadCalls
-from danlu.errors import RecipeError
 from danlu.rewards.environments.protocol import EpisodeCall, Reply, TurnText
 from danlu.rewards.environments.tools import Toolbox
 from danlu.rewards.environments.workers import EnvironmentWorkers
-from danlu.types import MalformedCall, ToolCall
 
 TOOLS = '''
 def add(a: float, b: float) -> float:

@@ -20,7 +20,7 @@ from builders.study_folders import write_run
 from builders.tiny_world import World, differences, last_state, metrics, start
 
 from danlu import recipe as recipes
-from danlu.errors import CheckpointError, RecipeError, ResourceError
+from danlu.core.errors import CheckpointError, RecipeError, ResourceError
 from danlu.recipe.parameter_grid import parse_vary_options
 from danlu.report.study_results import known_runs, read_study
 from danlu.study import runner
@@ -289,7 +289,7 @@ def test_a_run_whose_recipe_is_gone(tiny_world: World, tmp_path: Path, pretended
 
 def test_one_study_at_a_time(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     wanted = planned(tiny_world.recipe(tmp_path / "study"), seeds="0")
-    from danlu.train.run_lock import RunLock
+    from danlu.training.run_lock import RunLock
 
     with RunLock(wanted.folder), pytest.raises(ResourceError, match="another danlu process"):
         runner.run(wanted, RecordingObserver())
@@ -360,7 +360,7 @@ def test_a_failure_without_a_message_shows_the_end_of_the_log(tmp_path: Path) ->
 
 
 def kill_me_at(step: int) -> None:
-    from danlu.train import loop
+    from danlu.training import loop
 
     real = loop.accumulate
 
@@ -374,8 +374,8 @@ def kill_me_at(step: int) -> None:
 
 def interrupt(study_process: int, step: int) -> None:
     """In a run: have the study interrupted in that step, and go on once it has passed that on."""
-    from danlu.train import loop
-    from danlu.train.signals import StopRequest
+    from danlu.training import loop
+    from danlu.training.signals import StopRequest
 
     real, handle, arrived = loop.accumulate, StopRequest._handle, []
 

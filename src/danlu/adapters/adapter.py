@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Axis, EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed
+from danlu.core.layer_types import Axis, EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed
 
 TensorAxes = Mapping[str, tuple[Axis | None, ...]]
 """For tensor parallelism: for each dimension of a parameter, whether it is cut with the outputs or the inputs of its

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.errors import ModelError
-from danlu.small_files import check_regular_entries, parse_json, read_small_text
+from danlu.core.errors import ModelError
+from danlu.core.small_files import check_regular_entries, parse_json, read_small_text
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
-    from danlu.types import Task
+    from danlu.core.types import Task
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -19,8 +19,8 @@ from danlu.adapters.prompt import Prompt
 from danlu.adapters.slot import Slot, new_slot
 from danlu.adapters.targets import choose
 from danlu.adapters.virtual_tokens import VirtualTokens
-from danlu.errors import ModelError, RecipeError
-from danlu.layer_types import Site
+from danlu.core.errors import ModelError, RecipeError
+from danlu.core.layer_types import Site
 
 FROZEN = ("initial_A", "initial_B", "vera_A", "vera_B")
 """Parameters of adapters that are saved and never trained."""

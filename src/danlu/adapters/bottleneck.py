@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader
-from danlu.layer_types import Site
+from danlu.core.layer_types import Site
 from danlu.recipe import sections
 
 Activation = Literal["gelu", "relu", "silu"]

@@ -19,8 +19,8 @@ from danlu.adapters.lora import EmbeddingLowRank, LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.targets import by_pattern, select, square_width
 from danlu.adapters.vera import Projection, Vera, largest_shape
-from danlu.errors import RecipeError
-from danlu.layer_types import Site
+from danlu.core.errors import RecipeError
+from danlu.core.layer_types import Site
 from danlu.recipe import sections
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.adapters.adapter import DenseLinear, GroupedLinearAdapter, TensorAxes
-from danlu.layer_types import GroupedLayer
+from danlu.core.layer_types import GroupedLayer
 
 
 class GroupedLowRank(GroupedLinearAdapter):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from danlu.layer_types import Site
+from danlu.core.layer_types import Site
 
 if TYPE_CHECKING:
     from torch import Tensor

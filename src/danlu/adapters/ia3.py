@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type, saved_inputs
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
-from danlu.errors import ModelError
-from danlu.layer_types import LinearLayer, Recomputed, Site
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import LinearLayer, Recomputed, Site
 from danlu.recipe import sections
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"fan_in_fan_out": (False, None)}

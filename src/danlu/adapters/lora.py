@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, TensorAxes
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.low_rank import LowRankFactors
-from danlu.layer_types import EmbeddingLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
+from danlu.core.layer_types import EmbeddingLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
 
 # T tokens · O, I outputs and inputs · r rank · V vocabulary · D model width
 

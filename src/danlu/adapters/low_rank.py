@@ -24,8 +24,8 @@ from torch import Tensor
 
 from danlu.adapters.adapter import saved_inputs
 from danlu.adapters.dropout import Dropout
-from danlu.layer_types import LinearLayer, Recomputed, ReduceGroup
-from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
+from danlu.core.layer_types import LinearLayer, Recomputed, ReduceGroup
+from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 # Rows of a [T, O] product that are reduced at a time, few enough for a CPU's caches.
 _ROWS_PER_BLOCK = 128

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from danlu.adapters.adapter import in_float32
 from danlu.adapters.lora import LowRank
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq")
 """Initialisations that subtract their factors from the base."""

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from danlu.adapters.adapter import DenseLinear, in_float32
 from danlu.adapters.adapter_set import AdapterSet, dense_linear
 from danlu.adapters.slot import EmbeddingSlot, Slot
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 UNMERGEABLE_KINDS = ("bottleneck", "prefix", "prompt")
 """Kinds of adapters that no other weights of the same architecture can express."""

@@ -28,10 +28,10 @@ from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
 from danlu.adapters.targets import Form, square_width
-from danlu.errors import ModelError
-from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import LinearLayer, LinearShard, Recomputed, Site
+from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
 from danlu.recipe import sections
-from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 Angles = tuple[Tensor, Tensor] | None
 """cos and sin [G, w/2] of every pair of features of every group, in the type of activations; None for sharing."""

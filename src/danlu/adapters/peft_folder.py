@@ -28,8 +28,8 @@ from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftReader
-from danlu.errors import ModelError
-from danlu.types import Task
+from danlu.core.errors import ModelError
+from danlu.core.types import Task
 
 
 def write_adapter(

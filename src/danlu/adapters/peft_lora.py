@@ -41,8 +41,8 @@ from danlu.adapters.peft_values import (
     target_weights,
 )
 from danlu.adapters.targets import value_by_pattern
-from danlu.errors import ModelError
-from danlu.layer_types import Site
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Site
 from danlu.recipe import sections
 
 _FACTORS = ("lora_A.weight", "lora_B.weight")

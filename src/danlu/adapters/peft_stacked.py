@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from danlu.adapters.peft_values import PREFIX, PeftReader
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 PARAMETERS = ("gate_up_proj", "down_proj")
 """The stacked matrices of experts in transformers' classes, in the order in which these define them."""

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from danlu.adapters.hf_layers import adapted_layers, hf_layers
-from danlu.errors import ModelError
-from danlu.layer_types import LANGUAGE_PART, Site
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import LANGUAGE_PART, Site
 
 PREFIX = "base_model.model."
 """What PEFT puts in front of the name that a module has in Hugging Face folders."""

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu import device_moves
 from danlu.adapters.adapter import ShardableModule, module_of_type
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
-from danlu.layer_types import LinearShard, Site
+from danlu.core import device_moves
+from danlu.core.layer_types import LinearShard, Site
 from danlu.recipe import sections
 
 GeneratorFor = Callable[[str], torch.Generator]

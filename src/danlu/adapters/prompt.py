@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
 from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
-from danlu.layer_types import EmbeddingLayer, Site
+from danlu.core.layer_types import EmbeddingLayer, Site
 from danlu.recipe import sections
 
 _KEY = "prompt_embeddings"

@@ -17,7 +17,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, low_rank_linears
 from danlu.adapters.prefix import LayerPrefix
 from danlu.adapters.virtual_tokens import VirtualTokens
-from danlu.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, Recomputed, Site
+from danlu.core.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, Recomputed, Site
 
 
 class Slot(nn.ModuleDict):

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from danlu.adapters.hf_layers import hf_layers
-from danlu.errors import RecipeError
-from danlu.layer_types import Site
+from danlu.core.errors import RecipeError
+from danlu.core.layer_types import Site
 from danlu.recipe import sections
 
 Form = Literal["rotation", "sharing"]

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu import device_moves
 from danlu.adapters.adapter import Adapter, DenseLinear, TensorAxes, module_of_type
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.hf_layers import HFLayer, Rows, adapted_layers, hf_layers
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftContent, PeftReader, target_modules
-from danlu.errors import ModelError
-from danlu.layer_types import LinearLayer, LinearShard, Recomputed, Site
+from danlu.core import device_moves
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import LinearLayer, LinearShard, Recomputed, Site
+from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
 from danlu.recipe import sections
-from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"bias": ("none", None), "fan_in_fan_out": (False, None)}

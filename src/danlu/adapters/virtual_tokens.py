@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from danlu.adapters.adapter import ShardableModule
-from danlu.layer_types import LinearShard
+from danlu.core.layer_types import LinearShard
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, l
 from danlu.assembly.parameter_roles import TRAINED, VALUE
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
 from danlu.assembly.value_adapter import check_value_adapter
+from danlu.core.output_folder import replace_folder
+from danlu.core.types import Task
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import config_values
@@ -30,9 +32,7 @@ from danlu.models.rotation import same_rotation
 from danlu.models.saving import copy_tokenizer, write_json, write_pad_token, write_stop_ids, write_template
 from danlu.models.score_head import head_tensors
 from danlu.models.untouched import with_untouched_values
-from danlu.output_folder import replace_folder
 from danlu.recipe import sections
-from danlu.types import Task
 
 
 def adapted_model(

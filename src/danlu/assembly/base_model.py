@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from danlu.adapters.adapter_config import AdapterFolder
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG, fingerprint, read_config, read_json, resolve_folder
 from danlu.models.rotation import same_rotation, with_rotation_of

@@ -38,8 +38,9 @@ from danlu.adapters.peft_lora import Factors, for_original_base, peft_of_factors
 from danlu.adapters.peft_values import PREFIX, PeftReader
 from danlu.assembly.base_model import Base, base_of, check_base, find_base
 from danlu.assembly.merging import common_below, find_tokenizer
+from danlu.core.errors import ModelError
+from danlu.core.output_folder import refuse_existing, replace_folder
 from danlu.data.tokenizer_export import end_of_turn_ids
-from danlu.errors import ModelError
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import named_generator
@@ -47,7 +48,6 @@ from danlu.models.loading import read_tensor
 from danlu.models.rotation import same_rotation
 from danlu.models.saving import copy_tokenizer, write_stop_ids
 from danlu.numerics.relative_error import RelativeErrors
-from danlu.output_folder import refuse_existing, replace_folder
 
 _LARGE, _POWER_ITERATIONS = 16, 16
 """From so many times the rank on, a whole singular value decomposition takes minutes, a few directions seconds."""

@@ -15,7 +15,8 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.assembly.stored_quantization import refuse_quantized
-from danlu.dtensor import local_tensor
+from danlu.core.dtensor import local_tensor
+from danlu.core.shard_box import ShardBox
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
@@ -29,7 +30,6 @@ from danlu.numerics.integer_weight import IntegerWeight
 from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.numerics.stacked_weight import StackedWeight
 from danlu.recipe import sections
-from danlu.shard_box import ShardBox
 
 _ADVICE = "Leave out `quantization`, or name the original model"
 

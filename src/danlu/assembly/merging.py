@@ -19,11 +19,12 @@ from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.base_model import Base, base_of, check_base, check_same_rotation, config_with_adapters
 from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.score_head import required_score_head
+from danlu.core.errors import DataError, ModelError
+from danlu.core.output_folder import refuse_existing
 from danlu.data.padding_token import padding_token
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_export import end_of_turn_ids
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
-from danlu.errors import DataError, ModelError
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config
 from danlu.models.hf_layout import hf_tensors
@@ -31,7 +32,6 @@ from danlu.models.initialize import named_generator
 from danlu.models.loading import stored_dtype, widest_dtype
 from danlu.models.saving import boxes_of, save
 from danlu.numerics.relative_error import RelativeErrors
-from danlu.output_folder import refuse_existing
 
 _CHUNK_ELEMENTS = 1 << 22
 """Elements of a matrix whose rounding error is measured at a time: no second matrix is made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from danlu.types import Role
+from danlu.core.types import Role
 
 TRAINED = "default"
 """What the adapter that is trained is called, as in PEFT."""

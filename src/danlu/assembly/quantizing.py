@@ -17,8 +17,9 @@ from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
 from danlu.assembly.frozen_base import quantize_weight
 from danlu.assembly.merging import find_tokenizer
 from danlu.assembly.stored_quantization import refuse_quantized
+from danlu.core.errors import ModelError
+from danlu.core.output_folder import refuse_existing, replace_folder
 from danlu.data.tokenizer_export import end_of_turn_ids
-from danlu.errors import ModelError
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import is_of_router
 from danlu.models.hf_config import config_values
@@ -32,7 +33,6 @@ from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_
 from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
 from danlu.numerics.four_bit_weight import FourBitWeight
-from danlu.output_folder import refuse_existing, replace_folder
 from danlu.recipe import sections
 
 ADVICE = "Name the model it was made from"

@@ -11,7 +11,8 @@ from typing import Any
 from danlu.adapters.adapter_config import CONFIG, WEIGHTS, AdapterFolder, adapter_stack, open_adapter, resolve_adapter
 from danlu.adapters.targets import choose
 from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import read_header
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
@@ -19,7 +20,6 @@ from danlu.models.hf_layout import config_sites
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
 from danlu.recipe import sections
-from danlu.safetensors_format import read_header
 
 
 def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:

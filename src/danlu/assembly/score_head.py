@@ -10,11 +10,11 @@ from torch import nn
 from danlu.adapters.adapter_config import WEIGHTS, AdapterFolder
 from danlu.adapters.peft_folder import read_head
 from danlu.adapters.peft_values import PREFIX
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import read_header
 from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_layout import SCORE
 from danlu.models.score_head import head_of, stored_score_head
-from danlu.safetensors_format import read_header
 
 
 def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.block_scaled import scaled_method
 from danlu.models.hf_folder import CONFIG, read_json
 from danlu.numerics.bitsandbytes_config import read_config

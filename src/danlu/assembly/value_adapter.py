@@ -7,7 +7,7 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.base_model import check_base, find_base, rotated_by
 from danlu.assembly.parameter_roles import VALUE
 from danlu.assembly.recipe_adapters import named_stack, take_last
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.models.hf_folder import read_config
 from danlu.models.rotation import same_rotation
 from danlu.recipe import Recipe

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from danlu.cli.model_flags import Device, Dtype, check_flags
-from danlu.errors import DataError
-from danlu.terminal import echo
+from danlu.core.errors import DataError
+from danlu.core.terminal import echo
 
 if TYPE_CHECKING:
+    from danlu.core.types import Pack
+    from danlu.inference.generation_config import Precision
+    from danlu.inference.resolve_model import ResolvedModel
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.generation_config import Precision
-    from danlu.rollout.resolve_model import ResolvedModel
-    from danlu.types import Pack
 
 MAX_WINDOW = 2048  # tokens that are scored at once, where the model's context is no shorter
 
@@ -40,8 +40,8 @@ def gemm(
     # torch takes a second to import, which `danlu bench --help` should not.
     import torch
 
-    from danlu.errors import ResourceError
-    from danlu.plan.gemm import measured_peak, specified_peak
+    from danlu.core.errors import ResourceError
+    from danlu.planning.gemm import measured_peak, specified_peak
 
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not auto, cpu or cuda", param_hint="--device")
@@ -93,13 +93,13 @@ def quantization(
     """
     precision = check_flags({}, 0, dtype, device, [])
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.resolve_model import resolve_model
+    from danlu.inference.resolve_model import resolve_model
 
     resolved = resolve_model(model)
     content = None if text is None else read_start(text, 16 * tokens)
     from danlu.assembly.quantization_error import quantization_errors
     from danlu.recipe import sections
-    from danlu.train.progress import RowProgress
+    from danlu.training.progress import RowProgress
 
     formats: dict[str, QuantizationSection] = {
         "nf4": sections.Nf4(),
@@ -153,8 +153,8 @@ def windows(resolved: ResolvedModel, text: str, tokens: int) -> list[Pack]:
     """
     import numpy as np
 
-    from danlu.rollout.load_model import load_chat_tokenizer
-    from danlu.types import Pack, Sample
+    from danlu.core.types import Pack, Sample
+    from danlu.inference.load_model import load_chat_tokenizer
 
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder).tokenizer
     front = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
@@ -172,9 +172,9 @@ def perplexity(
     resolved: ResolvedModel, packs: list[Pack], section: QuantizationSection | None, precision: Precision, device: str
 ) -> float:
     """exp of the mean negative log-probability of a token, with the linear layers as a section says."""
-    from danlu.language.learner import DecoderLearner
-    from danlu.rollout.load_model import load_chat_tokenizer, load_model
-    from danlu.train.evaluation import evaluate
+    from danlu.inference.load_model import load_chat_tokenizer, load_model
+    from danlu.stages.learner import DecoderLearner
+    from danlu.training.evaluation import evaluate
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
     opened = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)

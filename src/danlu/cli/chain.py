@@ -10,14 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from danlu.cli.train import PROGRESS_S, print_outcome, silent
-from danlu.errors import RecipeError
-from danlu.machine import usable_cores
+from danlu.core.errors import RecipeError
+from danlu.core.machine import usable_cores
+from danlu.core.terminal import print_status, print_status_early
 from danlu.parallel.layout import layout_of
 from danlu.recipe import Chain
-from danlu.terminal import print_status, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.chain import StageOutcome
+    from danlu.run.chain import StageOutcome
 
 
 def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads: bool = True) -> int:
@@ -26,7 +26,7 @@ def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads:
     if leads and not quiet:
         print_status_early(f"training {', '.join(stage.name for stage in chain.stages)} in {chain.output}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
-    from danlu import chain as chains
+    from danlu.run import chain as chains
 
     say, stream = (silent, io.StringIO()) if quiet or not leads else (print_status, None)
 

@@ -34,12 +34,12 @@ from danlu.cli.model_flags import (
     sampling_flags,
     sampling_options,
 )
-from danlu.errors import DanluError, DataError
-from danlu.terminal import echo, escape_unencodable, print_status, print_status_early
+from danlu.core.errors import DanluError, DataError
+from danlu.core.terminal import echo, escape_unencodable, print_status, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.rollout.chat import Conversation
-    from danlu.rollout.chat_adapters import ChatAdapters
+    from danlu.inference.chat import Conversation
+    from danlu.inference.chat_adapters import ChatAdapters
 
 COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",
@@ -83,17 +83,17 @@ def chat(
     sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
     precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.resolve_model import resolve_model
+    from danlu.inference.resolve_model import resolve_model
 
     resolved = resolve_model(model, base, adapter or [])
     print_status_early(f"reading {resolved.given_path}")
     context = resolved.config.context_length
     options = sampling_options(resolved, sampling, seed)
     engine_options = engine_flags(resolved, cache_gib, draft)
-    from danlu.rollout.chat import Conversation
-    from danlu.rollout.chat_adapters import ChatAdapters
-    from danlu.rollout.load_engine import engine_of
-    from danlu.rollout.load_model import load_chat_tokenizer, load_model
+    from danlu.inference.chat import Conversation
+    from danlu.inference.chat_adapters import ChatAdapters
+    from danlu.inference.load_engine import engine_of
+    from danlu.inference.load_model import load_chat_tokenizer, load_model
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     chat_tokenizer.require_chat_template()

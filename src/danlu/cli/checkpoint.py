@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from danlu.errors import CheckpointError
-from danlu.terminal import echo, printable
-from danlu.train.checkpoints.folders import (
+from danlu.core.errors import CheckpointError
+from danlu.core.terminal import echo, printable
+from danlu.training.checkpoints.folders import (
     CheckpointInfo,
     best_checkpoint,
     describe,
@@ -24,10 +24,10 @@ from danlu.train.checkpoints.folders import (
     step_of,
     to_prune,
 )
-from danlu.train.checkpoints.verification import verify
-from danlu.train.criterion import LOSS
-from danlu.train.run_lock import RunLock
-from danlu.train.units import format_bytes
+from danlu.training.checkpoints.verification import verify
+from danlu.training.criterion import LOSS
+from danlu.training.run_lock import RunLock
+from danlu.training.units import format_bytes
 
 ABOUT = "List, verify, prune and export the checkpoints of a run."
 app = typer.Typer(name="checkpoint", help=ABOUT, no_args_is_help=True)
@@ -109,7 +109,7 @@ def export_command(
     What was trained decides what it is: a model, or an adapter.
     """
     from danlu.cli.train import suggested_commands  # pydantic, for this command alone
-    from danlu.export import export_checkpoint
+    from danlu.run.export import export_checkpoint
 
     checkpoint = export_checkpoint(path, target, average=average)
     echo(f"{checkpoint.name} written: {suggested_commands(target)}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.recipe.library import shipped
 from danlu.recipe.messages import first_sentence
 from danlu.recipe.sections import Recipe, Section

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from danlu import __version__
-from danlu.errors import DanluError, InternalError, RecipeError, ResourceError
+from danlu.core.errors import DanluError, InternalError, RecipeError, ResourceError
 
 FOLDERS = (Path("~/.cache/danlu/crashes"), Path(tempfile.gettempdir()))
 """Where a report is written: the first that can be. A cluster's home is seen from everywhere, its /tmp is not."""

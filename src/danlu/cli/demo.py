@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from danlu.terminal import print_status, printable
+from danlu.core.terminal import print_status, printable
 
 if TYPE_CHECKING:
-    from danlu.demo import Answered, Result, Tally
-    from danlu.demo_recipes import Place
+    from danlu.demo.demo import Answered, Result, Tally
+    from danlu.demo.demo_recipes import Place
 
 
 def demo(
@@ -35,7 +35,7 @@ def demo(
     # 143 s with 300,000, 77 s with 10,000, 49 s asleep at once.
     os.environ.setdefault("GOMP_SPINCOUNT", "6000")
     # torch takes a second to import, which `danlu demo --help` should not.
-    from danlu.demo import demo as make
+    from danlu.demo.demo import demo as make
 
     result = make(output, say=print_status, data_only=data_only)
     if result.exit_code:

@@ -23,10 +23,10 @@ from danlu.cli.model_flags import (
     check_flags,
     engine_flags,
 )
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 
 if TYPE_CHECKING:
-    from danlu.rollout.engine import EngineOptions
+    from danlu.inference.engine import EngineOptions
 
 
 def eval(

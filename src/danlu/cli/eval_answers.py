@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danlu.cli.eval_rewards import opened_new
+from danlu.core.errors import RecipeError
+from danlu.core.terminal import echo
 from danlu.data.sources import read_rows
-from danlu.errors import RecipeError
+from danlu.inference.load_engine import engine_of, with_room_for
+from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.recipe.sections import Source
-from danlu.rollout.answer_matching import AnsweredRow, AnswerMatch, answered_rows
-from danlu.rollout.load_engine import engine_of, with_room_for
-from danlu.rollout.prompt_rows import encode_rows
-from danlu.rollout.request import Completion, Request, SamplingOptions
-from danlu.terminal import echo
-from danlu.train.progress import RowProgress
+from danlu.rl.answer_matching import AnsweredRow, AnswerMatch, answered_rows
+from danlu.rl.prompt_rows import encode_rows
+from danlu.training.progress import RowProgress
 
 if TYPE_CHECKING:
-    from danlu.rollout.chat_tokenizer import ChatTokenizer
-    from danlu.rollout.embedded import EmbeddedEngine
-    from danlu.rollout.engine import EngineOptions
-    from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.resolve_model import ResolvedModel
+    from danlu.inference.chat_tokenizer import ChatTokenizer
+    from danlu.inference.embedded import EmbeddedEngine
+    from danlu.inference.engine import EngineOptions
+    from danlu.inference.load_model import LoadedModel
+    from danlu.inference.resolve_model import ResolvedModel
 
 
 @dataclass(frozen=True)

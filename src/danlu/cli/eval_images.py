@@ -6,15 +6,15 @@ import json
 
 import torch
 
+from danlu.core.errors import ModelError, RecipeError, ResourceError
+from danlu.core.terminal import echo
 from danlu.data.images import read_images
-from danlu.errors import ModelError, RecipeError, ResourceError
-from danlu.images.classifier import MAX_IMAGES_PER_MICRO_BATCH, ClassifierLearner
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
-from danlu.plan.precision import DTYPES
+from danlu.planning.precision import DTYPES
 from danlu.recipe.sections import Source
-from danlu.terminal import echo
-from danlu.train.evaluation import evaluate
+from danlu.stages.classifier import MAX_IMAGES_PER_MICRO_BATCH, ClassifierLearner
+from danlu.training.evaluation import evaluate
 
 
 def evaluate_images(model: str, data: str, unusable: list[str], *, as_json: bool, precision: str, device: str) -> None:

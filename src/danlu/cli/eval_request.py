@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danlu.cli.model_flags import print_notes, quantization_section
-from danlu.terminal import print_status_early
+from danlu.core.terminal import print_status_early
 
 if TYPE_CHECKING:
+    from danlu.inference.chat_tokenizer import ChatTokenizer
+    from danlu.inference.generation_config import Precision
+    from danlu.inference.load_model import LoadedModel
+    from danlu.inference.resolve_model import ResolvedModel
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.chat_tokenizer import ChatTokenizer
-    from danlu.rollout.generation_config import Precision
-    from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.resolve_model import ResolvedModel
 
 DEFAULT_MAX_LENGTH = 2048  # tokens of a sample, where neither the user nor the model's context asks for fewer
 KEYS = (
@@ -39,14 +39,14 @@ class Request:
 
     def tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer, with the chat template that was asked for."""
-        from danlu.rollout.load_model import load_chat_tokenizer
+        from danlu.inference.load_model import load_chat_tokenizer
 
         resolved = self.resolved
         return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
 
     def load(self, tokenizer: ChatTokenizer | None = None, *, merged: bool = False) -> LoadedModel:
         """The model with its tokenizer, having told what is worth knowing of it. merged: as in `load_model`."""
-        from danlu.rollout.load_model import load_model
+        from danlu.inference.load_model import load_model
 
         loaded = load_model(
             self.resolved,
@@ -74,8 +74,8 @@ def request_of(
     may_classify: bool = True,
 ) -> Request:
     """The decoder that flags name. Raises a DanluError for what can be wrong with it, without reading weights."""
+    from danlu.inference.resolve_model import resolve_model
     from danlu.models.hf_validation import check_headers
-    from danlu.rollout.resolve_model import resolve_model
 
     resolved = resolve_model(model, base, may_classify=may_classify)
     print_status_early(f"reading {resolved.given_path} and {data}")

@@ -8,15 +8,15 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from danlu.core.errors import DataError, RecipeError, ResourceError
+from danlu.core.terminal import echo, print_status
 from danlu.data.preference_rows import first_row_type
 from danlu.data.prepare import DatasetSpec, prepare
-from danlu.errors import DataError, RecipeError, ResourceError
-from danlu.language.scoring import ScoreSummary, row_values, scored_rows, scoring_learner
+from danlu.inference.load_model import LoadedModel
+from danlu.inference.resolve_model import ResolvedModel
 from danlu.recipe.from_arguments import recipe_from_arguments
-from danlu.rollout.load_model import LoadedModel
-from danlu.rollout.resolve_model import ResolvedModel
-from danlu.terminal import echo, print_status
-from danlu.train.progress import RowProgress
+from danlu.stages.scoring import ScoreSummary, row_values, scored_rows, scoring_learner
+from danlu.training.progress import RowProgress
 
 if TYPE_CHECKING:
     from danlu.data.prepare import PreparedData

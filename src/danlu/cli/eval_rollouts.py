@@ -17,13 +17,14 @@ import yaml
 
 from danlu.cli.eval_rewards import opened_new
 from danlu.cli.model_flags import engine_flags, quantization_section
+from danlu.core.errors import DataError, RecipeError
+from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.core.terminal import echo, print_status
 from danlu.data.messages import turn_of
 from danlu.data.prompt_formats import parse_prompt
 from danlu.data.prompts import Prompt, PromptSpec, prompt_lines, read_prompts
 from danlu.data.raw_rows import BadRow
 from danlu.data.sources import read_rows
-from danlu.errors import DataError, RecipeError
-from danlu.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.recipe import Recipe, load
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, RewardSection
@@ -32,14 +33,13 @@ from danlu.rewards.build import build_rewards, build_runner, check_columns, chec
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner, RewardTable
 from danlu.rewards.summary import distinct_failures, summarise
-from danlu.terminal import echo, print_status
-from danlu.train.progress import RowProgress
+from danlu.training.progress import RowProgress
 
 if TYPE_CHECKING:
     from danlu.cli.eval_request import Request
-    from danlu.rollout.chat_tokenizer import ChatTokenizer
-    from danlu.rollout.engine import EngineOptions
-    from danlu.rollout.load_model import LoadedModel
+    from danlu.inference.chat_tokenizer import ChatTokenizer
+    from danlu.inference.engine import EngineOptions
+    from danlu.inference.load_model import LoadedModel
 
 ANSWERS_AT_A_TIME = 128
 """That are judged together, as those of a rollout are while training: what functions of `completions` are given."""
@@ -157,8 +157,8 @@ def drawn_answers(
     loaded: LoadedModel, prompts: Sequence[Prompt], recipe: Recipe, options: EngineOptions, seed: int
 ) -> list[Answer]:
     """The model's answers, by prompt and sample."""
-    from danlu.rollout.load_engine import engine_of, with_room_for
-    from danlu.rollout.request import Request, SamplingOptions
+    from danlu.inference.load_engine import engine_of, with_room_for
+    from danlu.inference.request import Request, SamplingOptions
 
     rollout, answers = recipe.rollout, list[Answer]()
     sampling = SamplingOptions(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, seed=seed)
@@ -270,7 +270,7 @@ def evaluate_rollouts(
 
 def _reward_model(request: Request | None, section: ModelReward) -> Reward:
     """A reward model, with the precision and on the device that the flags say."""
-    from danlu.language.reward_model import load_reward_model, resolve_reward_model
+    from danlu.stages.reward_model import load_reward_model, resolve_reward_model
 
     resolved = resolve_reward_model(section.path)
     quantization = quantization_section(None, resolved)

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danlu.cli.eval_request import DEFAULT_MAX_LENGTH, KEYS, Request
-from danlu.errors import DataError, ModelError, RecipeError
+from danlu.core.errors import DataError, ModelError, RecipeError
+from danlu.core.terminal import echo, print_status
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, print_status
 
 if TYPE_CHECKING:
     from danlu.data.prepare import PreparedData
     from danlu.data.samples import Selection
+    from danlu.inference.load_model import LoadedModel
     from danlu.recipe import Recipe
-    from danlu.rollout.load_model import LoadedModel
-    from danlu.train.evaluation import Scores
+    from danlu.training.evaluation import Scores
 
 MICRO_BATCH_TOKENS = 4096  # tokens per forward pass
 
@@ -91,7 +91,7 @@ def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: in
 def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> PreparedData:
     """The rows of `recipe.data` as samples. Raises DataError when none of their tokens is to be scored."""
     from danlu.data.prepare import DatasetSpec, prepare
-    from danlu.train.progress import RowProgress
+    from danlu.training.progress import RowProgress
 
     template = None if chat_template is None else str(chat_template)
     try:
@@ -105,9 +105,9 @@ def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> Prepa
 def score(loaded: LoadedModel, samples: Selection, recipe: Recipe) -> Scores:
     """Scores over every sample, once."""
     from danlu.data.packed_dataset import PackedDataset
-    from danlu.language.learner import DecoderLearner
-    from danlu.train.evaluation import evaluate
-    from danlu.train.progress import RowProgress
+    from danlu.stages.learner import DecoderLearner
+    from danlu.training.evaluation import evaluate
+    from danlu.training.progress import RowProgress
 
     length = recipe.data.max_length
     packs = PackedDataset(samples, recipe.data.packing, length, seed=0, shuffle=False)

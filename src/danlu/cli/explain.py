@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.terminal import printable
 from danlu.recipe import Chain, Explanation, Loaded, Recipe, load, load_chain
 from danlu.recipe import explain as look_up
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.messages import first_sentence
-from danlu.terminal import printable
 
 
 def explain(

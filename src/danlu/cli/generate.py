@@ -36,16 +36,16 @@ from danlu.cli.model_flags import (
     sampling_flags,
     sampling_options,
 )
-from danlu.errors import DataError, RecipeError
-from danlu.terminal import echo, escape_unencodable, print_status_early
+from danlu.core.errors import DataError, RecipeError
+from danlu.core.terminal import echo, escape_unencodable, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.rollout.chat_tokenizer import ChatTokenizer
-    from danlu.rollout.engine import RolloutEngine
-    from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.prompt_rows import PromptRow
-    from danlu.rollout.request import Request, SamplingOptions
-    from danlu.rollout.resolve_model import ResolvedModel
+    from danlu.inference.chat_tokenizer import ChatTokenizer
+    from danlu.inference.engine import RolloutEngine
+    from danlu.inference.load_model import LoadedModel
+    from danlu.inference.request import Request, SamplingOptions
+    from danlu.inference.resolve_model import ResolvedModel
+    from danlu.rl.prompt_rows import PromptRow
 
 
 def generate(
@@ -98,7 +98,7 @@ def generate(
     sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
     precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.resolve_model import resolve_model
+    from danlu.inference.resolve_model import resolve_model
 
     given = read_prompts(prompt, file)
     of_file = not isinstance(given, str)
@@ -109,9 +109,9 @@ def generate(
     print_status_early(f"reading {resolved.given_path}")
     options = sampling_options(resolved, sampling, seed)
     engine_options = engine_flags(resolved, cache_gib, draft)
-    from danlu.rollout.load_engine import engine_of, with_room_for
-    from danlu.rollout.load_model import load_chat_tokenizer, load_model
-    from danlu.rollout.prompt_rows import PromptRow
+    from danlu.inference.load_engine import engine_of, with_room_for
+    from danlu.inference.load_model import load_chat_tokenizer, load_model
+    from danlu.rl.prompt_rows import PromptRow
 
     where = "--prompt" if file is None else str(file)
     rows = [PromptRow.of_text(given, where)] if isinstance(given, str) else given
@@ -138,7 +138,7 @@ def encode_prompts(
 
     Raises DataError with all rows that the model cannot continue, or where turns lack a chat template.
     """
-    from danlu.rollout.prompt_rows import encode_rows
+    from danlu.rl.prompt_rows import encode_rows
 
     if as_turn or any(row.turns for row in rows):
         tokenizer.require_chat_template()
@@ -160,7 +160,7 @@ def requests_of(
 
     prompts: the tokens of each row. stops: texts that end an answer. samples: answers to each row.
     """
-    from danlu.rollout.request import Request
+    from danlu.inference.request import Request
 
     silent_stops, stop_strings = loaded.chat_tokenizer.split_stops(stops)
     return [
@@ -179,7 +179,7 @@ def requests_of(
 
 def check_one_adapter(resolved: ResolvedModel) -> None:
     """Raises RecipeError for several adapters to switch between: an answer is by one of them."""
-    from danlu.rollout.resolve_model import adapter_names
+    from danlu.inference.resolve_model import adapter_names
 
     if len(resolved.stacks) > 1:
         raise RecipeError(
@@ -202,7 +202,7 @@ def write_answers(
     engine: RolloutEngine, requests: Sequence[Request], rows: Sequence[PromptRow], *, numbered: bool
 ) -> None:
     """Prints a line of JSON for each answer as soon as it is complete. numbered: with the number of its row."""
-    from danlu.train.progress import RowProgress
+    from danlu.training.progress import RowProgress
 
     for request in requests:  # those that do not fit are told before any is answered
         engine.submit(request)
@@ -223,11 +223,11 @@ def write_answers(
 
 def read_prompts(prompt: str | None, file: Path | None) -> str | list[PromptRow]:
     """The rows of a file of prompts, or the one prompt of another file or flag. Raises RecipeError or DataError."""
-    from danlu.rollout.prompts import has_rows
+    from danlu.inference.prompts import has_rows
 
     if file is None or prompt is not None or not has_rows(file):
         return read_prompt(prompt, file)
-    from danlu.rollout.prompt_rows import read_prompt_rows
+    from danlu.rl.prompt_rows import read_prompt_rows
 
     return read_prompt_rows(file)
 

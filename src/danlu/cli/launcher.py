@@ -22,13 +22,13 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from danlu.cli.worker import LOGS, exit_report_file, log_file
-from danlu.errors import ResourceError, Stopped
-from danlu.machine import oom_kill_count, usable_cores
+from danlu.core.errors import ResourceError, Stopped
+from danlu.core.machine import oom_kill_count, usable_cores
+from danlu.core.stop_signals import INSISTENT_SIGNALS, STOP_SIGNALS, heeded_signals
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport, FailureCause
 from danlu.parallel.process_group import LAUNCHER
 from danlu.parallel.world import format_ranks
-from danlu.stop_signals import INSISTENT_SIGNALS, STOP_SIGNALS, heeded_signals
 
 GRACE_S = 10.0
 """Seconds in which the other processes may notice by themselves that one is gone; then they are killed."""

@@ -12,9 +12,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from danlu import __version__
-from danlu.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
+from danlu.core.errors import DanluError, InternalError, RecipeError, ResourceError, Stopped
+from danlu.core.terminal import drop_failed_writes, echo, print_status, printable, wrap_to_terminal
 from danlu.registry import SUGGESTIONS, VERBS, Verb, resolve
-from danlu.terminal import drop_failed_writes, echo, print_status, printable, wrap_to_terminal
 
 BROKEN_PIPE = 128 + 13  # what a shell reports for a program that SIGPIPE ended
 INTERRUPTED = 128 + 2
@@ -131,7 +131,7 @@ def group() -> TyperGroup:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0, that of the error (see `danlu.errors`), or 2 for misuse.
+    """Run one command line and return its exit code: 0, that of the error (see `danlu.core.errors`), or 2 for misuse.
 
     Args: `arguments` without the program's name; those of the process by default.
     """

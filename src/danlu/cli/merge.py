@@ -10,8 +10,8 @@ import typer
 
 from danlu.adapters.adapter_config import QUANTIZATIONS
 from danlu.cli.model_flags import quantization_section
-from danlu.errors import RecipeError
-from danlu.terminal import print_status, print_status_early
+from danlu.core.errors import RecipeError
+from danlu.core.terminal import print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.adapters.combine import Combination
@@ -88,7 +88,7 @@ def write_model(
     """Merges adapters into a base, and prints the result and its rounding errors."""
     from danlu.assembly import merging
     from danlu.cli.train import suggested_commands
-    from danlu.plan.precision import DTYPES
+    from danlu.planning.precision import DTYPES
 
     section = quantization_section(quantization)
     merged = merging.merge(

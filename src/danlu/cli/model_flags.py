@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from danlu.adapters.adapter_config import QUANTIZATIONS
-from danlu.errors import DataError, ModelError, RecipeError
-from danlu.terminal import print_status
+from danlu.core.errors import DataError, ModelError, RecipeError
+from danlu.core.terminal import print_status
 
 if TYPE_CHECKING:
+    from danlu.inference.engine import EngineOptions
+    from danlu.inference.generation_config import Precision
+    from danlu.inference.load_model import LoadedModel
+    from danlu.inference.request import SamplingOptions
+    from danlu.inference.resolve_model import ResolvedModel
     from danlu.recipe.sections import QuantizationSection
-    from danlu.rollout.engine import EngineOptions
-    from danlu.rollout.generation_config import Precision
-    from danlu.rollout.load_model import LoadedModel
-    from danlu.rollout.request import SamplingOptions
-    from danlu.rollout.resolve_model import ResolvedModel
 
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token each time. Default: the model's own, else 0.8.")
@@ -77,7 +77,7 @@ def print_notes(loaded: LoadedModel) -> None:
 
 def sampling_flags(*values: float | None) -> dict[str, Any]:
     """The flags that were given, by the names of SamplingOptions. values: in the order of SAMPLING_FIELDS."""
-    from danlu.rollout.generation_config import SAMPLING_FIELDS
+    from danlu.inference.generation_config import SAMPLING_FIELDS
 
     return {name: value for name, value in zip(SAMPLING_FIELDS, values, strict=True) if value is not None}
 
@@ -86,8 +86,8 @@ def check_flags(
     sampling: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
 ) -> Precision:
     """The precision that --dtype names. Raises RecipeError with everything that is wrong, before anything is loaded."""
-    from danlu.rollout.generation_config import DEVICES, PRECISIONS
-    from danlu.rollout.request import SamplingOptions
+    from danlu.inference.generation_config import DEVICES, PRECISIONS
+    from danlu.inference.request import SamplingOptions
 
     problems = []
     try:
@@ -111,8 +111,8 @@ def check_flags(
 
 def engine_flags(resolved: ResolvedModel, cache_gib: float | None, draft: str | None) -> EngineOptions:
     """The engine's options by --cache-gib and --draft. Raises ModelError for a draft model that cannot be used."""
-    from danlu.rollout.engine import DraftOptions, EngineOptions
-    from danlu.rollout.resolve_model import resolve_model
+    from danlu.inference.engine import DraftOptions, EngineOptions
+    from danlu.inference.resolve_model import resolve_model
 
     if cache_gib is not None and not cache_gib > 0:
         raise RecipeError(f"--cache-gib: {cache_gib:g} is out of range; it must be above 0")
@@ -163,8 +163,8 @@ def quantization_section(kind: str | None, resolved: ResolvedModel | None = None
 
 def sampling_options(resolved: ResolvedModel, sampling: dict[str, Any], seed: int) -> SamplingOptions:
     """Sampling options by the flags, else by the model's generation_config.json, else by danlu's own defaults."""
-    from danlu.rollout.generation_config import sampling_defaults
-    from danlu.rollout.request import SamplingOptions
+    from danlu.inference.generation_config import sampling_defaults
+    from danlu.inference.request import SamplingOptions
 
     recommended = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
     return SamplingOptions(**{**recommended, **sampling}, seed=seed)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu import recipe as recipes
-from danlu.errors import DataError, RecipeError
+from danlu.core.errors import DataError, RecipeError
+from danlu.core.terminal import echo, escape_unencodable, print_status, print_status_early
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.terminal import echo, escape_unencodable, print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.data.dataset_summary import DatasetSummary
@@ -131,7 +131,7 @@ def _summary(
     Raises DataError where they cannot even be counted.
     """
     from danlu.data.dataset_summary import summarize_dataset, summarize_refused
-    from danlu.train.progress import RowProgress
+    from danlu.training.progress import RowProgress
 
     progress = RowProgress(sys.stderr)
     try:
@@ -147,7 +147,7 @@ def _summary(
 
 def _write_model_and_memory(out: PreviewWriter, recipe: Recipe, tokenizer: TokenizerInfo | None) -> None:
     # Here: it loads torch, seconds in which all the rest can be read.
-    from danlu.memory_preview import preview_lines, preview_parameters
+    from danlu.run.memory_preview import preview_lines, preview_parameters
 
     if (counted := preview_parameters(recipe, tokenizer)) is not None:
         out.heading("model")
@@ -183,7 +183,7 @@ def _preview_prompts(
     shown = render_prompt_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # reading the rest may take minutes, and what it needs loads torch
-    from danlu.language.prompt_reader import PromptReader
+    from danlu.stages.prompt_reader import PromptReader
 
     lines = PromptReader(recipe).read(sys.stderr).lines
     out.heading("prompts")

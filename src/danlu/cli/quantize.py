@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from danlu.errors import RecipeError
-from danlu.terminal import print_status, print_status_early
+from danlu.core.errors import RecipeError
+from danlu.core.terminal import print_status, print_status_early
 
 KINDS = ("nf4", "fp4")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -46,10 +46,10 @@ def quantize(
     read_config(folder)
     print_status_early(f"reading {folder}")
     from danlu.assembly import quantizing
-    from danlu.plan.precision import DTYPES
+    from danlu.planning.precision import DTYPES
     from danlu.recipe import sections
-    from danlu.train.progress import RowProgress
-    from danlu.train.units import format_bytes
+    from danlu.training.progress import RowProgress
+    from danlu.training.units import format_bytes
 
     section = sections.Nf4(double=double) if kind == "nf4" else sections.Fp4(double=double)
     with closing(RowProgress(sys.stderr, doing="quantizing", units="tensors")) as progress:

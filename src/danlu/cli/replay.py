@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from danlu.errors import CheckpointError, DanluError
-from danlu.terminal import echo, print_status, print_status_early
-from danlu.train.runs import is_run
+from danlu.core.errors import CheckpointError, DanluError
+from danlu.core.terminal import echo, print_status, print_status_early
+from danlu.training.runs import is_run
 
 
 def replay(
@@ -25,7 +25,7 @@ def replay(
         raise CheckpointError(f"{run}: no run is in this folder: it has no recipe.yaml or no environment.json")
     print_status_early(f"replaying {run}")
     # Here, not above: what is no run is told in a fraction of the second that torch takes to import.
-    from danlu.replay import replay as replayed_rollout
+    from danlu.run.replay import replay as replayed_rollout
 
     result = replayed_rollout(run, step, say=print_status)
     since = "the start of the run" if result.from_step == 0 else f"the checkpoint of step {result.from_step}"

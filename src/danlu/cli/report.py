@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from danlu.errors import CheckpointError
+from danlu.core.errors import CheckpointError
+from danlu.core.terminal import echo, print_status, printable
 from danlu.report.run_page import PAGE, page
 from danlu.report.run_report import RunReport, as_json, report_of, table
 from danlu.report.study_table import aligned
-from danlu.terminal import echo, print_status, printable
-from danlu.train.runs import is_run, read_run
+from danlu.training.runs import is_run, read_run
 
 FILE = "report.html"
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from danlu.errors import CheckpointError
-from danlu.terminal import echo, printable
-from danlu.train.criterion import LOSS
-from danlu.train.runs import RunInfo, find_runs
-from danlu.train.units import format_duration
+from danlu.core.errors import CheckpointError
+from danlu.core.terminal import echo, printable
+from danlu.training.criterion import LOSS
+from danlu.training.runs import RunInfo, find_runs
+from danlu.training.units import format_duration
 
 app = typer.Typer(name="runs", no_args_is_help=True)
 

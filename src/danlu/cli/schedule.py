@@ -10,16 +10,16 @@ from typing import Annotated
 
 import typer
 
-from danlu.errors import CheckpointError, RecipeError
+from danlu.core.errors import CheckpointError, RecipeError
+from danlu.core.terminal import echo, print_status
 from danlu.parallel.schedules import KINDS, chunks_per_rank, peak_in_flight, schedule_problems
 from danlu.parallel.timeline import TimelineEvent, read_timeline
-from danlu.plan.action_times import ActionTimes, mean_times, read_times
-from danlu.plan.measured_schedule import ScheduleShape, measured_orders, measured_shape
-from danlu.plan.pipeline_formulas import bubble_formula, in_flight_formula
-from danlu.plan.pipeline_simulation import bubble, simulate
+from danlu.planning.action_times import ActionTimes, mean_times, read_times
+from danlu.planning.measured_schedule import ScheduleShape, measured_orders, measured_shape
+from danlu.planning.pipeline_formulas import bubble_formula, in_flight_formula
+from danlu.planning.pipeline_simulation import bubble, simulate
 from danlu.report.timeline_svg import FILE, timeline_svg
 from danlu.report.timeline_text import text_timeline
-from danlu.terminal import echo, print_status
 
 MAX_FORWARDS = 50_000
 """Forward passes of a schedule that is simulated: some seconds, and a picture that a browser still shows."""

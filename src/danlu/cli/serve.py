@@ -19,9 +19,9 @@ from danlu.cli.model_flags import (
     print_notes,
     quantization_section,
 )
-from danlu.errors import RecipeError, ResourceError
-from danlu.server_key import write_key
-from danlu.terminal import print_status, print_status_early
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.server_key import write_key
+from danlu.core.terminal import print_status, print_status_early
 
 EXTRA = ("starlette", "uvicorn")
 """Packages that only this verb needs."""
@@ -84,7 +84,7 @@ def serve(
     if rollouts and draft_tokens and numerics == "exact":
         raise RecipeError("--draft-tokens: drafts change the random numbers of a draw; leave it out with exact")
     try:
-        from danlu.rollout.serving import server
+        from danlu.serving import server
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA:
@@ -93,7 +93,7 @@ def serve(
             f"danlu serve needs the package {package}, which is not installed: pip install 'danlu[serve]'"
         ) from None
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
-    from danlu.rollout.resolve_model import resolve_model
+    from danlu.inference.resolve_model import resolve_model
 
     resolved = resolve_model(model, base, adapter or [])
     listener = server.bind(host, port)
@@ -101,10 +101,11 @@ def serve(
     if api_key is None and not makes_key and not server.is_loopback(listener):
         print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
     print_status_early(f"reading {resolved.given_path}")
-    from danlu.rollout.engine import DraftOptions, EngineOptions
-    from danlu.rollout.load_engine import engine_of, rollout_control_of
-    from danlu.rollout.load_model import load_chat_tokenizer, load_model
-    from danlu.rollout.serving.served_models import served_models
+    from danlu.inference.engine import DraftOptions, EngineOptions
+    from danlu.inference.load_engine import engine_of
+    from danlu.inference.load_model import load_chat_tokenizer, load_model
+    from danlu.serving.rollout_control import rollout_control_of
+    from danlu.serving.served_models import served_models
 
     chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
     section = quantization_section(quantization, resolved)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from danlu.errors import DanluError, ResourceError
-from danlu.terminal import echo, print_status, printable
+from danlu.core.errors import DanluError, ResourceError
+from danlu.core.terminal import echo, print_status, printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -78,7 +78,7 @@ def _print_stopped(outcome: Outcome) -> None:
 def _report(results: Study, folder: Path) -> None:
     """Prints the table, and writes it, every number and the plots to the study's folder."""
     # matplotlib takes a second, for which nobody should wait before a mistake in the recipe is told.
-    from danlu.atomic_write import write_atomically
+    from danlu.core.atomic_write import write_atomically
     from danlu.report.study_plots import draw
     from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 
@@ -172,7 +172,7 @@ class StudyConsole:
 def _summary(run: PlannedRun) -> str:
     """The end of a finished run's line: `, evaluation loss 2.0312, 0:01:12`."""
     from danlu.report.study_results import read_summary
-    from danlu.train.units import format_duration
+    from danlu.training.units import format_duration
 
     summary = read_summary(run.folder)
     loss = "" if summary.evaluation_last is None else f", evaluation loss {summary.evaluation_last:.4f}"

@@ -17,17 +17,17 @@ import typer
 from danlu import recipe as recipes
 from danlu.adapters.adapter_config import AdapterFolder, is_adapter, read_adapter_config
 from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
-from danlu.errors import RecipeError
-from danlu.machine import total_memory_bytes, usable_cores
+from danlu.core.errors import RecipeError
+from danlu.core.machine import total_memory_bytes, usable_cores
+from danlu.core.terminal import print_status, print_status_early
 from danlu.models.hf_folder import LENET, model_type, read_config
 from danlu.parallel.exit_reports import EXIT_REPORT
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, world_from_environment
 from danlu.recipe import Loaded, Recipe
-from danlu.terminal import print_status, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.run import Outcome
+    from danlu.run.train import Outcome
 
 MIN_PROCESS_BYTES = 128 << 20
 """Less than what a process that has loaded danlu's training holds for itself alone: 202 MiB of 283, as Linux counts."""
@@ -138,10 +138,10 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     """
     # Here: see `_train`.
     from danlu.cli.launcher import launch
-    from danlu.train.checkpoints.manifest import MARK
-    from danlu.train.checkpoints.store import CheckpointStore
-    from danlu.train.run_folder import CHECKPOINTS, refuse_strangers
-    from danlu.train.run_lock import RunLock
+    from danlu.training.checkpoints.manifest import MARK
+    from danlu.training.checkpoints.store import CheckpointStore
+    from danlu.training.run_folder import CHECKPOINTS, refuse_strangers
+    from danlu.training.run_lock import RunLock
 
     folder = Path(recipe.output).expanduser()
     refuse_strangers(folder)
@@ -194,11 +194,11 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     if not quiet:
         print_status_early(f"training in {loaded.recipe.output}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
-    from danlu import run
+    from danlu.run.train import train
 
     say, stream = (silent, io.StringIO()) if quiet else (print_status, None)
     with loaded.naming_places():
-        outcome = run.train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
+        outcome = train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
     print_outcome(outcome, say)
     return outcome.exit_code
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu import recipe as recipes
-from danlu.errors import DanluError, RecipeError
-from danlu.terminal import echo, print_status, print_status_early, printable
+from danlu.core.errors import DanluError, RecipeError
+from danlu.core.terminal import echo, print_status, print_status_early, printable
 
 if TYPE_CHECKING:
     from danlu.parallel.collective_traffic import Row
@@ -59,7 +59,7 @@ def verify(
     print_status_early(f"verifying {recipe}")
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu.report.verification_page import PAGE, page
-    from danlu.verify import verification
+    from danlu.verification import verification
 
     if html is not None:
         PAGE.check_target(html)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from danlu.cli.crash import as_danlu_error, without_traceback
-from danlu.errors import DanluError, RecipeError, ResourceError, Stopped
+from danlu.core.errors import DanluError, RecipeError, ResourceError, Stopped
+from danlu.core.terminal import printable, write_to_descriptor
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport
 from danlu.parallel.world import World, format_ranks
-from danlu.terminal import printable, write_to_descriptor
 
 LOGS = "logs"
 """The folder inside a run's for the output of each process but the first, and for the exit report of each."""

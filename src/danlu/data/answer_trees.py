@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from danlu.core.errors import DataError
+from danlu.core.types import Branch
 from danlu.data.preference_rows import AnswerRow, JudgedAnswer, StepwiseAnswer, answers_of
 from danlu.data.render import Remarks, RenderedSample, RenderSettings, render_rows
 from danlu.data.rows import Row
 from danlu.data.tokenizer import Tokenizer
-from danlu.errors import DataError
-from danlu.types import Branch
 
 
 def render_answers(

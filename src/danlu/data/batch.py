@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from danlu.types import ROUTES, Batch, Branch, Pack, Sample, TargetSources
+from danlu.core.types import ROUTES, Batch, Branch, Pack, Sample, TargetSources
 
 # T packed tokens · N trained targets · M branches
 

@@ -12,9 +12,9 @@ from datetime import date as Date
 from functools import cached_property
 from typing import Any
 
+from danlu.core.errors import DataError
 from danlu.data import resource_limits
 from danlu.data.resource_limits import OutOfBounds, TookTooLong, describe_limit
-from danlu.errors import DataError
 
 Turn = Mapping[str, Any]
 """A message as templates see it: role, content, and where there are any tool_calls, reasoning_content, ..."""

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from danlu.atomic_write import write_atomically
+from danlu.core.atomic_write import write_atomically
+from danlu.core.errors import ResourceError
+from danlu.core.types import Sample
 from danlu.data.samples import Samples
-from danlu.errors import ResourceError
-from danlu.types import Sample
 
 log = logging.getLogger(__name__)
 

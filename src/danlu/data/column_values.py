@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
 
 MAX_DEPTH = 100
 TOO_DEEP = f"brackets are nested too deeply, more than {MAX_DEPTH} lists or objects one in the other"

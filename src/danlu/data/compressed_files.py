@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
 
 READ_BYTES = 2**20
 

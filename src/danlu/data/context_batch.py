@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
-from danlu.types import Batch, Share, SharedBranches, TargetSources
+from danlu.core.device_moves import copy_to
+from danlu.core.types import Batch, Share, SharedBranches, TargetSources
 
 
 def rows_of(share: Share) -> Tensor:

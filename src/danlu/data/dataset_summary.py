@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 
+from danlu.core.types import Pack
 from danlu.data.message_spans import Reason
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.prepare import DatasetSpec, PreparedData, Progress, prepare, read, tokenise_rows, worker_count
@@ -22,7 +23,6 @@ from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Source
-from danlu.types import Pack
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from danlu.core.errors import DataError
 from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
 from danlu.data.columnar_rows import numbered_rows
 from danlu.data.compressed_files import DECOMPRESSORS, first_line, open_decompressed
 from danlu.data.raw_rows import BadRow, LocatedContent, decode_utf8, json_row, not_utf8_error, require_object
-from danlu.errors import DataError
 
 TEXT_ROW_BYTES = 64 * 2**10
 """A document of a txt file comes in rows of about this size, so that a large one is tokenised in parallel."""

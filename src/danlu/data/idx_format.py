@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
 
 _UNSIGNED_BYTES = 8
 

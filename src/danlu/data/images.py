@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from danlu.core.errors import CheckpointError, DataError
+from danlu.core.types import TargetSources
 from danlu.data.batch import source_numbers, weights_by_source
 from danlu.data.idx_format import read_idx
 from danlu.data.permutation import Permutation
 from danlu.data.sources import source_names, split_row_limit
-from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Source
-from danlu.types import TargetSources
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 # The test files of MNIST and of sets made like it are called t10k.

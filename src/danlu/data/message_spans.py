@@ -23,9 +23,9 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from danlu.core.errors import DataError
 from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.shown_texts import LeftOut, texts_left_out
-from danlu.errors import DataError
 
 
 class Reason(IntEnum):

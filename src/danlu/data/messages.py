@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from danlu.core.errors import DataError
+from danlu.core.spelling import did_you_mean
 from danlu.data.column_values import abbreviate, decode_json, decode_list, require_string, type_name
-from danlu.errors import DataError
-from danlu.spelling import did_you_mean
 
 _ROLE_NAMES = {
     "system": ("system", "developer"),

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from danlu.core.errors import DataError
+from danlu.core.types import Branch, Sample
 from danlu.data.samples import Samples
-from danlu.errors import DataError
-from danlu.types import Branch, Sample
 
 MISMATCHED = "mismatched"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from danlu.core.errors import DataError
 from danlu.data.permutation import Permutation
-from danlu.errors import DataError
 
 MAX_ROWS = 10**8
 """Of a source in an epoch, when it has not that many itself."""

@@ -9,12 +9,12 @@ from typing import Any, overload
 
 import numpy as np
 
+from danlu.core.errors import CheckpointError, DataError
+from danlu.core.types import Pack, Sample
 from danlu.data.packing import efficiency, plan_packing
 from danlu.data.permutation import Permutation
 from danlu.data.samples import Samples
-from danlu.errors import CheckpointError, DataError
 from danlu.recipe.sections import Packing
-from danlu.types import Pack, Sample
 
 
 class PackedDataset:

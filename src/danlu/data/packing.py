@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
 
 
 @dataclass(frozen=True)

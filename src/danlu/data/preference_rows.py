@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Any, Literal
 
+from danlu.core.errors import DataError
 from danlu.data.column_values import abbreviate, decode_list, decode_messages, require_string, type_name
 from danlu.data.messages import Conversation, Message, parse_conversation
 from danlu.data.raw_rows import BadRow
@@ -31,7 +32,6 @@ from danlu.data.rows import (
     single_turn,
 )
 from danlu.data.sources import read_rows
-from danlu.errors import DataError
 from danlu.recipe.sections import Source
 from danlu.recipe.sections.base import RowType
 

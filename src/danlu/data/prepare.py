@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from danlu.core.errors import DataError
+from danlu.core.machine import usable_cores
 from danlu.data import mixture, sources
 from danlu.data.mismatched import MismatchedAnswers
 from danlu.data.packed_dataset import PackedDataset
@@ -24,8 +26,6 @@ from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizer_folder import template_date, tokenizer_fingerprint
 from danlu.data.tokenizing import Task, TokenizedChunk, TokenizerInfo, TokenizerJob, TokenizeSettings, chunks, tokenise
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import DataError
-from danlu.machine import usable_cores
 from danlu.recipe.sections import Data, Packing, Source
 from danlu.recipe.sections.base import RowType
 

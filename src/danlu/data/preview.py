@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from danlu.core.errors import DataError, RecipeError
+from danlu.core.types import Sample
 from danlu.data.prepare import DatasetSpec, read
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.samples import SampleBlock
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import DataError, RecipeError
 from danlu.recipe.sections import Source
 from danlu.recipe.sections.base import RowType
-from danlu.types import Sample
 
 
 class PreviewBranch(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from danlu.core.errors import DataError
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.render import half_character, shown_messages
 from danlu.data.shown_texts import texts_left_out
 from danlu.data.tokenizer import Tokenizer
-from danlu.errors import DataError
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from danlu.core.errors import DataError
+from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.core.spelling import did_you_mean
 from danlu.data.column_values import decode_messages, require_string, type_name
 from danlu.data.messages import Conversation, parse_tools, parse_turns
 from danlu.data.preference_rows import Pair, parse_answers
 from danlu.data.rows import QUESTIONS, Format, question_turns
-from danlu.errors import DataError
-from danlu.prompt_template import PromptTemplate, PromptTemplateError
-from danlu.spelling import did_you_mean
 
 PromptColumns = str | Conversation
 """A text to continue or to answer, or a conversation that the assistant is to answer."""

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from danlu.core.errors import CheckpointError, DataError
+from danlu.core.prompt_template import PromptTemplate
 from danlu.data import mixture, sources
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.permutation import Permutation
@@ -35,8 +37,6 @@ from danlu.data.tokenizer_folder import template_date
 from danlu.data.tokenizing import TokenizerJob, chunks
 from danlu.data.tree_length import PROMPT_SHORTENED
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import CheckpointError, DataError
-from danlu.prompt_template import PromptTemplate
 from danlu.recipe.sections import Data, Source
 
 TOO_LONG = "the prompt leaves no room for rollout.max_new_tokens in data.max_length"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from danlu.core.errors import DataError
 from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
-from danlu.errors import DataError
 
 
 @dataclass(frozen=True)

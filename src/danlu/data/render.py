@@ -14,13 +14,13 @@ from typing import Literal
 
 import numpy as np
 
+from danlu.core.errors import DataError
+from danlu.core.types import Branch
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.message_spans import AnnotatedText, Reason, SpanRenderer
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.rows import Completion, Row, Text, Tokenized
 from danlu.data.tokenizer import Encoded, Tokenizer
-from danlu.errors import DataError
-from danlu.types import Branch
 
 _ANSWER_BEGINS = (Reason.ASSISTANT, Reason.REASONING, Reason.COMPLETION)
 _PROMPT_ENDS = (Reason.TEMPLATE, Reason.PROMPT)
@@ -72,7 +72,7 @@ class RenderedSample:
         turns: [S] int32, the message a token belongs to (the template's text before a message belongs to it), or -1;
             each step of an answer in steps counts as a message.
         where: the row, for messages.
-        branches: of a tree (see `danlu.types.Sample`), with the facts [branches] of each.
+        branches: of a tree (see `danlu.core.types.Sample`), with the facts [branches] of each.
         remarks: lost when it is cut.
     """
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from danlu.core.errors import DataError
 from danlu.data.column_values import (
     abbreviate,
     decode_list,
@@ -17,7 +18,6 @@ from danlu.data.column_values import (
     type_name,
 )
 from danlu.data.messages import WEIGHT_KEYS, Conversation, Message, check_turn_order, parse_conversation, parse_tools
-from danlu.errors import DataError
 
 Format = Literal["text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized", "preference", "stepwise"]
 QUESTIONS = {"query": "response", "question": "answer", "instruction": "response"}

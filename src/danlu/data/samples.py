@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from danlu.types import Branch, Sample
+from danlu.core.types import Branch, Sample
 
 BRANCH = np.dtype([("parent", "<i4"), ("start", "<i4"), ("stop", "<i4")])
-"""A `danlu.types.Branch`, in a file."""
+"""A `danlu.core.types.Branch`, in a file."""
 LABEL = np.dtype([("weight", "<f4"), ("reason", "u1")])
 """What a token carries besides its id: the loss weight and the reason for it (an index into the renderer's reasons)."""
 

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from danlu.types import Branch, Run, Share
+from danlu.core.types import Branch, Run, Share
 
 WHOLE_SHARE = 1 / 8
 """A document stays whole if it costs no more than this part of what a rank has to do, the mean over ranks; so no rank

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from danlu.core.errors import DataError
 from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.column_values import abbreviate
-from danlu.errors import DataError
 
 _THOUGHT_MARK = re.compile(r"(</?think>)")  # templates write these themselves, and the white space around them
 _SPACES = re.compile(r"\s+")

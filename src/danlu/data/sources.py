@@ -15,12 +15,12 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from danlu.core.errors import DataError
+from danlu.core.small_files import check_regular
 from danlu.data.columnar_rows import numbered_rows
 from danlu.data.compressed_files import READ_BYTES, first_line, open_decompressed, reading_errors
 from danlu.data.file_formats import BATCH_ROWS, READERS, describe_formats, format_of
 from danlu.data.raw_rows import LocatedContent, RawRow
-from danlu.errors import DataError
-from danlu.small_files import check_regular
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
     from danlu.recipe.sections import Data, Source

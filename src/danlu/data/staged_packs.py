@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from danlu.core.errors import CheckpointError
+from danlu.core.types import Pack
 from danlu.data.packed_dataset import PackedDataset
-from danlu.errors import CheckpointError
-from danlu.types import Pack
 
 STAGE_ITEMS = 2**40
 """Numbers of packs that each stage has: pack n of stage k, counted from 0, is item k x 2^40 + n of the run. So where a

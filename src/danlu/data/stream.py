@@ -18,6 +18,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from danlu.core.errors import CheckpointError, DataError
+from danlu.core.types import Pack
 from danlu.data import sources
 from danlu.data.packed_dataset import PackedDataset
 from danlu.data.permutation import key
@@ -26,8 +28,6 @@ from danlu.data.raw_rows import RawRow
 from danlu.data.samples import SampleBlock, Selection
 from danlu.data.statistics import Statistics
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import CheckpointError, DataError
-from danlu.types import Pack
 
 REMEMBERED_BLOCKS = 2**16
 """Blocks whose positions are kept, so that `state` can go back to the start of a step that failed: at most 25 MB."""

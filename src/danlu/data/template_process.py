@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from datetime import date as Date
 from typing import Any, NamedTuple
 
+from danlu.core.errors import DataError
 from danlu.data import resource_limits
 from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import DataError
 
 
 class TemplateSource(NamedTuple):

@@ -35,11 +35,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from danlu.atomic_write import sync_file, sync_folder
+from danlu.core.atomic_write import sync_file, sync_folder
+from danlu.core.errors import ResourceError
+from danlu.core.file_lock import AlreadyLocked, FileLock
+from danlu.core.types import Sample
 from danlu.data.samples import BRANCH, LABEL, SampleBlock, TreeTable, with_tree
-from danlu.errors import ResourceError
-from danlu.file_lock import AlreadyLocked, FileLock
-from danlu.types import Sample
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from danlu.core.errors import DataError
 from danlu.data.byte_level_bpe import PRINTABLE
-from danlu.errors import DataError
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from danlu.core.errors import DataError
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import (
     converted_folder,
@@ -19,7 +20,6 @@ from danlu.data.tokenizer_folder import (
     write_fast_tokenizer,
 )
 from danlu.data.worker_pool import WorkerPool
-from danlu.errors import DataError
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from datetime import date as Date
 from pathlib import Path
 from typing import Any
 
+from danlu.core.errors import DataError
+from danlu.core.small_files import check_regular, parse_json, read_small_text
+from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 from danlu.data.tokenizer_conversion import convert
-from danlu.errors import DataError
-from danlu.small_files import check_regular, parse_json, read_small_text
-from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 MAX_FILE_BYTES = 512 << 20
 """Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from danlu.errors import DataError, ResourceError
+from danlu.core.errors import DataError, ResourceError
 
 TURN_START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 

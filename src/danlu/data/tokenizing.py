@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
+from danlu.core.errors import DataError
 from danlu.data.answer_trees import render_answers
 from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation
@@ -21,7 +22,6 @@ from danlu.data.samples import SampleBlock, TreeTable
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tree_length import fit_answers
-from danlu.errors import DataError
 from danlu.recipe.sections.base import RowType
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from danlu.types import MalformedCall, ToolCall
+from danlu.core.types import MalformedCall, ToolCall
 
 _LITERALS = ("true", "false", "null", "-")
 _NUMBER_GOES_ON = re.compile(r"\.|[eE][+-]?")

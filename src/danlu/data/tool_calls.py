@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from danlu.core.errors import DataError
+from danlu.core.types import MalformedCall, ToolCall
 from danlu.data import tool_call_forms as forms
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.tool_call_forms import Call, Incomplete, Parts, Properties
-from danlu.errors import DataError
-from danlu.types import MalformedCall, ToolCall
 
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _NAME, _ARGUMENTS = "Xtoolx", {"of": "Xa bx", "at": 1}

@@ -7,10 +7,10 @@ from typing import Literal
 
 import numpy as np
 
+from danlu.core.types import Branch
 from danlu.data.message_spans import Reason
 from danlu.data.render import RenderedSample
 from danlu.data.trees import path_lengths
-from danlu.types import Branch
 
 PROMPT_SHORTENED = "prompt shortened"
 ANSWER_CUT = "answer cut"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from danlu.types import Branch, Sample
+from danlu.core.types import Branch, Sample
 
 
 def path_lengths(branches: Sequence[Branch]) -> list[int]:

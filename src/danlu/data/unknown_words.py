@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from danlu.core.errors import DataError
 from danlu.data.column_values import abbreviate
-from danlu.errors import DataError
 
 
 @contextmanager

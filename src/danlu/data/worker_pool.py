@@ -2,7 +2,7 @@
 
 Importing transformers costs a process 2 s of CPU and 250 MiB for its whole life (1 s and 70 MiB without torch;
 transformers 5.23, two cores), so even small inputs are tokenised in a process of their own, which does without torch.
-How they are started and ended: `danlu.worker_process`.
+How they are started and ended: `danlu.core.worker_process`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from itertools import chain, islice
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from danlu.core.errors import DanluError, DataError, ResourceError
+from danlu.core.worker_process import end_with_the_caller, import_paths, python_command, take_over_pipes
 from danlu.data import resource_limits
-from danlu.errors import DanluError, DataError, ResourceError
-from danlu.worker_process import end_with_the_caller, import_paths, python_command, take_over_pipes
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

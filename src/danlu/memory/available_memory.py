@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from danlu.machine import free_memory_bytes
+from danlu.core.machine import free_memory_bytes
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")

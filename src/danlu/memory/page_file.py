@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 
 # Linux 5.14 and later: make pages present, to be read or to be written, at once. Without them each page of 4 KiB is a
 # fault of its own.

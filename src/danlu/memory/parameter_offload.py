@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.dtensor import is_dtensor
-from danlu.errors import RecipeError
+from danlu.core.dtensor import is_dtensor
+from danlu.core.errors import RecipeError
 from danlu.memory.page_file import Extent, PageFile, whole_pages
 from danlu.models.decoder import Decoder
 

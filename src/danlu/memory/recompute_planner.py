@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from danlu.errors import RecipeError
-from danlu.layer_types import Attend
+from danlu.core.errors import RecipeError
+from danlu.core.layer_types import Attend
 from danlu.memory.recompute import KINDS, Kind, LayerPlan, unwrap_layer, wrap_layer
 from danlu.models.decoder import Decoder, Layer
 

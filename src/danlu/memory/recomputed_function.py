@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from danlu.errors import TrainingError
+from danlu.core.errors import TrainingError
 from danlu.models.forward_values import ForwardValues
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from danlu.layer_types import Site
+from danlu.core.layer_types import Site
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import config_sites
 from danlu.models.modules import GroupedLinear, Linear

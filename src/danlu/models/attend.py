@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.device_moves import copy_to
-from danlu.errors import ModelError
-from danlu.layer_types import Absorb, Keys
+from danlu.core.device_moves import copy_to
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Absorb, Keys
+from danlu.core.types import Batch, Branch
 from danlu.models.attention_kernels import (
     FlashWithSinks,
     Kernels,
@@ -31,7 +32,6 @@ from danlu.models.block_attention import BlockAttention, BlockSettings
 from danlu.models.blockwise import BlockwiseQueries, QueryRun
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 from danlu.models.segments import Document, Segment, documents_of
-from danlu.types import Batch, Branch
 
 # Rows of a long branch that one call of torch's kernel takes: it needs a mask, and looks at all of it.
 BRANCH_ROWS = 512
@@ -42,7 +42,7 @@ NOT_EXACT = (
 
 
 class PackedAttention:
-    """Causal attention inside each document of a pack, along its branches; satisfies `danlu.layer_types.Attend`.
+    """Causal attention inside each document of a pack, along its branches; satisfies `danlu.core.layer_types.Attend`.
 
     Documents are attended one by one (where the device has one, by a kernel that takes all of them), so the cost is the
     sum of squared lengths and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
@@ -172,7 +172,7 @@ class PackedAttention:
 
 
 class BlockwiseAttention:
-    """`PackedAttention` in blocks of keys, with `numerics: exact`; satisfies `danlu.layer_types.Attend`.
+    """`PackedAttention` in blocks of keys, with `numerics: exact`; satisfies `danlu.core.layer_types.Attend`.
 
     boundaries, trees: as in `PackedAttention`. A branch's keys are those of its path, and blocks are cut by position
     on it, so that a branch has the bits that its tokens have without siblings. Gradients are those of

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Attend, Keys, KeyValuePrefix, LayerCache
+from danlu.core.layer_types import Attend, Keys, KeyValuePrefix, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.heads_spec import Heads

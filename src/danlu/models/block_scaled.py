@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.errors import ModelError
-from danlu.safetensors_format import TensorLocation
-from danlu.shard_box import ShardBox
+from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import TensorLocation
+from danlu.core.shard_box import ShardBox
 
 if TYPE_CHECKING:
     from torch import Tensor

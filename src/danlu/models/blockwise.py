@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.device_moves import copy_to
+from danlu.core.device_moves import copy_to
 from danlu.models.segments import Range
 
 KEY_BLOCK = 64

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.delta_spec import Delta
 from danlu.models.experts_spec import Experts
 from danlu.models.layer_spec import LayerSpec
@@ -20,7 +20,7 @@ from danlu.models.spec_shapes import MAXIMUMS as LAYER_MAXIMUMS
 from danlu.models.spec_shapes import Shapes, check_sizes
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
-    from danlu.types import Task
+    from danlu.core.types import Task
 
 MAX_LAYERS = 10_000
 MAXIMUMS = {

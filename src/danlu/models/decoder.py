@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
-from danlu.layer_types import Attend, VocabShard
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Attend, VocabShard
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.chunks import Chunks

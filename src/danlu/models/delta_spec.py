@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.spec_shapes import Kept, Shapes, check_sizes, linear_shapes
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.layer_types import ExpertExchange
+from danlu.core.layer_types import ExpertExchange
 from danlu.models import experts_spec, ops
 from danlu.models.config import ModelConfig
 from danlu.models.mlp import MLP

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Attend, Keys, LayerCache
+from danlu.core.layer_types import Attend, Keys, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.factorized_spec import Factorized
@@ -94,7 +94,7 @@ class FactorizedAttention(nn.Module):
     def _of_keys(
         self, rotation: Rotation | None, stored: Sequence[Tensor], positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, 1, C] of keys before rotation, [S, 1, C]; see `danlu.layer_types.Expand`.
+        """Keys and values [S, 1, C] of keys before rotation, [S, 1, C]; see `danlu.core.layer_types.Expand`.
 
         rotation: of the tokens of the forward pass.
         """

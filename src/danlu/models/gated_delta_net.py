@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.layer_types import Attend, Axis, LayerCache
+from danlu.core.layer_types import Attend, Axis, LayerCache
 from danlu.models import ops
 from danlu.models.causal_conv import causal_conv, causal_conv_step, last_inputs
 from danlu.models.config import ModelConfig

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.layer_types import StackedQuantizedWeight
+from danlu.core.layer_types import StackedQuantizedWeight
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES = 16  # that strides of a grouped product have to be multiples of

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.rope_config import Rope
 from danlu.models.spec_shapes import Kept, Shapes, check_sizes, linear_shapes
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.block_scaled import METHODS
 from danlu.models.config import MAX_LAYERS, ModelConfig
 from danlu.models.delta_spec import Delta
@@ -20,7 +20,7 @@ from danlu.models.multimodal import MULTIMODAL, text_values
 from danlu.models.unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
-    from danlu.types import Task
+    from danlu.core.types import Task
 
 
 def read_config_values(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:

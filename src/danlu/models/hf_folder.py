@@ -12,15 +12,15 @@ from io import FileIO
 from pathlib import Path, PurePath
 from typing import Any
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.output_folder import shortened
+from danlu.core.safetensors_format import TensorLocation, read_header
+from danlu.core.small_files import check_regular_entries, parse_json, read_small_text
+from danlu.core.tokenizer_files import TOKENIZER_FILES
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_rope import ignored_rope_settings
 from danlu.models.multimodal import TEXT_CONFIG, language_name
-from danlu.output_folder import shortened
-from danlu.safetensors_format import TensorLocation, read_header
-from danlu.small_files import check_regular_entries, parse_json, read_small_text
-from danlu.tokenizer_files import TOKENIZER_FILES
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

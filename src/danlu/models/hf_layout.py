@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from danlu.layer_types import LANGUAGE_PART, Site
+from danlu.core.layer_types import LANGUAGE_PART, Site
+from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, is_stacked, parameter_shapes
 from danlu.models.families import FAMILIES
 from danlu.models.families.family import Stored
 from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.multimodal import MULTIMODAL, language_name
-from danlu.shard_box import ShardBox
 
 # Tables that old checkpoints carry; danlu computes them from the config.
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from danlu.shard_box import ShardBox
+from danlu.core.shard_box import ShardBox
 
 if TYPE_CHECKING:
     from torch import Tensor

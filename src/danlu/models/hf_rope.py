@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.hf_values import HFValues
 from danlu.models.rope_config import (
     DynamicScaling,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import FLOAT_DTYPES, TensorLocation
 from danlu.models.block_scaled import ScaledLocation, fp8_block, with_scaled
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors
@@ -24,7 +25,6 @@ from danlu.models.hf_layout import (
     own_name,
 )
 from danlu.models.hf_parts import HFTensor
-from danlu.safetensors_format import FLOAT_DTYPES, TensorLocation
 
 FOUR_BIT = "U8"  # dtype of a weight in 4 bits: its codes, two a byte; its constants are `<name>.absmax`, ...
 _MAX_SHOWN = 10

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 
 class HFValues:

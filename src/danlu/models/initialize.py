@@ -30,9 +30,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, is_stacked
 from danlu.models.decoder import Decoder
-from danlu.shard_box import ShardBox
 
 _WRITE_TO_STREAM = ("o_proj", "down_proj")
 _READ_A_LATENT = ("q_b_proj", "kv_b_proj", "key_reuse")

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import Attend, Keys, LayerCache
+from danlu.core.layer_types import Attend, Keys, LayerCache
 from danlu.models import ops
 from danlu.models.blockwise import by_head_in_tiles
 from danlu.models.config import ModelConfig
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
         return self._mix(attend, q, Keys((stored,), self.expand, Absorbed(self))).flatten(1)
 
     def expand(self, stored: Sequence[Tensor], positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys [S, H, C] and values [S, H, W] of what is stored, [S, 1, L]; see `danlu.layer_types.Expand`."""
+        """Keys [S, H, C] and values [S, H, W] of what is stored, [S, 1, L]; see `danlu.core.layer_types.Expand`."""
         (rows,) = stored
         spec = self.spec
         latent, shared_key = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), dim=-1)
@@ -131,7 +131,7 @@ class LatentAttention(nn.Module):
 
 
 class Absorbed:
-    """The absorbed form; satisfies `danlu.layer_types.Absorb`."""
+    """The absorbed form; satisfies `danlu.core.layer_types.Absorb`."""
 
     def __init__(self, attention: LatentAttention) -> None:
         self._attention, self._spec = attention, attention.spec

@@ -32,10 +32,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.output_folder import replace_folder
 from danlu.models.hf_folder import CONFIG, LENET, SINGLE_FILE, read_json
 from danlu.models.initialize import named_generator
-from danlu.output_folder import replace_folder
 
 SIDE = 28  # pixels of an image, each way
 CLASSES = 10

@@ -28,12 +28,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from danlu import device_moves
+from danlu.core import device_moves
+from danlu.core.types import Share
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE
 from danlu.models.forward_values import from_forward
 from danlu.models.router import Router, Routes
-from danlu.types import Share
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Sums a tensor over processes that have other tokens, in place."""

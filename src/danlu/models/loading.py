@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
-from danlu.layer_types import QuantizedWeight, StackedQuantizedWeight
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import QuantizedWeight, StackedQuantizedWeight
+from danlu.core.safetensors_format import TensorLocation
+from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config, read_tensors
@@ -29,8 +31,6 @@ from danlu.models.multimodal import language_name
 from danlu.models.router import Router
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
 from danlu.models.tensor_reader import Location, Target, TensorReader
-from danlu.safetensors_format import TensorLocation
-from danlu.shard_box import ShardBox
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.delta_spec import Delta
 from danlu.models.families import FAMILIES

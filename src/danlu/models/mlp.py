@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from danlu.layer_types import Recomputed
+from danlu.core.layer_types import Recomputed
 from danlu.models import ops
 from danlu.models.config import ModelConfig
 from danlu.models.mlp_spec import Dense

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from danlu.layer_types import (
+from danlu.core.layer_types import (
     EmbeddingAdapter,
     GroupedAdapter,
     LinearAdapter,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from danlu.errors import ModelError
-from danlu.layer_types import LANGUAGE_PART
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import LANGUAGE_PART
 
 TEXT_CONFIG = "text_config"
 _STORED_PREFIXES = {

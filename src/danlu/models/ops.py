@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.layer_types import NormShard, StackedQuantizedWeight
+from danlu.core.layer_types import NormShard, StackedQuantizedWeight
+from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
 from danlu.models.grouped_mm import grouped_mm, grouped_weight_gradient, quantized_grouped_mm
 from danlu.models.mlp_spec import Activation, ClampedSwiGLU
 from danlu.models.packed_weights import active_packed_weights
-from danlu.weight_gradients import Deferral, deferral_of, made_or_deferred
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

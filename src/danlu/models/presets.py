@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES
 from danlu.models.hf_config import read_config_values

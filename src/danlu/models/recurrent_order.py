@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
+from danlu.core.device_moves import copy_to
+from danlu.core.types import Branch
 from danlu.models.segments import Document, Segment, documents_of
-from danlu.types import Branch
 
 CHUNK_SIZES = (16, 32, 64)
 """Tokens of a chunk: the smallest that the longest run fits into, else the last."""

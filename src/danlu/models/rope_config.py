@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 
 @dataclass(frozen=True)

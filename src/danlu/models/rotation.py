@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
 from danlu.models.delta_spec import Delta
 from danlu.models.layer_spec import LayerSpec

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from danlu.safetensors_format import FLOAT_DTYPES, dtype_name, encode_header, raw_bytes, torch_dtype
+from danlu.core.safetensors_format import FLOAT_DTYPES, dtype_name, encode_header, raw_bytes, torch_dtype
 
 DTYPES = {name: torch_dtype(name) for name in FLOAT_DTYPES}
 """Of weights."""

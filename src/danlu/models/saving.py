@@ -19,7 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.output_folder import replace_folder
+from danlu.core.safetensors_format import dtype_name, encode_header, fill_shards, raw_bytes, shard_name
+from danlu.core.shard_box import BoxValue, ShardBox
+from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import config_values
@@ -29,10 +33,6 @@ from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
 from danlu.models.score_head import head_tensors, label_values
 from danlu.models.untouched import Kept, KeptTensor
-from danlu.output_folder import replace_folder
-from danlu.safetensors_format import dtype_name, encode_header, fill_shards, raw_bytes, shard_name
-from danlu.shard_box import BoxValue, ShardBox
-from danlu.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 _T = TypeVar("_T")
 

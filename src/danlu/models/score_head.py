@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.types import Task
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors
 from danlu.models.hf_layout import SCORE, SCORE_BIAS
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
-from danlu.types import Task
 
 DEFAULT_STD = 0.02
 """transformers' `initializer_range` where a config.json has none."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from danlu.types import Branch
+from danlu.core.types import Branch
 
 Range = tuple[int, int]
 """Tokens from the first number up to the second, which is not among them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of a parameter, without its layer -> shape."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from danlu.layer_types import Attend, LayerCache
+from danlu.core.layer_types import Attend, LayerCache
 from danlu.models.rope import Rotation
 
 Role = Literal["column", "grouped", "row", "vocabulary", "whole"]

@@ -11,13 +11,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import TensorLocation, torch_dtype
+from danlu.core.shard_box import ShardBox
 from danlu.models import safetensors_io
 from danlu.models.block_scaled import ScaledLocation
 from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.safetensors_io import DTYPES, is_finite, ranges, read_exactly
-from danlu.safetensors_format import TensorLocation, torch_dtype
-from danlu.shard_box import ShardBox
 
 Location = TensorLocation | ScaledLocation
 Target = tuple[Tensor, ShardBox]

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from danlu.core.types import Run
 from danlu.models.attention_kernels import Kernels, TileCall, TileKernel, kernels_of, widened
 from danlu.models.block_attention import attention_scores, by_head
 from danlu.models.blockwise import Attended, with_sinks
-from danlu.types import Run
 
 QUERY_ROWS = 256
 KEY_ROWS = 1024

@@ -9,14 +9,14 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any, Self
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
+from danlu.core.safetensors_format import TensorLocation
 from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors
 from danlu.models.hf_layout import may_have_untouched, own_name
 from danlu.models.multimodal import TEXT_CONFIG, with_text_values
 from danlu.models.safetensors_io import BUFFER_BYTES, ranges
-from danlu.safetensors_format import TensorLocation
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

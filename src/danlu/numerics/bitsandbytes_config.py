@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.codebooks import KINDS, Kind
 
 _ADVICE = "danlu reads bitsandbytes' nf4 and fp4; use a model in one of them, or the one before quantization."

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.codebooks import KINDS, Kind, codebook
 from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 SAME_EACH_TIME = ":4096:8"

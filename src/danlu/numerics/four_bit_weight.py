@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics import bitsandbytes_kernels, bitsandbytes_layout, four_bit
 from danlu.numerics.codebooks import KINDS, Kind, dynamic_map
 from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested

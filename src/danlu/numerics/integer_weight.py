@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.four_bit import tile_size
 from danlu.numerics.four_bit_weight import check_quantizable
 from danlu.numerics.quantized_weight import QuantizedWeightModule

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from danlu.errors import CheckpointError, TrainingError
+from danlu.core.errors import CheckpointError, TrainingError
 
 
 @dataclass(frozen=True)

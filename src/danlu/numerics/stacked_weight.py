@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.errors import ModelError
+from danlu.core.errors import ModelError
 from danlu.numerics.quantized_weight import QuantizedModule, QuantizedWeightModule, dense_workspace
 
 

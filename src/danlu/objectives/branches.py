@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
-from danlu.types import Batch
+from danlu.core.device_moves import copy_to
+from danlu.core.types import Batch
 
 CHOSEN, REJECTED = 1.0, 0.0
 """The fact `label` of an answer: it was preferred (is desirable), or it was not; NaN for a branch that is no answer."""

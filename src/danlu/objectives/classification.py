@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from danlu.types import TargetLosses
+from danlu.core.types import TargetLosses
 
 
 def logits_cross_entropy(

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from danlu.types import Loss, Metric, MicroBatch, Outputs, Role, Totals
+from danlu.core.types import Loss, Metric, MicroBatch, Outputs, Role, Totals
 
 
 @dataclass(frozen=True)

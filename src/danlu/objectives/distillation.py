@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from danlu.core.types import Batch, DivergenceKind, Loss, Metric, Outputs, Role, Totals
 from danlu.objectives.cross_entropy import losses_by_source
-from danlu.types import Batch, DivergenceKind, Loss, Metric, Outputs, Role, Totals
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from danlu.layer_types import ReduceGroup
+from danlu.core.layer_types import ReduceGroup
+from danlu.core.types import DivergenceKind
 from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slice
-from danlu.types import DivergenceKind
 
 
 class Head(NamedTuple):

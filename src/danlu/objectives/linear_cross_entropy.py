@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from danlu.layer_types import ReduceGroup
+from danlu.core.layer_types import ReduceGroup
+from danlu.core.types import TargetLosses
 from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, argmax_rows, rows_per_slice, slice_bytes
-from danlu.types import TargetLosses
 
 FLOAT32 = 4
 # Logits of a frozen head that are kept for the gradient, in the type of activations; a product over very few rows would

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
+from danlu.core.device_moves import copy_to
+from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, TokenLogprobs, Totals
 from danlu.objectives.branches import counted, sum_over_ranks
 from danlu.objectives.distillation import TeacherDivergence
 from danlu.objectives.policy_losses import (
@@ -33,7 +34,6 @@ from danlu.objectives.policy_losses import (
     sapo,
     vespo,
 )
-from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, TokenLogprobs, Totals
 
 PolicyLoss = Literal["clip", "cispo", "sapo", "vespo"]
 """PPO's clipped surrogate, or what has been proposed in its place: see `policy_losses`."""

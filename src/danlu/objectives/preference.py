@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
+from danlu.core.device_moves import copy_to
+from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, TokenLogprobs, Totals
 from danlu.objectives.branches import (
     CHOSEN,
     REJECTED,
@@ -33,7 +34,6 @@ from danlu.objectives.preference_losses import (
 )
 from danlu.objectives.step_preference import StepPreference, sees_whole_step
 from danlu.recipe.sections import JudgedTerm, LogRatioTerm, Orpo, PreferenceTerm, Simpo
-from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, TokenLogprobs, Totals
 
 
 def preference_objective(terms: Sequence[PreferenceTerm], has_reference: bool) -> Preference | StepPreference:

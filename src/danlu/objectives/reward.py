@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.device_moves import copy_to
+from danlu.core.device_moves import copy_to
+from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 from danlu.objectives.branches import CHOSEN, counted, pairs_of
-from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 
 
 class BradleyTerry(nn.Module):

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from danlu.core.types import Batch, Branch, Loss, Outputs, Pack, Role, Sample, StepLogprobs, Totals
 from danlu.objectives.branches import CHOSEN, REJECTED
 from danlu.objectives.preference_losses import AOT_PARTNER, AOT_UNPAIRED_PARTNER, BCO_SHIFT, KTO_KL
 from danlu.recipe.sections import Aot, AotUnpaired, Bco, Kto, PreferenceTerm
-from danlu.types import Batch, Branch, Loss, Outputs, Pack, Role, Sample, StepLogprobs, Totals
 
 if TYPE_CHECKING:
     from danlu.objectives.preference import Preference

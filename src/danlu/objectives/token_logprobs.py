@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.layer_types import ReduceGroup
+from danlu.core.layer_types import ReduceGroup
+from danlu.core.types import TokenLogprobs
 from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, columns_in_slice, rows_per_slice
-from danlu.types import TokenLogprobs
 
 OUTSIDE = -1e30
 """z of what has no probability: finite, so that a slice without any of the support has no infinity less another."""

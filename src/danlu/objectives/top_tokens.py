@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.layer_types import ReduceGroup
+from danlu.core.layer_types import ReduceGroup
+from danlu.core.types import TopTokens
 from danlu.objectives.divergence import Head
 from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slice
-from danlu.types import TopTokens
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 from danlu.objectives.policy import PolicyGradient
 from danlu.objectives.policy_losses import value_loss
-from danlu.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 
 
 class PpoObjective(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError, ModelError, RecipeError
+from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.optim.adamw import AdamW
 from danlu.optim.clip import HasGradient
 from danlu.optim.eight_bit import EightBitMoments

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from danlu.layer_types import ReduceGroup
+from danlu.core.layer_types import ReduceGroup
 from danlu.optim.chunks import chunks
 from danlu.optim.sparse import stored_values
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import CheckpointError
+from danlu.core.errors import CheckpointError
 from danlu.optim.adamw import AdamW
 from danlu.optim.galore import GaLore
 from danlu.optim.lion import Lion

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from danlu.errors import DanluError
+from danlu.core.errors import DanluError
 
 T = TypeVar("T")
 
@@ -34,9 +34,9 @@ class PendingSum:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: some ranks of the world, in an order that all of them know. A `danlu.layer_types.ReduceGroup`.
+    """A process group: some ranks of the world, in an order that all of them know.
 
-    A group of one sends nothing and needs no torch.distributed.
+    It is a `danlu.core.layer_types.ReduceGroup`. A group of one sends nothing and needs no torch.distributed.
     """
 
     name: str = "alone"  # the axis of the layout, for messages and counts of traffic

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
-from danlu.errors import ModelError
-from danlu.layer_types import Attend, Keys
+from danlu.core.device_moves import copy_to
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Attend, Keys
+from danlu.core.types import Batch, Branch, Run, Share
 from danlu.models.attend import PackedAttention, attend_for
 from danlu.models.attention_kernels import Kernels
 from danlu.models.recurrent_order import RecurrentOrder, RecurrentPart, RecurrentRuns
@@ -33,7 +34,6 @@ from danlu.parallel.context_exchange import dealt_heads, heads_of_all, rows_of_o
 from danlu.parallel.context_recurrence import UlyssesHeads
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.ring_attention import RankRows, ring_attention
-from danlu.types import Batch, Branch, Run, Share
 
 Transport = Literal["ring", "gather"]
 """How keys come to queries between ranks that have the same heads."""
@@ -88,9 +88,9 @@ def _sum_over(x: Tensor, groups: ContextGroups) -> Tensor:
 
 
 class ContextAttention:
-    """Causal attention of this rank's tokens over their documents, wherever these lie; a `danlu.layer_types.Attend`.
+    """Causal attention of this rank's tokens over their documents, wherever these lie.
 
-    Rows are those of the share of this rank, in its order.
+    It is a `danlu.core.layer_types.Attend`. Rows are those of the share of this rank, in its order.
 
     Args:
         shares: of all context ranks, of the same pack.

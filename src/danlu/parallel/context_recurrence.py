@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from danlu.device_moves import copy_to
+from danlu.core.device_moves import copy_to
 from danlu.models.recurrent_order import RecurrentOrder
 from danlu.parallel.comm import Group
 from danlu.parallel.context_exchange import heads_of_all, tokens_of_all

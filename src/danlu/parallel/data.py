@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.dtensor import is_dtensor
+from danlu.core.dtensor import is_dtensor
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedModule
 from danlu.parallel.gradient_buckets import GradientBuckets

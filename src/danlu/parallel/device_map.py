@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from danlu import device_moves
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.core import device_moves
 from danlu.models.decoder import Decoder
 from danlu.models.device_map import DeviceMap
 from danlu.models.rope import Rotation

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from danlu.errors import DanluError, RecipeError, ResourceError
+from danlu.core.errors import DanluError, RecipeError, ResourceError
 from danlu.parallel.world import format_ranks
 
 Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "consequence"]
@@ -30,7 +30,7 @@ LOADED = "has loaded torch"
 EXIT_REPORT = "DANLU_EXIT_REPORT"
 """The environment variable with the path of a process's exit report."""
 
-# The kinds of `danlu.errors`, each of which has an exit code of its own.
+# The kinds of `danlu.core.errors`, each of which has an exit code of its own.
 _ERRORS = {kind.exit_code: kind for kind in DanluError.__subclasses__()}
 
 _LESS_MEMORY = (

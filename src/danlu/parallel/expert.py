@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from danlu.adapters.adapter_set import AdapterSet
+from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import MoE
 from danlu.models.forward_values import from_forward
 from danlu.models.modules import GroupedLinear
 from danlu.parallel.comm import Group
 from danlu.parallel.tensor import trained_copies
-from danlu.shard_box import ShardBox
 
 
 class Exchange:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 
 
 class TorchGroup:

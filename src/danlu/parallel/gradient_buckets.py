@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.errors import TrainingError
+from danlu.core.errors import TrainingError
 from danlu.parallel.comm import Group, PendingSum
 
 BUCKET_BYTES = 25 * 2**20

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.models.config import ModelConfig
 from danlu.models.delta_spec import Delta
 from danlu.models.experts_spec import Experts

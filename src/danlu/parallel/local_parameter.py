@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.dtensor import is_dtensor, local_tensor, sharded_dim
+from danlu.core.dtensor import is_dtensor, local_tensor, sharded_dim
+from danlu.core.shard_box import ShardBox
 from danlu.parallel.comm import Group
 from danlu.parallel.ranks import DataGroups, Ranks
-from danlu.shard_box import ShardBox
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from torch.nn import Parameter
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
+from danlu.core.shard_box import ShardBox
 from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder
 from danlu.parallel.comm import Group
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks, own_of_new_groups
-from danlu.shard_box import ShardBox
 
 
 @dataclass(frozen=True)

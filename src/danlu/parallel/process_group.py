@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from danlu.errors import HangError, RecipeError, ResourceError
+from danlu.core.errors import HangError, RecipeError, ResourceError
+from danlu.core.terminal import write_to_stderr
 from danlu.parallel import exit_reports
 from danlu.parallel.flight_recorder import BUFFER_ENTRIES
 from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.watchdog import PHASE, Watchdog
 from danlu.parallel.world import World, format_ranks, world_from_environment
-from danlu.terminal import write_to_stderr
 
 LAUNCHER = "DANLU_LAUNCHER"
 """The environment variable with the process number of the danlu that has started this process."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.parallel.world import World, format_ranks
 
 NOTICE_AFTER_S = 20.0

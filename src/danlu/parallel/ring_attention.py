@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.device_moves import copy_to
-from danlu.layer_types import Expand, Keys
+from danlu.core.device_moves import copy_to
+from danlu.core.layer_types import Expand, Keys
+from danlu.core.types import Run
 from danlu.models.attention_kernels import Kernels, TileKernel
 from danlu.models.tiled_attention import (
     InputGradients,
@@ -35,7 +36,6 @@ from danlu.models.tiled_attention import (
     tiles_between,
 )
 from danlu.parallel.comm import Group
-from danlu.types import Run
 
 
 class RankRows:

@@ -27,15 +27,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from danlu.adapters.adapter import ShardableModule, TensorAxes
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.slot import Slot
-from danlu.errors import RecipeError
-from danlu.layer_types import Axis, LinearShard, NormShard, VocabShard
+from danlu.core.errors import RecipeError
+from danlu.core.layer_types import Axis, LinearShard, NormShard, VocabShard
+from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
 from danlu.models.gated_delta_net import CausalConv
 from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
 from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
-from danlu.shard_box import ShardBox
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
 GROUPED_AXES: TensorAxes = {"weight": (None, "outputs", "inputs"), "bias": (None, "outputs")}

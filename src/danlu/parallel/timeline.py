@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
+from danlu.core.small_files import check_regular, parse_json
 from danlu.parallel.schedules.action import Kind
-from danlu.small_files import check_regular, parse_json
 
 _NAME = re.compile(r"timeline-(\d+)\.jsonl")
 _KEPT_STEPS = 3

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 
 _RANK, _SIZE, _ADDRESS, _PORT = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 

@@ -13,7 +13,8 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.spelling import did_you_mean
 from danlu.recipe import overrides as overriding
 from danlu.recipe.loading import Loaded, check, complete, in_order, loaded, read_text
 from danlu.recipe.messages import format_value
@@ -22,7 +23,6 @@ from danlu.recipe.sections import Continue, Model, Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.yaml_reader import parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem
-from danlu.spelling import did_you_mean
 
 STAGES, NAME, FROM = "stages", "name", "from"
 CHAIN_KEYS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from danlu.spelling import did_you_mean
+from danlu.core.spelling import did_you_mean
 
 ByHand = Mapping[str, str | int]
 """A map as a recipe gives it: from parts to devices."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.spelling import closest_match
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence
@@ -17,7 +18,6 @@ from danlu.recipe.sections import Optimizer, Recipe, Section, value_at
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
 from danlu.registry import suggested_verb
-from danlu.spelling import closest_match
 
 
 @dataclass(frozen=True)

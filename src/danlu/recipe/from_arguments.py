@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.spelling import did_you_mean
 from danlu.recipe import overrides as overriding
 from danlu.recipe.sections import Recipe
 from danlu.recipe.short_forms import expand
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_tree import Node, Origin, Problem
-from danlu.spelling import did_you_mean
 
 
 def recipe_from_arguments(

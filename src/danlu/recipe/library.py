@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from danlu.errors import DanluError, RecipeError, ResourceError
-from danlu.spelling import did_you_mean
+from danlu.core.errors import DanluError, RecipeError, ResourceError
+from danlu.core.spelling import did_you_mean
 
 
 def folder() -> Path:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from danlu.errors import DanluError, RecipeError
+from danlu.core.errors import DanluError, RecipeError
+from danlu.core.small_files import read_small
+from danlu.core.spelling import closest_match
 from danlu.recipe import overrides as overriding
 from danlu.recipe import rules
 from danlu.recipe.overrides import Override
@@ -22,8 +24,6 @@ from danlu.recipe.staged_lengths import expand_lengths
 from danlu.recipe.validation import validate
 from danlu.recipe.yaml_reader import MAX_BYTES, parse
 from danlu.recipe.yaml_tree import Node, Origin, Problem, overlap
-from danlu.small_files import read_small
-from danlu.spelling import closest_match
 
 _BEGINS_WITH_KEY = re.compile(r"([a-z_]+(?:\.\w+)*): ")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 
 SEED = "seed"
 """The key whose values repeat the same experiment: results are averaged over it."""

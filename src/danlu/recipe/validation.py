@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from danlu.core.spelling import did_you_mean
 from danlu.recipe.default_mappings import with_default_mappings
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
 from danlu.recipe.type_hints import field_types, literal_values, section_types, variants_of
 from danlu.recipe.yaml_tree import Node, Problem
-from danlu.spelling import did_you_mean
 
 
 def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from danlu.core.types import Sample
 from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
 from danlu.data.preview import PreviewBranch, PreviewRow, PreviewSample
 from danlu.data.statistics import Statistics, unread_margins
 from danlu.recipe.sections import Data, Recipe
 from danlu.recipe.staged_lengths import amount_per_step
-from danlu.types import Sample
 
 REASON_DESCRIPTIONS = {
     Reason.TEMPLATE: "the chat template's own text",

@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from danlu.core.types import Pack
 from danlu.data.dataset_summary import DatasetSummary, PackingSummary, SplitSummary
 from danlu.data.message_spans import Reason
 from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.recipe.sections import Recipe
 from danlu.report import preview_content as content
-from danlu.types import Pack
 
 
 def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary, refused: str | None) -> str:

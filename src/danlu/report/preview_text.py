@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from danlu.core.terminal import printable
+from danlu.core.types import Pack
 from danlu.data.dataset_summary import DatasetSummary
 from danlu.data.message_spans import Reason
 from danlu.data.preview import PreviewRow, PreviewSample
 from danlu.recipe.sections import Data, Recipe
 from danlu.report import preview_content as content
-from danlu.terminal import printable
-from danlu.types import Pack
 
 if TYPE_CHECKING:
     from rich.console import Console

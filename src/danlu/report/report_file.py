@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.atomic_write import write_atomically
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.atomic_write import write_atomically
+from danlu.core.errors import RecipeError, ResourceError
 
 
 @dataclass(frozen=True)

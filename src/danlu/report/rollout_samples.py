@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from danlu.core.terminal import printable
 from danlu.report.run_record import ROLLOUTS, lines_of, number
-from danlu.terminal import printable
 
 SHOWN = 3
 """Samples at either end of a rollout."""

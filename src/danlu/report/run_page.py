@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from danlu import __version__
+from danlu.core.terminal import printable
 from danlu.report.html_page import HtmlPage
 from danlu.report.rollout_samples import shortened
 from danlu.report.run_charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, charts, format_value
 from danlu.report.run_report import RunReport, table
-from danlu.terminal import printable
 
 PAGE = HtmlPage("report", flag="--out")
 MAX_EVENTS = 100

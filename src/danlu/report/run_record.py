@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from danlu.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.small_files import parse_json
+from danlu.core.terminal import printable
 from danlu.recipe import Recipe, load_resolved
-from danlu.small_files import parse_json
-from danlu.terminal import printable
 
 # Of a run folder (docs/checkpoints.md).
 RECIPE, METRICS, SUMMARY, ROLLOUTS = "recipe.yaml", "metrics.jsonl", "summary.json", "rollouts.jsonl"

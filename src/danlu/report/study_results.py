@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.recipe.parameter_grid import SEED, Combination
 
 STUDY = "study.json"

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from danlu.errors import DanluError, DataError, RecipeError
-from danlu.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.core.errors import DanluError, DataError, RecipeError
+from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.core.spelling import did_you_mean
 from danlu.recipe.sections import (
     CodeReward,
     ExactReward,
@@ -31,7 +32,6 @@ from danlu.rewards.protocol import Reward
 from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers
-from danlu.spelling import did_you_mean
 
 OWN_COLUMNS = ("completion", "prompt", "tokens", "finish", "turns")
 """What functions are given beside the columns of the row."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from danlu.errors import DanluError
+from danlu.core.errors import DanluError
 from danlu.rewards.protocol import Explains, JudgedAnswer, Reward, StepRewards, Verdict
 
 PACKAGE = str(Path(__file__).resolve().parents[1])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from danlu.errors import DataError
+from danlu.core.errors import DataError
 from danlu.rewards.judge import prompt_text
 from danlu.rewards.programs.blocks import code_of
 from danlu.rewards.programs.sandbox import find_sandbox

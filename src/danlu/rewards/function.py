@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.rewards.calling import failure_reason
 from danlu.rewards.protocol import JudgedAnswer, StepRewards, lines_of
 

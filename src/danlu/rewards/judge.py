@@ -14,9 +14,9 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
-from danlu.errors import ResourceError
-from danlu.http_client import ConnectionLost, HTTPClient, RequestRefused
-from danlu.prompt_template import PromptTemplate
+from danlu.core.errors import ResourceError
+from danlu.core.http_client import ConnectionLost, HTTPClient, RequestRefused
+from danlu.core.prompt_template import PromptTemplate
 from danlu.rewards.protocol import JudgedAnswer, Verdict, is_null
 
 MOST_BYTES = 4 * 2**20

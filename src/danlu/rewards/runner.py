@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from danlu.errors import DataError
-from danlu.machine import usable_cores
+from danlu.core.errors import DataError
+from danlu.core.machine import usable_cores
 from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on_each, decided_at_once
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction

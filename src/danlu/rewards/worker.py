@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.worker_process import end_with_the_caller, take_over_pipes
 from danlu.rewards import symbolic
 from danlu.rewards.calling import Outcome, call_on_batch
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.text import Mathematical
-from danlu.worker_process import end_with_the_caller, take_over_pipes
 
 START = "from danlu.rewards.worker import serve; serve()"
 

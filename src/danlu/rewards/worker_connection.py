@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from danlu.errors import RecipeError, ResourceError
-from danlu.worker_process import import_paths, python_command
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.worker_process import import_paths, python_command
 
 LOAD_TIMEOUT_S = 120.0
 """For a process to start and run the files of its functions; imports are slow the first time."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from danlu.errors import RecipeError, ResourceError
-from danlu.machine import usable_cores
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.machine import usable_cores
 from danlu.rewards.calling import Outcome, outcome_of
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards, Verdict

@@ -13,7 +13,7 @@ from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
-    from danlu.types import Task
+    from danlu.core.types import Task
 
 ARCHITECTURE_ENDINGS: dict[Task, str] = {
     "causal-lm": "ForCausalLM",

@@ -1,7 +1,7 @@
 """Pipeline schedules as lists of actions: what each rank does in a step, in which order. Pure data, no torch.
 
-The executor carries out one rank's list, the simulation (`plan/pipeline_simulation.py`) gives the same lists times, and
-tests read them without starting a process.
+The executor carries out one rank's list, the simulation (`planning/pipeline_simulation.py`) gives the same lists times,
+and tests read them without starting a process.
 """
 
 from danlu.parallel.schedules.action import Action, forwards_only, peak_in_flight

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.spelling import did_you_mean
 from danlu.parallel.schedules import compute_order, v_shaped
 from danlu.parallel.schedules.action import Action, forwards_only
 from danlu.parallel.schedules.compute_order import ComputeOrder, micro_batches_per_round
 from danlu.parallel.schedules.messages import with_messages
 from danlu.parallel.schedules.placement import V_SHAPED, placement
-from danlu.spelling import did_you_mean
 
 _ORDERS: dict[str, Callable[[ComputeOrder, int, int, int], None]] = {
     "naive": compute_order.naive,

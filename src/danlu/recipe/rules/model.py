@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import date
 from typing import Literal
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.recipe.rules.paths import sources_of
 from danlu.recipe.sections import Continue, Dora, LowRank, Recipe, Section, Source, value_at
 from danlu.recipe.yaml_tree import Problem

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from danlu.core.spelling import did_you_mean
 from danlu.recipe.messages import format_value
 from danlu.recipe.sections import Agent, Data, FunctionReward, PythonEnvironment, Recipe, Source, Tools
 from danlu.recipe.yaml_tree import Problem
-from danlu.spelling import did_you_mean
 
 FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst")
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095

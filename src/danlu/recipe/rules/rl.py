@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from danlu.prompt_template import PromptTemplate, PromptTemplateError
+from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.recipe.rules.paths import sources_of
 from danlu.recipe.sections import (
     CodeReward,

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
+from danlu.core.worker_process import end_with_the_caller, take_over_pipes
 from danlu.rewards.calling import failure_reason
 from danlu.rewards.environments.agents import AgentCall, AgentFailed, AgentResult, Solve, play
 from danlu.rewards.environments.protocol import EpisodeKey
-from danlu.worker_process import end_with_the_caller, take_over_pipes
 
 START = "from danlu.rewards.environments.agent_host import serve; serve()"
 _READ_BYTES = 1 << 16

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from danlu.core.errors import RecipeError
 from danlu.environment import Done
-from danlu.errors import RecipeError
 from danlu.rewards.calling import LARGEST
 from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.rewards.environments.user_class import UserCode

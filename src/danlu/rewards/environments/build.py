@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.recipe.sections import Agent, AgentSection, EnvironmentSection, OpenEnv, PythonEnvironment, Tools, Verifiers
 from danlu.rewards.environments.agent_processes import AgentProcesses
 from danlu.rewards.environments.agents import AgentCommand, AgentFunction, AgentSource

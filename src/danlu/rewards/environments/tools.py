@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.types import MalformedCall, ToolCall
+from danlu.core.worker_process import import_paths, python_command, take_over_pipes
 from danlu.environment import Done, Environment, Step, Turn
-from danlu.errors import RecipeError, ResourceError
 from danlu.rewards.calling import failure_reason
 from danlu.rewards.function import UserFunction
 from danlu.rewards.worker_connection import LOAD_TIMEOUT_S
-from danlu.types import MalformedCall, ToolCall
-from danlu.worker_process import import_paths, python_command, take_over_pipes
 
 START = "from danlu.rewards.environments.tools import describe; describe()"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from danlu.core.errors import RecipeError
 from danlu.environment import Environment
-from danlu.errors import RecipeError
 from danlu.rewards.function import UserFunction
 from danlu.rewards.protocol import JudgedAnswer
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from danlu.errors import RecipeError
+from danlu.core.errors import RecipeError
 from danlu.rewards.environments.agents import AgentCall, AgentFailed, Solve
 
 _KEY_VARIABLE = "DANLU_EPISODE_API_KEY"

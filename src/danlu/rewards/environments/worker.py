@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from danlu.core.errors import RecipeError
+from danlu.core.worker_process import end_with_the_caller, take_over_pipes
 from danlu.environment import Done, Environment, Turn
-from danlu.errors import RecipeError
 from danlu.rewards.calling import LARGEST, failure_reason
 from danlu.rewards.environments.protocol import EndEpisode, EpisodeCall, EpisodeKey, Reply, TurnText
-from danlu.worker_process import end_with_the_caller, take_over_pipes
 
 START = "from danlu.rewards.environments.worker import serve; serve()"
 

@@ -10,8 +10,8 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from danlu.errors import RecipeError, ResourceError
-from danlu.machine import usable_cores
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.machine import usable_cores
 from danlu.rewards.environments.protocol import EndEpisode, EnvironmentSource, EpisodeCall, EpisodeKey, Reply
 from danlu.rewards.environments.worker import START
 from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.rewards.programs.cgroups import Cgroup, give_cgroup_back, remove_all, take_cgroup
 from danlu.rewards.programs.pod import END, PROGRAM, REUSABLE
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from danlu.errors import ResourceError
+from danlu.core.errors import ResourceError
 from danlu.rewards.programs.judge import START_S
 from danlu.rewards.programs.pod import CONTEST, PROGRAM
 from danlu.rewards.programs.sandbox import GUEST, JUDGE, Limits, Sandbox

@@ -1,0 +1,502 @@
+"""What a training step is expected to hold in memory, by part, before there is one; and the micro-batch that fits.
+
+A run asks with the model that it has placed; `danlu preview` from a config alone (`memory_preview`). Parameters are
+counted byte by byte, activations and logits by the formulas of `plan.activation_memory`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from danlu.core.dtensor import is_dtensor
+from danlu.core.errors import ModelError, RecipeError
+from danlu.memory.available_memory import available_bytes, host_memory_bytes
+from danlu.memory.recompute import Kind, LayerPlan
+from danlu.models.attention_kernels import kernels_of
+from danlu.models.chunks import Chunks
+from danlu.models.config import ModelConfig
+from danlu.models.device_map import DeviceMap
+from danlu.models.layer_spec import Mixer
+from danlu.objectives.linear_cross_entropy import workspace_bytes
+from danlu.objectives.vocab_slices import slice_bytes
+from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, KeepsScores, activation_bytes, slack_of
+from danlu.planning.memory_advice import advice
+from danlu.planning.micro_batch import StepMemory
+from danlu.planning.parameter_memory import gathered_bytes, least_weight_bytes
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.device_map import ByHand, named_devices
+from danlu.training.memory_parts import MemoryParts
+from danlu.training.units import format_bytes
+
+# More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
+MAX_CPU_TOKENS = 4096
+_FREE_SHARE = 0.8
+"""Of the free memory that the rest of a step leaves, the share that `batch.micro: auto` gives to activations."""
+_FLOAT32 = 4
+
+
+def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) -> None:
+    """Refuses a model of which not even the weights fit into this machine, before anything is made of it.
+
+    where: what names the model, for the message. Raises ModelError. What training needs beside the weights is many
+    times more, and `MemoryEstimate.lines` says so.
+    """
+    offload = recipe.memory.offload
+    if "parameters" in offload and recipe.memory.folder is not None:
+        return
+    need = least_weight_bytes(recipe, config, processes)
+    on_gpu = recipe.device != "cpu" and torch.cuda.is_available() and "parameters" not in offload
+    if recipe.parallel.device_map is not None:
+        room, machine = _room_of_devices(recipe.parallel.device_map, on_gpu=on_gpu)
+    elif on_gpu:
+        room, machine = torch.cuda.get_device_properties(0).total_memory, "this GPU has"
+    else:
+        room, machine = host_memory_bytes(), "this machine has"
+    if room is not None and need > room:
+        name, size = config.largest_size
+        raise ModelError(
+            f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take "
+            f"{need / 2**30:,.1f} GiB here; {machine} {room / 2**30:,.1f} GiB. Take a smaller one (the "
+            f"largest of its sizes is {name}, {size:,}), share it among more processes (parallel.shard: zero3), or "
+            "train an adapter on a quantized base"
+        )
+
+
+def _room_of_devices(section: str | ByHand, *, on_gpu: bool) -> tuple[int | None, str]:
+    """(bytes of all memory of the devices of a map, what has them, for a message); None where nothing tells."""
+    if isinstance(section, str):
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if on_gpu else ["cpu"]
+    else:
+        devices = list(named_devices(section))
+    sizes = [
+        host_memory_bytes() if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
+        for device in devices
+    ]
+    known = [size for size in sizes if size is not None]
+    have = f"{' and '.join(sorted(devices))} {'has' if len(devices) == 1 else 'have'}"
+    return sum(known) if len(known) == len(sizes) else None, have
+
+
+class CriticPass(NamedTuple):
+    """A second pass with gradients, of a model of values."""
+
+    config: ModelConfig
+    plan: Sequence[LayerPlan]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a step of one process is expected to hold."""
+
+    recipe: Recipe
+    config: ModelConfig
+    plan: Sequence[LayerPlan]
+    """What each layer recomputes; empty where that is not known (`recompute: planned`, before layers are measured)."""
+    parts: MemoryParts
+    """Bytes on the device that computes."""
+    offloaded_bytes: int
+    """Bytes that `memory.offload` keeps in the host's memory or in files."""
+    micro: int
+    """Packed sequences in a micro-batch."""
+    processes: int
+    device_type: str
+    critic: CriticPass | None = None
+    in_flight: float = 1.0
+    """Micro-batches whose activations a stage of a pipeline keeps at once."""
+    device: str = ""
+    """Where a model lies on several devices, the one that this is about, with the layers on it."""
+    has_head: bool = True
+    """Whether the loss is computed there."""
+    lengths: np.ndarray | None = field(default=None, compare=False)
+    """[rows] int: tokens of each row that is trained on; None where rows are not known."""
+    by_device: tuple[MemoryEstimate, ...] = ()
+    """Of such a model, what each device is expected to hold."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that a model takes as soon as it is placed."""
+        return self.parts.weights + self.parts.adapter
+
+    def available(self, resident_bytes: int) -> int | None:
+        """Bytes that tensors of one process may take; None where the system does not tell.
+
+        resident_bytes: what its tensors take already. Processes of one machine share the host's memory, not devices.
+        """
+        device = torch.device(self.device or self.device_type)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            return None  # of another machine
+        free = available_bytes(device)
+        if free is None:
+            return None
+        return resident_bytes + (free if self.device_type == "cuda" else free // processes_here(self.processes))
+
+    def lines(self, available: int | None) -> list[str]:
+        """For the console: the parts, and what to set where they are more than there is.
+
+        available: bytes that tensors may take, what the model takes already included; None where nobody knows.
+        """
+        each = f" on {self.device}" if self.device else " in each process" if self.processes > 1 else ""
+        parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self.parts).items() if value)
+        of = f"micro-batches of {self.micro} x {self.recipe.data.max_length} tokens"
+        lines = [f"memory expected{each}: {parts} = {format_bytes(self.parts.total)} in tensors, for {of}"]
+        if self.offloaded_bytes:
+            offloaded = format_bytes(self.offloaded_bytes)
+            lines.append(f"memory expected{each}: {offloaded} more wait where memory.offload says")
+        if available is not None and self.parts.total > available:
+            what_to_set = advice(self.recipe, vars(self.parts), device_type=self.device_type, micro=self.micro)
+            lines.append(
+                f"memory: {format_bytes(self.parts.total)}{each} are more than the {format_bytes(available)} that are "
+                f"free. {what_to_set}"
+            )
+        return lines
+
+    def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
+        """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
+        own = self.plan if plan is None else plan
+        shape = _MicroBatch(self.recipe, 1, self.device_type, self.in_flight, self.lengths)
+        activations = _activations(shape, self.config, own)
+        if self.critic is not None:
+            activations = _with_critic(activations, shape, self.critic, plan)
+        return StepMemory(
+            fixed=self.parts.total - self.parts.activations - self.parts.logits,
+            activations=activations,
+            loss_workspace=_loss_workspace(self.recipe, self.config, 1, self.device_type) if self.has_head else 0,
+            max_loss_workspace=slice_bytes(self.device_type),
+            smallest=_most_paths(self.recipe),
+        )
+
+
+def estimate_of(
+    recipe: Recipe,
+    config: ModelConfig,
+    fixed: MemoryParts,
+    *,
+    plan: Sequence[LayerPlan],
+    micro: int,
+    device_type: str,
+    offloaded_bytes: int = 0,
+    processes: int = 1,
+    critic: CriticPass | None = None,
+    in_flight: float = 1.0,
+    device: str = "",
+    has_head: bool = True,
+    lengths: np.ndarray | None = None,
+) -> MemoryEstimate:
+    """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
+
+    fixed: without activations and logits. micro: packed sequences of full length. critic: the pass of a model of
+    values, whose activations are kept beside the policy's. config, in_flight: of a stage of a pipeline the layers that
+    it has, and how many micro-batches it keeps activations of. device, has_head, lengths: as in `MemoryEstimate`.
+    """
+    sequences = max(micro, _most_paths(recipe))
+    logits = _loss_workspace(recipe, config, sequences, device_type) if has_head else 0
+    shape = _MicroBatch(recipe, sequences, device_type, in_flight, lengths)
+    activations = _activations(shape, config, plan)
+    if critic is not None:
+        activations = _with_critic(activations, shape, critic, None)
+    parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
+    return MemoryEstimate(
+        recipe=recipe,
+        config=config,
+        plan=plan,
+        parts=parts,
+        offloaded_bytes=offloaded_bytes,
+        micro=micro,
+        processes=processes,
+        device_type=device_type,
+        critic=critic,
+        in_flight=in_flight,
+        device=device,
+        has_head=has_head,
+        lengths=lengths,
+    )
+
+
+@dataclass(frozen=True)
+class BytesByDevice:
+    """What of a model lies where, by device."""
+
+    weights: Counter[str] = field(default_factory=Counter)
+    """Of all models, with adapters."""
+    adapter: Counter[str] = field(default_factory=Counter)
+    """Of the adapter that is trained."""
+    trained: Counter[str] = field(default_factory=Counter)
+
+    def part_of(self, parts: MemoryParts, device: str) -> MemoryParts:
+        """What one device has of parts of all of them together, without activations and logits."""
+        weights, adapter, trained = (
+            counted[device] / max(1, counted.total())
+            for counted in (self.weights - self.adapter, self.adapter, self.trained)
+        )
+        return replace(
+            parts,
+            weights=round(weights * parts.weights),
+            adapter=round(adapter * parts.adapter),
+            gradients=round(trained * parts.gradients),
+            optimizer=round(trained * parts.optimizer),
+            average=round(trained * parts.average),
+            activations=0,
+            logits=0,
+        )
+
+
+def with_devices(estimate: MemoryEstimate, device_map: DeviceMap, counted: BytesByDevice) -> MemoryEstimate:
+    """The estimate of a model that lies on several devices, with that of each."""
+    by_device = []
+    for device in device_map.devices:
+        layers = device_map.layers_on(device)
+        plan = [entry for entry in estimate.plan if entry.layer in layers]
+        if not layers:  # embedding or head alone, which keep what a recomputed layer does: hidden states
+            layers, plan = [0], [LayerPlan(0, "full")]
+        own = estimate_of(
+            estimate.recipe,
+            replace(estimate.config, layers=tuple(estimate.config.layers[layer] for layer in layers)),
+            counted.part_of(estimate.parts, device),
+            plan=plan,
+            micro=estimate.micro,
+            device_type=torch.device(device).type,
+            offloaded_bytes=estimate.offloaded_bytes * counted.trained[device] // max(1, counted.trained.total()),
+            device=device,
+            has_head=device == device_map.head,
+            lengths=estimate.lengths,
+        )
+        by_device.append(own)
+    return replace(estimate, by_device=tuple(by_device))
+
+
+def expected_lines(estimate: MemoryEstimate, *, is_placed: bool) -> list[str]:
+    """`MemoryEstimate.lines` of each device. is_placed: whether the model is there already."""
+    each = estimate.by_device or (estimate,)
+    return [line for own in each for line in own.lines(own.available(own.resident_bytes if is_placed else 0))]
+
+
+def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
+    """The config of a model with the layers of one stage of a pipeline alone."""
+    if chunks.last == 0:
+        return config
+    return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))
+
+
+def _most_paths(recipe: Recipe) -> int:
+    """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
+    return 2 if recipe.row_type == "preference" or recipe.needs_mismatched else 1
+
+
+def processes_here(world: int) -> int:
+    """Processes of this run on this machine, as torch's launchers say; else all of them."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local_world_size) if local_world_size.isdigit() and int(local_world_size) else world
+
+
+def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes: int = 0) -> int:
+    """Packed sequences in a micro-batch: as the recipe says, or the most that fit into memory.
+
+    estimate: of a step with any micro-batch. per_step: packed sequences of a step on this data rank, the upper bound.
+    resident_bytes: what this process's tensors take of the estimate already.
+    Raises RecipeError where `batch.memory` does not hold the smallest micro-batch, with the recomputation that would.
+    """
+    batch, length = estimate.recipe.batch, estimate.recipe.data.max_length
+    if batch.micro != "auto":
+        return min(batch.micro, per_step)
+    if estimate.by_device:
+        placed = [own.resident_bytes if resident_bytes else 0 for own in estimate.by_device]
+        own_limits = zip(estimate.by_device, placed, strict=True)
+        return min(find_micro_batch(own, per_step, resident_bytes=resident) for own, resident in own_limits)
+    at_most = per_step if estimate.device_type != "cpu" else min(per_step, max(1, MAX_CPU_TOKENS // length))
+    step = estimate.step_memory()
+    if batch.memory is not None:
+        if step.of_smallest > batch.memory * 2**30:
+            smallest = "one packed sequence" if step.smallest == 1 else f"one row of {step.smallest} sequences"
+            on = f" of {estimate.device}" if estimate.device else ""
+            raise RecipeError(
+                f"batch.memory: {batch.memory} GiB{on} do not hold {smallest}: weights, gradients, optimizer and "
+                f"one of {step.smallest * length} tokens need about {step.of_smallest / 2**30:.2f} GiB. "
+                f"{_what_would_fit(estimate, batch.memory * 2**30)}"
+            )
+        return step.largest_micro_batch(batch.memory * 2**30, at_most)
+    available = estimate.available(resident_bytes)
+    return at_most if available is None else step.largest_micro_batch(available, at_most, share=_FREE_SHARE)
+
+
+def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
+    """What would make the smallest micro-batch fit: the recomputation that costs least time, or more memory."""
+    need = estimate.step_memory().of_smallest
+    kinds: tuple[Kind, ...] = ("selective", "full")
+    for kind in kinds:
+        plan = [LayerPlan(layer, kind) for layer in range(len(estimate.config.layers))]
+        with_kind = estimate.step_memory(plan).of_smallest
+        if with_kind <= available and with_kind < need:
+            return f"With memory: {{recompute: {kind}}} they need about {with_kind / 2**30:.2f} GiB; or give more."
+    return "Give more, or lower data.max_length."
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """The samples that go through a model at once."""
+
+    recipe: Recipe
+    sequences: int
+    """Packed sequences of `data.max_length` tokens."""
+    device_type: str
+    in_flight: float
+    lengths: np.ndarray | None
+    """[rows] int: tokens of each row; None where rows are not known."""
+
+    def documents(self, keeps: KeepsScores, mixers: Sequence[Mixer]) -> list[tuple[list[int], KeepsScores]]:
+        """Lengths of the documents of the micro-batches that may take the most, and which of them keep probabilities:
+        the longest rows, and the longest rows that keep them, where longer ones leave them to a kernel."""
+        length = self.recipe.data.max_length
+        mixes = [(self._longest(length), keeps)]
+        if self.device_type == "cpu" and not all(keeps(length, mixer) for mixer in mixers):
+            # A branch keeps probabilities of its whole path: a row with two answers about as many as one document, of
+            # which a path has two thirds where the answers are as long as the prompt.
+            short = kernels_of(torch.device("cpu")).short_document
+            short = short * 3 // 2 if _most_paths(self.recipe) == 2 else short
+            mixes.append((self._longest(short, short), lambda length, mixer: True))
+        return [mix for mix in mixes if mix[0]]
+
+    def _longest(self, length: int, most: int | None = None) -> list[int]:
+        """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
+
+        A longer row is cut: into packed sequences, or one with two answers into as many paths.
+        """
+        tokens = self.sequences * self.recipe.data.max_length
+        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
+        if self.lengths is not None:
+            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
+            whole, rest = min(whole, int((rows // length).sum())), rows % length
+        documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
+        before = np.cumsum(documents) - documents
+        documents = np.minimum(documents, tokens - before)[before < tokens]
+        return [int(each) for each in documents]
+
+
+def _activations(shape: _MicroBatch, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
+    """Bytes of the micro-batch that takes the most."""
+    recipe, device_type, in_flight = shape.recipe, shape.device_type, shape.in_flight
+    section = recipe.parallel
+    kept = ActivationPlan(
+        recompute=[(layer.kind, layer.segment) for layer in plan],
+        keeps_scores=keeps_scores(device_type),
+        slack=slack_of(device_type),
+        offload="activations" in recipe.memory.offload and (device_type != "cpu" or recipe.memory.folder is not None),
+        in_flight=device_type != "cpu",
+        tensor=section.tensor,
+        sequence=section.sequence,
+    )
+    activations = max(
+        (
+            activation_bytes(config, documents, activation_dtype(recipe).itemsize, replace(kept, keeps_scores=keeps))
+            for documents, keeps in shape.documents(kept.keeps_scores, [kind.mixer for kind in config.kinds])
+        ),
+        key=lambda mix: mix.peak(0),
+    )
+    if in_flight != 1:
+        activations = replace(activations, kept=round(in_flight * activations.kept))
+    budget = recipe.memory.recompute.budget
+    if budget is None or plan:
+        return activations
+    # Which layers recompute is found once they are measured; the plan then keeps to its budget.
+    return ActivationBytes(min(activations.kept, int(budget * 2**30)))
+
+
+def _with_critic(
+    activations: ActivationBytes, shape: _MicroBatch, critic: CriticPass, plan: Sequence[LayerPlan] | None
+) -> ActivationBytes:
+    """Both passes have their activations when the backward pass begins. plan: in place of the critic's own."""
+    is_alike = plan is not None and len(plan) == len(critic.config.layers)
+    own = _activations(shape, critic.config, plan if plan is not None and is_alike else critic.plan)
+    return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
+
+
+def keeps_scores(device_type: str) -> KeepsScores:
+    """For which documents `models.attend` keeps attention's probabilities: those that no flash kernel attends.
+
+    For a GPU that this machine does not have, the usual kernels are taken for granted.
+    """
+    if device_type == "cpu":
+        short = kernels_of(torch.device("cpu")).short_document
+        return lambda length, mixer: length <= short or mixer.softcap is not None or _is_windowed(length, mixer)
+    kernels = kernels_of(torch.device(device_type)) if torch.cuda.is_available() else None
+    windows = kernels is not None and kernels.varlen is None
+    caps = kernels is not None and kernels.flex is None
+    return lambda length, mixer: (caps and mixer.softcap is not None) or (windows and _is_windowed(length, mixer))
+
+
+def _is_windowed(length: int, mixer: Mixer) -> bool:
+    return mixer.window is not None and mixer.window < length
+
+
+def _loss_workspace(recipe: Recipe, config: ModelConfig, micro: int, device_type: str) -> int:
+    """Bytes that the fused head and loss take beside their inputs, if every token is trained."""
+    if config.task != "causal-lm":
+        return 0
+    return workspace_bytes(
+        micro * recipe.data.max_length,
+        config.hidden_size,
+        config.vocab_size // recipe.parallel.tensor,
+        element_bytes=activation_dtype(recipe).itemsize,
+        device_type=device_type,
+        frozen=recipe.adapter is not None,
+    )
+
+
+def activation_dtype(recipe: Recipe) -> torch.dtype:
+    """The type of activations; bf16 where `precision: auto` has not been measured yet."""
+    return DTYPES["bf16" if recipe.precision == "auto" else recipe.precision]
+
+
+# ── parameters that are sharded ──
+
+
+def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
+    """(bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
+    return gathered_at_a_time(
+        {
+            name: (parameter.numel() * gathered_element_bytes(recipe, parameter), _trained_elements(parameter))
+            for name, parameter in model.named_parameters()
+            if is_dtensor(parameter)
+        },
+        recipe,
+    )
+
+
+def gathered_element_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:
+    """Bytes of an element as FSDP2 gathers it: in the type of activations where all weights are trained."""
+    narrow = recipe.adapter is None and parameter.is_floating_point()
+    return activation_dtype(recipe).itemsize if narrow else parameter.itemsize
+
+
+def _trained_elements(parameter: torch.Tensor) -> int:
+    return parameter.numel() if parameter.requires_grad else 0
+
+
+def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[int, int]:
+    """As `gathered_parameters`; sharded: by a parameter's name its bytes as gathered, and its trained elements."""
+    section = recipe.parallel
+    if not sharded:
+        return 0, 0
+    by_layer: dict[str, list[tuple[int, int]]] = {}
+    for name, sizes in sharded.items():
+        parts = name.split(".")
+        by_layer.setdefault(parts[1] if parts[0] == "layers" else "", []).append(sizes)
+    outside = by_layer.pop("", [])
+    layers = [[sum(column) for column in zip(*sizes, strict=True)] for sizes in by_layer.values()]
+    gathered = gathered_bytes(
+        [sizes[0] for sizes in layers],
+        sum(size for size, _ in outside),
+        shard=section.shard,
+        prefetch=section.prefetch,
+    )
+    trained = [sizes[1] for sizes in layers] + [sum(count for _, count in outside)]
+    # Whole gradients wait for the last micro-batch, or for the reduction of one layer after the other.
+    return gathered, _FLOAT32 * (max(trained) if section.reduces_each_micro_batch else sum(trained))

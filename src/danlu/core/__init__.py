@@ -1,0 +1,1 @@
+"""Ground that every room stands on: errors, files, locks, HTTP, worker processes, shared types."""

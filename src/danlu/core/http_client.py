@@ -1,0 +1,185 @@
+"""JSON over HTTP with Python's own client: what rollout servers and judges are spoken to with. No torch here.
+
+Each call has a connection of its own. An answer takes seconds and a new connection a fraction of a millisecond, and one
+that was kept would leave open, when it breaks, whether the server has seen the request.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.server_key import read_key
+
+GATEWAY_STATUSES = (502, 503, 504)
+"""What a gateway, or a server that is about to end, answers in place of the engine."""
+
+_POLL_S = 0.1
+_CHUNK_BYTES = 1 << 16
+_MESSAGE_CHARACTERS = 500
+
+
+class ConnectionLost(ResourceError):
+    """The server did not answer: it is not there, it ended midway, or it took longer than it may."""
+
+
+class RequestRefused(ResourceError):
+    """The server answered that it will not, or cannot, do what it was asked."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        """When to ask again, where the server says so."""
+
+
+@dataclass(frozen=True)
+class HTTPClient:
+    """Calls to one server, from any number of threads."""
+
+    url: str  # http://host:port, with a path where a gateway puts one before the server's own
+    timeout_s: float  # of each wait for the server to say something
+    api_key_variable: str | None = None  # the environment variable with the key that goes with each call
+    most_bytes: int | None = None  # that an answer may have
+    server_key: bool = False  # where no variable is named: whether a server of this machine has left its key in a file
+    total_s: float | None = None  # until all of an answer is there, of a server that says something now and then
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RecipeError(f"{self.url}: the url of a server looks like http://localhost:8000")
+        if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
+            raise RecipeError(
+                f"api_key_variable: the environment has no {self.api_key_variable}, which should hold the key of "
+                f"{self.url}"
+            )
+        if self.api_key_variable is not None and not os.environ[self.api_key_variable].isprintable():
+            raise RecipeError(
+                f"api_key_variable: {self.api_key_variable} has a line break or another control character"
+            )
+
+    def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
+        """What the server answers to GET: parsed, if it is JSON, else text.
+
+        Raises ConnectionLost, or RequestRefused for any status from 400 on but those of a gateway.
+        """
+        return self._call("GET", path, None, query)
+
+    def post(self, path: str, body: Any = None, query: Mapping[str, Any] | None = None) -> Any:
+        """As `get`, with a body that is sent as JSON."""
+        return self._call("POST", path, body, query)
+
+    def post_file(self, path: str, file: Path) -> Any:
+        """As `post`, with the bytes of a file."""
+        with file.open("rb") as content:
+            return self._call("POST", path, content, None)
+
+    def wait_until_healthy(self, timeout_s: float) -> bool:
+        """Whether the server answers GET /health with success at some moment of the next `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.get("/health")
+                return True
+            except (ConnectionLost, RequestRefused):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+
+    @property
+    def _key(self) -> str | None:
+        if self.api_key_variable is not None:
+            return os.environ[self.api_key_variable]
+        return read_key(self.url) if self.server_key else None  # each time: a server that is started again has another
+
+    def _call(self, method: str, path: str, body: Any, query: Mapping[str, Any] | None) -> Any:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        target = f"{parts.path.rstrip('/')}{path}{'?' + urlencode(query) if query else ''}"
+        headers: dict[str, str | bytes] = {"Accept": "application/json"}
+        if (key := self._key) is not None:
+            headers["Authorization"] = f"Bearer {key}".encode()
+        content: bytes | io.BufferedReader | None = None
+        if isinstance(body, io.BufferedReader):
+            content = body
+            headers |= {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(os.fstat(body.fileno()).st_size),
+            }
+        elif body is not None:
+            content = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        try:
+            deadline = math.inf if self.total_s is None else time.monotonic() + self.total_s
+            connection.request(method, target, content, headers)
+            response = connection.getresponse()
+            status, answer = response.status, self._read(response, connection, deadline)
+        except TimeoutError:
+            raise ConnectionLost(
+                f"{self.url}: no answer to {method} {path} within {self.timeout_s:g} s (timeout_s)"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionLost(
+                f"{self.url}: the connection was lost during {method} {path}: {error or type(error).__name__}"
+            ) from error
+        finally:
+            connection.close()
+        if status in GATEWAY_STATUSES:
+            raise ConnectionLost(f"{self.url}: {method} {path} was answered with status {status}: the engine is gone")
+        value = _parsed(answer)
+        if status >= 400:
+            message = f"{self.url}: {method} {path}: status {status}: {_message(value)}"
+            raise RequestRefused(message, status, _seconds(response.headers.get("Retry-After")))
+        return value
+
+    def _read(
+        self, response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline: float
+    ) -> bytes:
+        """The content of an answer. Raises ConnectionLost for one that is too long, or not there in time."""
+        if self.most_bytes is None and self.total_s is None:
+            return response.read()
+        content = bytearray()
+        while chunk := response.read1(_CHUNK_BYTES):
+            content += chunk
+            if self.most_bytes is not None and len(content) > self.most_bytes:
+                raise ConnectionLost(f"{self.url}: an answer of more than {self.most_bytes:,} bytes: no more is read")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise ConnectionLost(f"{self.url}: an answer that is not there in whole after {self.total_s:g} s")
+            if connection.sock is not None:
+                connection.sock.settimeout(min(self.timeout_s, left_s))
+        if response.length:  # of what Content-Length has promised
+            raise http.client.IncompleteRead(bytes(content), response.length)
+        return bytes(content)
+
+
+def _seconds(header: str | None) -> float | None:
+    """Retry-After in seconds; None where it is a date, or not there."""
+    return float(header) if header is not None and header.strip().isdecimal() else None
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):  # not JSON, or so deep that nobody means it
+        return content.decode(errors="replace")
+
+
+def _message(value: Any) -> str:
+    """What an answer with an error says, in each of the forms that vLLM, SGLang and FastAPI have for it."""
+    while isinstance(value, Mapping):
+        value = next(
+            (value[key] for key in ("error", "detail", "message", "error_message") if key in value), str(value)
+        )
+    return str(value)[:_MESSAGE_CHARACTERS]

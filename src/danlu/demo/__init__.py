@@ -1,0 +1,1 @@
+"""The run that `danlu demo` shows: its data, recipes and steps."""

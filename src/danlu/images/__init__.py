@@ -1,1 +1,0 @@
-"""Classifiers of images in a stage: how idx files become images, and how LeNet-5 learns and is written."""

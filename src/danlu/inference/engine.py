@@ -1,0 +1,159 @@
+"""What every rollout engine offers, and the settings of the embedded one. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from danlu.inference.request import Completion, OnToken, Request
+from danlu.inference.stopping import Decode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of unfinished requests: they end as they are, are finished first, or stay where they are until `resume`.
+As in vLLM's `/pause`."""
+
+
+class RolloutEngine(Protocol):
+    """Answers requests with a model whose weights change from time to time. Not safe for several threads at once."""
+
+    @property
+    def version(self) -> int: ...  # of the weights that the next token is drawn with
+
+    @property
+    def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
+
+    @property
+    def unfinished(self) -> int: ...  # answers that were asked for and that `step` has not returned
+
+    def submit(
+        self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None
+    ) -> None: ...  # decode: in place of the engine's, for an adapter with a tokenizer of its own
+
+    # Raises DataError for a prompt that the model cannot continue, ResourceError for one the cache cannot hold.
+
+    def abort(self, number: int) -> None: ...  # of a request: its answers end as they are, with the next step
+
+    def step(self) -> list[Completion]: ...  # one forward pass; the answers that it completed
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...  # all answers, by request and sample
+
+    def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None: ...
+
+    # None: the trainer's tensors are the engine's. Drops the prefix cache, and what unfinished answers have cached.
+
+    def pause(self, mode: PauseMode) -> list[Completion]: ...  # what `abort` and `wait` completed
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None: ...  # gives the cache's memory back; unfinished answers are read again afterwards
+
+    def wake(self) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...  # unfinished requests with their answers so far, as JSON has it
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineAdapters(Protocol):
+    """The adapters of a model that an engine may switch between, request by request."""
+
+    @property
+    def names(self) -> Sequence[str]: ...  # that a request may have; "none" is always allowed
+
+    def use(self, name: str | None) -> None: ...  # "none": the base alone; None: what was active at first
+
+    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]: ...  # what each of its prompts begins with
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Speculative decoding (arXiv:2211.17192): tokens proposed cheaply, checked by the model in one pass."""
+
+    kind: Literal["ngram", "model"] = "ngram"
+    tokens: int = 4
+    """Proposed at a time."""
+    longest: int = 3
+    """ngram: the longest end of the text that is looked for earlier in it (prompt lookup); shorter ones follow."""
+    model: str | None = None
+    """model: a folder or hub id with the same vocabulary."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of the embedded engine.
+
+    None of them changes an answer but two: a draft model where tokens are drawn, which leaves their distribution as it
+    is, and `exact`, which is about rounding.
+    """
+
+    block: int = 16
+    """Tokens whose keys and values are kept together."""
+    cache_gib: float = 2.0
+    """The most memory that keys and values take, in GiB, on each process."""
+    packed_gib: float = 2.0
+    """The most memory of copies of weights in the order in which a CPU multiplies fastest; 0: none are made but those
+    that have another type than the weights."""
+    batch_tokens: int = 1024
+    """The most tokens of one forward pass: enough for efficient matrix products, few enough that attention scores over
+    a long prompt stay small."""
+    sequences: int = 256
+    """The most answers that grow at a time."""
+    prefix_sharing: bool = True
+    """Whether prompts that begin alike are read once."""
+    draft: DraftOptions | None = None
+    preempt: Literal["recompute", "swap"] = "recompute"
+    """What becomes of an answer that has to make room: read again later, or copied to the host's memory."""
+    swap_gib: float = 4.0
+    """Host memory for answers that were swapped out, in GiB."""
+    exact: bool = False
+    routes: bool = False
+    """Whether `Completion.routes` is recorded, for a model with experts. Blocks that all windows have passed are kept
+    then."""
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What the embedded engine does now, and what it has done since it was made."""
+
+    running: int
+    """Sequences that have blocks of the cache."""
+    waiting: int
+    """Sequences that have none."""
+    blocks: int
+    """Of the cache."""
+    blocks_used: int
+    """Those that an unfinished sequence has."""
+    blocks_cached: int
+    """Those that only the prefix cache keeps; they are free."""
+    generated_tokens: int
+    drafts_proposed: int
+    """Tokens that were checked in speculative decoding."""
+    drafts_accepted: int
+    passes: int
+    prompt_tokens_computed: int
+    """Tokens of prompts, those among them that were read again."""
+    prompt_tokens_reused: int
+    """Tokens of prompts that were in the prefix cache, or computed for another sample."""
+    recomputed_tokens: int
+    """Tokens of answers that were read again, after a preemption or an update."""
+    preemptions: int
+    swaps: int
+    """Preemptions by a copy to the host's memory."""
+    swap_fallbacks: int
+    """Preemptions by recompute, since the host's pool was full."""
+    peak_blocks: int
+    slots: int
+    """Places for tokens in the blocks that sequences have, summed over passes."""
+    empty_slots: int
+    """Those of them that hold no token."""
+
+    @property
+    def wasted(self) -> float:
+        """The mean share of empty slots."""
+        return self.empty_slots / max(1, self.slots)

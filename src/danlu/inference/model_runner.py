@@ -1,0 +1,359 @@
+"""Carries plans out: moves blocks of the cache, runs the decoder over the chunks, and draws the next tokens.
+
+T tokens of a pass, flat · R rows to draw from · D model width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from danlu.core.device_moves import copy_to
+from danlu.core.errors import ModelError, ResourceError
+from danlu.core.spelling import did_you_mean
+from danlu.inference.answer import Answer, DrawnToken
+from danlu.inference.cache_size import GIB, CacheSizes, layer_caches
+from danlu.inference.device_pools import DevicePools
+from danlu.inference.engine import EngineAdapters, EngineOptions
+from danlu.inference.exact_paged import ExactPagedAttention
+from danlu.inference.fused_decoder import FusedDecoder
+from danlu.inference.pipelined_decoder import PipelinedDecoder
+from danlu.inference.pool import CachePool
+from danlu.inference.sampling import Drawn, DrawRow, TokenScore, draw, score
+from danlu.inference.scheduler import Chunk, Plan
+from danlu.inference.speculative import DraftSequence, Speculation
+from danlu.models.attend import NOT_EXACT
+from danlu.models.decoder import Decoder
+from danlu.models.packed_weights import PackedWeights
+from danlu.models.router_replay import recording, route_shape
+from danlu.numerics import batch_invariant
+from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
+
+PROMPT_ROWS = 128
+"""Logits of so many tokens of a prompt are made at a time: of all of them they would be larger than the model."""
+
+
+@dataclass(frozen=True)
+class PassOutcome:
+    """The result of a pass."""
+
+    drawn: list[tuple[Answer, list[DrawnToken]]] = field(default_factory=list)
+    """Answers with their new tokens, those that failed among them."""
+    failed: list[tuple[Answer, ModelError]] = field(default_factory=list)
+    """Answers whose log-probabilities are not finite."""
+
+
+class ModelRunner:
+    """A decoder with the pool of its cache.
+
+    Args:
+        dtype: of activations and of the cache; by default that of the weights.
+        speculation: what proposes tokens to check; None: each pass draws one token of a sequence.
+        stages: the same decoder with the stages that have its other chunks, each of which has a runner like this one.
+
+    Raises ResourceError where not one block fits into the cache.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        options: EngineOptions,
+        dtype: torch.dtype | None,
+        adapters: EngineAdapters | None,
+        speculation: Speculation | None = None,
+        stages: PipelinedDecoder | None = None,
+    ) -> None:
+        self.model, self.device = model, model.input_device
+        self.dtype = dtype or next(model.parameters()).dtype
+        self._adapters, self.exact, self._stages = adapters, options.exact, stages
+        self.speculation = speculation
+        self._draft_tokens = 0 if options.draft is None else options.draft.tokens
+        self.packed_weights = PackedWeights(int(options.packed_gib * GIB))
+        self.copies_weights = not self.exact
+        """Whether products are made with copies of weights, which are faster to multiply with."""
+        self._fused: FusedDecoder | None = None
+        self._fused_is_known = False
+        if self.exact:
+            if model.config.has_states:
+                raise ModelError(NOT_EXACT)
+            batch_invariant.enable()
+        self._lengths_matter = model.config.rotates_by_length
+        self._lengths_grow = model.config.rotates_by_growth
+        sizes = CacheSizes.of(model, options, self.dtype, None if stages is None else stages.pipeline)
+        self.route_shape = routes = route_shape(model.config) if options.routes else None
+        # A block that is given back would take the routes of its tokens with it.
+        self.window = None if routes is not None else sizes.window
+        self.block_bytes, state_bytes = sizes.block_bytes, sizes.state_bytes
+        cache_bytes = int(options.cache_gib * GIB)
+        self.running_limit = options.sequences
+        """Sequences that are computed at a time; where layers have states, those may take half of the cache."""
+        if state_bytes:
+            self.running_limit = min(options.sequences, max(1, cache_bytes // 2 // state_bytes))
+            cache_bytes -= self.running_limit * state_bytes
+        most = self.running_limit * -(-model.config.context_length // options.block)  # with every context full
+        blocks = min(most, cache_bytes // self.block_bytes) if self.block_bytes and cache_bytes > 0 else 0
+        if blocks == 0 and (self.block_bytes or cache_bytes <= 0):
+            state = f" beside the state of a sequence ({gib(state_bytes)} GiB)" if state_bytes else ""
+            raise ResourceError(
+                f"rollout.cache_gib: {options.cache_gib} does not hold one block of {options.block} tokens "
+                f"({gib(self.block_bytes)} GiB){state}. Raise it, or lower rollout.block"
+            )
+        host_bytes = int(options.swap_gib * GIB) if options.preempt == "swap" and not state_bytes else 0
+        host_blocks = min(most, host_bytes // self.block_bytes) if host_bytes else 0
+        counts = {
+            "blocks": blocks or most,  # which take no memory where no layer keeps anything of single tokens
+            "block": options.block,
+            "host_blocks": host_blocks,
+            "slots": self.running_limit if state_bytes else 0,
+        }
+        self.pool: CachePool | DevicePools
+        if model.device_map is None:
+            self.pool = CachePool(
+                layer_caches(model), dtype=self.dtype, device=self.device, route_shape=routes, **counts
+            )
+        else:
+            assert routes is None and not self.exact, "the recipe's rules refuse both on several devices"
+            self.pool = DevicePools(layer_caches(model), model.device_map.layers, dtype=self.dtype, **counts)
+
+    def run(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
+        """One pass; for each answer whose known tokens are all computed by it, the next token, or several where
+        proposals were right.
+
+        Chunks of several adapters go through the decoder one adapter after the other.
+        """
+        with torch.inference_mode(), self.packed_weights.active() if self.copies_weights else nullcontext():
+            self.pool.carry_out(plan)
+            if self._adapters is None:
+                return self._forward(plan, answers_by_sequence, version)
+            groups: dict[str | None, list[Chunk]] = {}
+            for chunk in plan.chunks:
+                groups.setdefault(answers_by_sequence[chunk.sequence].request.adapter, []).append(chunk)
+            outcome = PassOutcome()
+            try:
+                for adapter, chunks in groups.items():
+                    self._adapters.use(adapter)
+                    part = Plan(chunks=tuple(chunks))
+                    self.pool.carry_out(part)
+                    of_part = self._forward(part, answers_by_sequence, version)
+                    outcome.drawn.extend(of_part.drawn)
+                    outcome.failed.extend(of_part.failed)
+            finally:
+                self._adapters.use(None)
+            return outcome
+
+    def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies values into the model's parameters, by name. Raises ModelError for one that is not there."""
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, value in weights:
+                parameter = parameters.get(name)
+                if parameter is None:
+                    raise ModelError(
+                        f"update: the model has no parameter {name!r}.{did_you_mean(name, list(parameters))}"
+                    )
+                if parameter.shape != value.shape:
+                    raise ModelError(
+                        f"update: {name} has the shape {list(parameter.shape)} in the model, and {list(value.shape)} "
+                        "in the update: they are of different models"
+                    )
+                parameter.copy_(value)
+
+    def weights_changed(self) -> None:
+        """Drops copies of weights. Their version alone does not tell: FSDP gathers weights,
+        and `.data` is written to, without counting."""
+        self.packed_weights.clear()
+        self._fused, self._fused_is_known = None, False
+
+    def propose(self, answers: Iterable[Answer]) -> None:
+        """Has tokens proposed that may follow those of growing answers, to be checked with their next pass."""
+        if self.speculation is None:
+            return
+        growing = [(answer, answer.sequence) for answer in answers if answer.drawn and answer.sequence is not None]
+        proposals = self.speculation.propose([self._draft_sequence(answer) for answer, _ in growing])
+        for (_, sequence), proposed in zip(growing, proposals, strict=True):
+            sequence.drafts = proposed
+
+    def hidden(self, plan: Plan, tokens: Sequence[int]) -> Tensor | None:
+        """[T, D] of the tokens of a plan's chunks, laid end to end; None on stages without the last chunk. The plan has
+        been carried out."""
+        columns = [list(tokens), [place for chunk in plan.chunks for place in range(chunk.start, chunk.stop)]]
+        if self._lengths_matter:
+            columns.append(
+                [
+                    max(chunk.length, place + 1) if self._lengths_grow else chunk.rotary_length
+                    for chunk in plan.chunks
+                    for place in range(chunk.start, chunk.stop)
+                ]
+            )
+        inputs = copy_to(torch.tensor(columns), self.device)  # [2 or 3, T]
+        pool, lengths = self.pool, inputs[2] if self._lengths_matter else None
+        if isinstance(pool, DevicePools):
+            return self.model(inputs[0], inputs[1], pool.attend(plan), self.dtype, lengths)
+        if (fused := self._fused_decoder(plan)) is not None:
+            rows = pool.decode_rows(plan)
+            if rows is not None:
+                return fused(inputs[0], inputs[1], rows, pool)
+        attend = ExactPagedAttention(plan, pool) if self.exact else pool.attend(plan)
+        arguments = (inputs[0], inputs[1], attend, self.dtype, lengths)
+        forward = self.model if self._stages is None else self._stages
+        if pool.routes is None:
+            return forward(*arguments)
+        with recording(self.model) as recorded:
+            hidden = forward(*arguments)
+        routes = recorded.stacked(inputs[1])
+        pool.write_routes(routes if self._stages is None else self._stages.with_routes_elsewhere(routes))
+        return hidden
+
+    def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
+        """What computes a pass that brings one token to each sequence; None where modules do."""
+        if not self.copies_weights or any(chunk.stop - chunk.start != 1 for chunk in plan.chunks):
+            return None
+        if not self._fused_is_known or (self._fused is not None and not self._fused.is_current):
+            self._fused = FusedDecoder.of(self.model, self.packed_weights, self.dtype)
+            self._fused_is_known = True
+        return self._fused
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] float32; where numerics are exact by the products that training makes for its log-probabilities."""
+        if not self.exact:
+            return self.model.logits(hidden)
+        cap = self.model.config.final_softcap
+        return logits_in_slices(hidden, self.model.head_weight, softcap=cap, slice_rows=EXACT_SLICE_ROWS)
+
+    def _forward(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
+        tokens: list[int] = []
+        ends: list[int] = []  # indices of the tokens whose hidden states are drawn from
+        answers: list[Answer] = []
+        for number, start, stop, *_ in plan.chunks:
+            answer = answers_by_sequence[number]
+            sequence = answer.sequence
+            assert sequence is not None
+            tokens += sequence.tokens[start:stop]
+            if stop >= len(sequence.tokens):
+                tokens += sequence.drafts
+                drawing = (answer, *answer.branches)
+                answers += drawing
+                if sequence.drafts:
+                    ends += range(len(tokens) - len(sequence.drafts) - 1, len(tokens))
+                else:
+                    ends += [len(tokens) - 1] * len(drawing)
+        hidden = self.hidden(plan, tokens)
+        is_scored = any(
+            answers_by_sequence[chunk.sequence].prompt_to_score(chunk.start, chunk.stop) for chunk in plan.chunks
+        )
+        if not (ends or is_scored):
+            return PassOutcome()
+
+        def outcome() -> tuple[list[list[TokenScore]], list[list[DrawnToken]]]:
+            assert hidden is not None, "the last chunk is here"
+            scores = self._prompt_scores(plan, hidden, answers_by_sequence)
+            if not ends:
+                return scores, []
+            rows = hidden
+            if ends != list(range(len(tokens))):
+                rows = hidden.index_select(0, copy_to(torch.tensor(ends), self.device))  # [R, D]
+            return scores, self._draw(self.logits(rows), answers, version)
+
+        scores, drawn = outcome() if self._stages is None else self._stages.on_last(outcome)
+        failed: dict[int, tuple[Answer, ModelError]] = {}
+        for chunk, of_chunk in zip(plan.chunks, scores, strict=True):
+            answer = answers_by_sequence[chunk.sequence]
+            first = answer.prompt_to_score(chunk.start, chunk.stop).start + 1
+            if problem := self._problem(answer, [(score.logprob,) for score in of_chunk], first):
+                failed[answer.number] = (answer, problem)
+            else:
+                answer.prompt_scores += of_chunk
+        for answer, new in zip(answers, drawn, strict=True):
+            first = len(answer.prompt) + len(answer.drawn)
+            if problem := self._problem(answer, [(token.logprob, token.drawn) for token in new], first):
+                failed.setdefault(answer.number, (answer, problem))
+        return PassOutcome(list(zip(answers, drawn, strict=True)), list(failed.values()))
+
+    def _prompt_scores(
+        self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]
+    ) -> list[list[TokenScore]]:
+        """For each chunk the log-probabilities of those tokens of its prompt that are asked for and follow hidden
+        [T, D]."""
+        of_chunks: list[list[TokenScore]] = []
+        row = 0  # of the chunk's first token
+        for number, start, stop, *_ in plan.chunks:
+            answer = answers_by_sequence[number]
+            of_chunk: list[TokenScore] = []
+            places = answer.prompt_to_score(start, stop)
+            for first in range(places.start, places.stop, PROMPT_ROWS):
+                some = range(first, min(first + PROMPT_ROWS, places.stop))
+                logits = self.logits(hidden[row + some.start - start : row + some.stop - start])
+                tokens, request = answer.prompt[some.start + 1 : some.stop + 1], answer.request
+                slice_rows = EXACT_SLICE_ROWS if self.exact else None
+                of_chunk += score(logits, tokens, request.sampling, request.top_logprobs, slice_rows=slice_rows)
+            of_chunks.append(of_chunk)
+            row += stop - start
+        return of_chunks
+
+    def _problem(self, answer: Answer, logprobs: Sequence[Sequence[float]], first: int) -> ModelError | None:
+        """The error where log-probabilities of an answer's tokens, from position `first` on, are not finite."""
+        for position, of_token in enumerate(logprobs, first):
+            if not all(map(math.isfinite, of_token)):
+                sampling = answer.request.sampling
+                return ModelError(
+                    f"the model's output is not finite at position {position}: a weight may be NaN, or the numbers "
+                    f"leave the range of {str(self.dtype).removeprefix('torch.')} (try a wider dtype), with "
+                    f"temperature {sampling.temperature:g} and repetition_penalty {sampling.repetition_penalty:g}"
+                )
+        return None
+
+    def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[list[DrawnToken]]:
+        """The next tokens of each answer, from logits [R, V]."""
+        slice_rows = EXACT_SLICE_ROWS if self.exact else None
+        if self.speculation is None:
+            rows = [_next_row(answer) for answer in answers]
+            tokens = _drawn_tokens(draw(logits, rows, slice_rows=slice_rows), version)
+            return [[token] for token in tokens]
+        checks = [
+            (self._draft_sequence(answer), [] if answer.sequence is None else answer.sequence.drafts)
+            for answer in answers
+        ]
+        parts = self.speculation.draw(logits, checks, slice_rows=slice_rows)
+        return [_drawn_tokens(part, version) for part in parts]
+
+    def _draft_sequence(self, answer: Answer) -> DraftSequence:
+        return DraftSequence(
+            answer.number,
+            answer.prompt if answer.sequence is None else answer.sequence.tokens,
+            len(answer.prompt),
+            max(0, min(self._draft_tokens, answer.longest - len(answer.drawn) - 1)),
+            _next_row(answer),
+            answer.virtual_tokens,
+            answer.rotary_length,
+        )
+
+
+def _next_row(answer: Answer) -> DrawRow:
+    """What the next token of an answer depends on."""
+    request = answer.request
+    position = len(answer.prompt) + len(answer.drawn)
+    return DrawRow(
+        request.sampling,
+        request.random_number,
+        request.draw_sample + answer.sample,
+        position,
+        seen=answer.seen,
+        generated=answer.generated,
+        top_logprobs=request.top_logprobs,
+    )
+
+
+def _drawn_tokens(drawn: Drawn, version: int) -> list[DrawnToken]:
+    versions = itertools.repeat(version, len(drawn.tokens))
+    return list(map(DrawnToken, drawn.tokens, drawn.logprobs, drawn.drawn, drawn.supports, versions, drawn.top))
+
+
+def gib(size_bytes: int) -> str:
+    """A size in GiB, rounded up so that a setting of it suffices."""
+    return f"{math.ceil(size_bytes / GIB * 1e4) / 1e4:g}"

@@ -1,0 +1,212 @@
+"""The pool of cache blocks: what each layer keeps of its tokens, in blocks of a few tokens that any sequence may have.
+
+What is kept comes as data from `LayerCache.shapes`. Nothing here knows that it is keys and values.
+
+N blocks · B tokens of a block · T tokens of a pass, flat · S tokens of one sequence · K key/value heads · C head width
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from danlu.core.device_moves import copy_to
+from danlu.core.layer_types import LayerCache
+from danlu.inference.decode_buffers import DecodeBuffers, DecodeRows
+from danlu.inference.paged import PagedAttention
+from danlu.inference.route_cache import RouteCache
+from danlu.inference.scheduler import Plan
+from danlu.inference.state_pool import StatePool
+
+ROUTE_DTYPE = torch.int16
+ALIGNMENT = 64
+"""In bytes, of a cache line and of the widest vector registers; numpy's own is 16."""
+
+
+class CachePool:
+    """Blocks of cached tokens of all layers.
+
+    A tensor that a layer keeps as [*lead, C] of each token, such as keys of shape (K, C), is stored as
+    [N, *lead, B, C]: the keys of a head in a block are one matrix, and a block is contiguous. Those of like shape, over
+    all layers, lie in one tensor [layers and kinds, N, *lead, B, C], so that moving blocks takes few calls.
+
+    host_blocks: of a second pool in the host's memory, for blocks that are swapped out. slots: of states, a slot for
+    each sequence that runs, where layers keep some (`states`). route_shape: (layers with experts, experts of a token)
+    where it is recorded which experts tokens go to (`routes`).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        *,
+        blocks: int,
+        block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host_blocks: int = 0,
+        slots: int = 0,
+        route_shape: tuple[int, int] | None = None,
+    ) -> None:
+        self.slots, self.route_shape = slots, route_shape
+        self.routes: RouteCache | None = None
+        self.states: StatePool | None = None
+        self.layers = tuple(layers)
+        self.blocks, self.block, self.host_blocks = blocks, block, host_blocks
+        self.dtype, self.device = dtype, device
+        self.token_bytes = self.block_bytes(layers, 1, dtype)
+        self.decode_buffers = DecodeBuffers(block, device)
+        self._storage: dict[tuple[int, ...], Tensor] = {}  # by shape of a token: [layers and kinds, N, *lead, B, C]
+        self._host: dict[tuple[int, ...], Tensor] = {}
+        self._views: list[tuple[Tensor, ...]] = []
+        self._slots = Slots(Plan(), block, device)
+        self.allocate()
+
+    @classmethod
+    def block_bytes(
+        cls,
+        layers: Sequence[LayerCache],
+        block: int,
+        dtype: torch.dtype,
+        route_shape: tuple[int, int] | None = None,
+    ) -> int:
+        """What a block takes over all layers, with the routes of its tokens where they are recorded."""
+        of_token = dtype.itemsize * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
+        return block * (of_token + (0 if route_shape is None else ROUTE_DTYPE.itemsize * math.prod(route_shape)))
+
+    def allocate(self) -> None:
+        """Takes memory for the blocks, which are zeros. On a CPU a page is taken when it is first written."""
+        shapes = [shape for layer in self.layers for shape in layer.shapes]
+        for shape in dict.fromkeys(shapes):
+            *lead, width = shape
+            count = shapes.count(shape)
+            self._storage[shape] = _zeros((count, self.blocks, *lead, self.block, width), self.dtype, self.device)
+            if self.host_blocks:
+                of_host = (count, self.host_blocks, *lead, self.block, width)
+                self._host[shape] = _host_zeros(of_host, self.dtype, pinned=self.device.type == "cuda")
+        if self.route_shape is not None:
+            of_block = (self.block, *self.route_shape)
+            host = _host_zeros((self.host_blocks, *of_block), ROUTE_DTYPE, pinned=False) if self.host_blocks else None
+            self.routes = RouteCache(_zeros((self.blocks, *of_block), ROUTE_DTYPE, self.device), host)
+        next_of: dict[tuple[int, ...], Iterator[Tensor]] = {shape: iter(x) for shape, x in self._storage.items()}
+        self._views = [tuple(next(next_of[shape]) for shape in layer.shapes) for layer in self.layers]
+        if self.slots:
+            self.states = StatePool(self.layers, self.slots, self.dtype, self.device)
+
+    def release(self) -> None:
+        """Gives the memory back, with all that was cached, until `allocate`."""
+        self._storage, self._host, self._views, self.states, self.routes = {}, {}, [], None, None
+        self.decode_buffers.clear()
+
+    def tensors(self, layer: int) -> tuple[Tensor, ...]:
+        """The blocks of a layer, [N, *lead, B, C] for each of its shapes."""
+        return self._views[layer]
+
+    def carry_out(self, plan: Plan) -> None:
+        """Moves, copies and clears blocks as the plan has it, and makes `write` write to the slots of its chunks."""
+        if plan.swapped_out:
+            source, target = _pairs(plan.swapped_out)
+            for shape, blocks in self._storage.items():
+                self._host[shape][:, target] = blocks[:, source.to(self.device)].to("cpu")
+        if plan.swapped_in:
+            source, target = _pairs(plan.swapped_in)
+            for shape, blocks in self._storage.items():
+                blocks[:, target.to(self.device)] = self._host[shape][:, source].to(self.device)
+        if plan.copies:
+            source, target = (self.index(numbers) for numbers in zip(*plan.copies, strict=True))
+            for blocks in self._storage.values():
+                blocks.index_copy_(1, target, blocks.index_select(1, source))
+        if self.routes is not None:
+            self.routes.carry_out(plan)
+        if plan.state_copies:
+            assert self.states is not None, "sequences have no states"
+            self.states.copy(plan.state_copies)
+        if plan.fresh:  # what was left there may be NaN, and a probability of 0 times NaN is NaN
+            fresh = self.index(plan.fresh)
+            for blocks in self._storage.values():
+                blocks.index_fill_(1, fresh, 0)
+        self._slots = Slots(plan, self.block, self.device)
+
+    def attend(self, plan: Plan) -> PagedAttention:
+        """Attention of the plan's chunks, laid end to end."""
+        return PagedAttention(plan, self)
+
+    def decode_rows(self, plan: Plan) -> DecodeRows | None:
+        """Of a plan that brings one token to each sequence; None where buffers for them would be too much."""
+        return self.decode_buffers.rows_of(plan.chunks, self.token_bytes)
+
+    def write(self, layer: int, *rows: Tensor) -> None:
+        """Writes what a layer keeps of the tokens of the plan that was carried out last, [T, *lead, C] each."""
+        for blocks, new in zip(self._views[layer], rows, strict=True):
+            width = new.shape[-1]
+            heads = math.prod(new.shape[1:-1])
+            blocks.view(-1, width).index_copy_(0, self._slots.rows(heads), new.reshape(-1, width))
+
+    def write_routes(self, routes: Tensor) -> None:
+        """Keeps the experts that the tokens of the plan that was carried out last went to, [T, L, k] int16."""
+        assert self.routes is not None, "routes are recorded"
+        self.routes.write(self._slots.rows(1), routes)
+
+    def write_layers(self, rows: Tensor) -> None:
+        """`write` for all layers at once, where each keeps tensors of one shape: [layers, kinds, T, heads, C]."""
+        (storage,) = self._storage.values()  # [layers * kinds, N, heads, B, C]
+        heads, width = rows.shape[-2:]
+        new = rows.reshape(len(storage), -1, width)
+        storage.view(len(storage), -1, width).index_copy_(1, self._slots.rows(heads), new)
+
+    def gather(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, ...]:
+        """What a layer keeps of the first S = `tokens` tokens in these blocks: [S, *lead, C], contiguous.
+
+        blocks: their numbers in order, int64 on the pool's device.
+        """
+        return tuple(view.movedim(-2, 1)[blocks].flatten(0, 1)[:tokens] for view in self._views[layer])
+
+    def index(self, numbers: Sequence[int]) -> Tensor:
+        """Numbers as int64 on the pool's device."""
+        return copy_to(torch.tensor(numbers), self.device)
+
+
+class Slots:
+    """Where the tokens of a plan's chunks are kept: [T] block of each, and its place there."""
+
+    def __init__(self, plan: Plan, block: int, device: torch.device) -> None:
+        self._block, self._device = block, device
+        positions = [(chunk, position) for chunk in plan.chunks for position in range(chunk.start, chunk.stop)]
+        self._blocks = np.array([chunk.blocks[position // block] for chunk, position in positions], dtype=np.int64)
+        self._places = np.array([position % block for _, position in positions], dtype=np.int64)
+        self._rows: dict[int, Tensor] = {}
+
+    def rows(self, heads: int) -> Tensor:
+        """[T * heads]: in blocks [N * heads * B, C], the row of each token's heads."""
+        if heads not in self._rows:
+            first = self._blocks * (heads * self._block) + self._places
+            rows = first[:, None] + np.arange(heads) * self._block
+            self._rows[heads] = copy_to(torch.from_numpy(rows.ravel()), self._device)
+        return self._rows[heads]
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    source, target = zip(*pairs, strict=True)
+    return torch.tensor(source), torch.tensor(target)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return _host_zeros(shape, dtype, pinned=False)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _host_zeros(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Zeros on the host; of memory that is not pinned, a page is taken when it is first written.
+
+    torch's own zeros are written at once; numpy asks the system for pages that are zero.
+    """
+    if pinned:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

@@ -1,0 +1,57 @@
+"""Which prompts a model can continue, and which files are rows of them. No torch here, nor numpy.
+
+torch takes a second to import. A prompt that is too long is reported without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from danlu.core.errors import DataError
+from danlu.models.config import ModelConfig
+
+_ROWS = (".json", ".jsonl")
+
+
+def has_rows(file: Path) -> bool:
+    """Whether a file is one of rows by the ending of its name, compressed or not; any other is one prompt."""
+    if file.suffix.lower() in _ROWS or Path(file.stem).suffix.lower() not in _ROWS:
+        return file.suffix.lower() in _ROWS
+    # Here: 10 ms that other files need not wait for.
+    from danlu.data.compressed_files import DECOMPRESSORS
+
+    return file.suffix.lower() in DECOMPRESSORS
+
+
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual_tokens: int = 0) -> None:
+    """Raises DataError for a prompt that the model cannot continue; each follows so many virtual tokens."""
+    for index, prompt in enumerate(prompts):
+        if problem := prompt_problem(config, prompt, virtual_tokens):
+            raise DataError(f"prompt {index} {problem}")
+
+
+def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual_tokens: int = 0) -> str | None:
+    """Why the model cannot continue a prompt ("has no tokens, ..."); None if it can.
+
+    virtual_tokens: how many tokens adapters put before it.
+    """
+    context = config.context_length
+    if not prompt:
+        return (
+            "has no tokens, and this tokenizer has no beginning-of-text token to start from: "
+            "give at least one character"
+        )
+    if virtual_tokens + len(prompt) >= context:
+        more = f" and the adapter {virtual_tokens}" if virtual_tokens else ""
+        return (
+            f"has {len(prompt)} tokens{more}, but the model sees {context} tokens at most "
+            "(max_position_embeddings), answer included: shorten the prompt"
+        )
+    if max(prompt) >= config.vocab_size or min(prompt) < 0:
+        token = max(prompt) if max(prompt) >= config.vocab_size else min(prompt)
+        return (
+            f"has token {token}, but the model's vocabulary has {config.vocab_size} tokens: "
+            "tokenizer and model do not belong together"
+        )
+    return None

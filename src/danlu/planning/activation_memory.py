@@ -1,0 +1,149 @@
+"""Activations of a training step in bytes, in closed form. Imports no torch.
+
+The counts follow what the decoder's operations keep for the backward pass; tests compare them with the tensors that
+autograd really keeps, and with the measured peak of a step.
+
+T tokens of a micro-batch · D model width · Q all query heads · K all key/value heads · F inner width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from danlu.models.config import ModelConfig
+from danlu.models.delta_spec import Delta
+from danlu.models.layer_spec import LayerSpec, Mixer
+from danlu.planning.flops import attention_pairs
+
+KeepsScores = Callable[[int, Mixer], bool]
+"""(tokens of a document, attention) -> whether it keeps its probabilities for the backward pass."""
+
+_IN_FLIGHT = 10
+"""Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
+_BASE_WIDTHS = 3
+"""[T, D] tensors beside the layers: the embedding's output, the final norm's, and the gradient that runs backwards."""
+_BLOCK_ROWS = 128
+"""Queries whose probabilities are there at a time where attention computes them again (`models.block_attention`)."""
+_COMPUTES_SCORES_AGAIN = ("elementwise", "selective")
+"""Kinds of recomputation whose layers keep no probabilities, and have only a block's in the backward pass."""
+_SLACK_CPU = 1.3
+"""Blocks of attention reach over the diagonal, and the backward pass of a layer has temporaries of its own. A GPU keeps
+no scores, and what is counted was 1.06 to 1.09 of the peak there already (LoRA and QLoRA on 8B, nothing recomputed)."""
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What decides which activations are kept, beside the model's config."""
+
+    recompute: Sequence[tuple[str, int | None]] = ()
+    """Kind of recomputation of each layer (none, elementwise, selective, full), and the number of the segment of which
+    only the first input is kept, if the layer is in one; empty: none in all layers."""
+    keeps_scores: KeepsScores = lambda length, mixer: True
+    offload: bool = False
+    """Whether activations are kept elsewhere than on the device."""
+    in_flight: bool = True
+    """Whether offloaded tensors take the device's memory while they travel; not so where they lie in mapped files."""
+    tensor: int = 1
+    """Tensor-parallel degree, by which heads and inner width are cut."""
+    slack: float = _SLACK_CPU
+    """What activations that are kept from the forward pass on are multiplied by."""
+    sequence: bool = False
+    """Whether tokens are cut among the tensor ranks outside of attention and MLP (sequence parallelism)."""
+
+
+KEEPS_ALL = ActivationPlan()
+
+
+def slack_of(device_type: str) -> float:
+    """`ActivationPlan.slack` on a kind of device, "cpu" or "cuda"."""
+    return _SLACK_CPU if device_type == "cpu" else 1.0
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What the activations of a micro-batch take, by when they take it."""
+
+    kept: int
+    """From the forward pass on, while the loss is computed too."""
+    recomputed: int = 0
+    """Beside `kept`, while one layer is in its backward pass: what it recomputes, or fetches back from where it was
+    offloaded. The workspace of the loss is free by then, so the two are never there together."""
+
+    def peak(self, loss_workspace: int) -> int:
+        """The most bytes at a time; loss_workspace: what the loss takes beside its inputs (its slices of logits)."""
+        return self.kept + max(self.recomputed, loss_workspace)
+
+
+def activation_bytes(
+    config: ModelConfig, lengths: Sequence[int], element_bytes: int, plan: ActivationPlan = KEEPS_ALL
+) -> ActivationBytes:
+    """Activations of a micro-batch of documents of `lengths` tokens, each element of `element_bytes`.
+
+    Without recomputation each layer keeps its input, two normed copies, q, k, v and their mixture, gate, up and their
+    product; attention keeps a probability for each pair it looks at, where its kernel does not make them again. With
+    recomputation layers keep less (`memory.recompute` has the table), and while one of them is in its backward pass all
+    that it makes is there once. Offloaded activations come back one operation after the other.
+    """
+    tokens = sum(lengths)
+    layers = plan.recompute or (("none", None),) * len(config.layers)
+    of_kind = {kind: _layer(config.hidden_size, kind, lengths, plan) for kind in config.kinds}
+    by_layer = [of_kind[layer] for layer in config.layers]
+    kept: float = 0.0
+    inputs_kept: float = 0.0  # apart, because these tensors are counted exactly
+    segments: dict[int, int] = {}  # number -> its layers
+    for (kind, segment), sizes in zip(layers, by_layer, strict=True):
+        if segment is not None:
+            inputs_kept += 0.0 if segment in segments else sizes["full"]
+            segments[segment] = segments.get(segment, 0) + 1
+        elif kind == "full":
+            inputs_kept += sizes["full"]
+        else:
+            kept += sizes[kind]
+    widest = tokens * max(kind.widest for kind in config.kinds) / plan.tensor
+    recomputes = any(kind != "none" for kind, _ in layers)
+    recomputed: float = 0.0
+    # Of probabilities that are computed again in the backward pass only those of a block are there at a time.
+    again = [kind in _COMPUTES_SCORES_AGAIN for kind, _ in layers]
+    if recomputes or plan.offload:
+        # Nothing is freed meanwhile for the gradients of gate and up, and of attention's probabilities.
+        scores = (sizes["block" if blocks else "scores"] for sizes, blocks in zip(by_layer, again, strict=True))
+        recomputed = 2 * widest + max(scores)
+    if recomputes:
+        kind, segment = layers[-1]
+        # The layer in its backward pass keeps nothing beside all that it makes.
+        own = by_layer[-1][kind] if segment is None and not plan.offload else 0.0
+        elements = (
+            sizes["none"] - (sizes["scores"] if blocks else 0.0) for sizes, blocks in zip(by_layer, again, strict=True)
+        )
+        recomputed += max(0.0, max(elements) - own)
+        recomputed += max(segments.values(), default=0) * by_layer[0]["full"]  # the inputs of a segment's layers
+    if plan.offload:
+        kept = min(kept + inputs_kept, _IN_FLIGHT * widest) if plan.in_flight else 0.0
+        inputs_kept = 0.0
+        recomputed += widest  # what was fetched back for the operation
+    beside_layers = tokens * _BASE_WIDTHS * config.hidden_size
+    return ActivationBytes(
+        kept=int(plan.slack * element_bytes * (kept + beside_layers) + element_bytes * inputs_kept),
+        recomputed=int(element_bytes * recomputed),
+    )
+
+
+def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: ActivationPlan) -> Mapping[str, float]:
+    """Elements that one layer keeps, by kind of recomputation (`none` is all that it makes), those of attention's
+    probabilities alone (`scores`), and of a block of them and its gradients (`block`)."""
+    tokens = sum(lengths)
+    width = hidden_size / (plan.tensor if plan.sequence else 1)
+    mixer, feed = layer.mixer.kept(plan.tensor), layer.feed.kept(hidden_size, plan.tensor)
+    documents = [length for length in lengths if plan.keeps_scores(length, layer.mixer)]
+    heads = 0 if isinstance(layer.mixer, Delta) else layer.mixer.heads
+    scores = heads / plan.tensor * attention_pairs(documents, layer.mixer.window)
+    seen = max((min(length, (layer.mixer.window or length) + _BLOCK_ROWS) for length in documents), default=0)
+    return {
+        "none": tokens * (4 * width + mixer["none"] + feed["none"]) + scores,
+        "elementwise": tokens * (2 * width + mixer["elementwise"] + feed["elementwise"]),
+        "selective": tokens * (2 * width + mixer["selective"] + feed["selective"]),
+        "full": tokens * width,
+        "scores": scores,
+        "block": min(scores, 2 * heads / plan.tensor * _BLOCK_ROWS * seen),
+    }

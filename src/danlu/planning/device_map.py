@@ -1,0 +1,95 @@
+"""On which device each part of a model goes: by hand, or in equal or fitting shares of its parameters. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from danlu.models.chunks import layer_spans
+from danlu.models.config import ModelConfig
+from danlu.models.device_map import DeviceMap
+from danlu.planning.pipeline_split import even_in_cost
+from danlu.recipe.device_map import ByHand, entries_of
+
+
+class Device(NamedTuple):
+    """A device that a part of a model may go to."""
+
+    name: str
+    free_bytes: int | None
+    """None where nothing tells."""
+
+
+def device_map_problems(section: Literal["auto", "balanced"] | ByHand | None, config: ModelConfig) -> Iterator[str]:
+    """Why a map that is given by hand does not fit a model."""
+    if section is None or isinstance(section, str):
+        return
+    key, count, entries = "parallel.device_map", len(config.layers), entries_of(section)
+    for entry in entries:
+        if isinstance(entry.part, range) and entry.part.stop > count:
+            yield f"{key}: {entry.key}, and the model has {count} layers, 0 to {count - 1}"
+    if not any(entry.part == "" for entry in entries):
+        named = {layer for entry in entries if isinstance(entry.part, range) for layer in entry.part}
+        if missing := [number for number in range(count) if number not in named]:
+            yield f"{key}: no device for layer{'s' if len(missing) > 1 else ''} {layer_spans(missing)}"
+        parts = {entry.part for entry in entries}
+        for part in ("embed", "head"):
+            if part not in parts:
+                yield f"{key}: no device for {part}"
+    devices = {entry.part: entry.device for entry in entries if not isinstance(entry.part, range)}
+    embed, head = (devices.get(part, devices.get("")) for part in ("embed", "head"))
+    is_tied = config.tie_word_embeddings and config.task == "causal-lm"
+    if is_tied and None not in (embed, head) and embed != head:
+        yield (
+            f"{key}: this model's head is its embedding, one matrix, and cannot be on {embed} and {head}. Put embed "
+            "and head on one device; hidden states are moved back to it"
+        )
+
+
+def device_map_of(
+    section: Literal["auto", "balanced"] | ByHand,
+    config: ModelConfig,
+    devices: Sequence[Device],
+    *,
+    loss_device: str | None = None,
+) -> DeviceMap:
+    """The map of a model, which `device_map_problems` has nothing against.
+
+    `balanced` gives each device a run of layers, with as many parameters as can be made equal; `auto` with as many as
+    go with its free memory. The embedding counts on the first device, the head on the last; a tied head is the
+    embedding, on the first.
+
+    devices: those that torch sees, in the order in which layers are dealt to them. Where there are more than layers,
+    the last ones are left out. loss_device: of the head of a model beside another one, whose loss is computed there;
+    by default the map decides.
+    """
+    if not isinstance(section, str):
+        entries = entries_of(section)
+        given = {entry.part: entry.device for entry in entries if not isinstance(entry.part, range)}
+        of_layers = {number: each.device for each in entries if isinstance(each.part, range) for number in each.part}
+        layers = tuple(of_layers.get(number) or given[""] for number in range(len(config.layers)))
+        return DeviceMap(given.get("embed") or given[""], layers, given.get("head") or given[""])
+    devices = devices[: len(config.layers)]
+    names = [device.name for device in devices]
+    is_tied = config.tie_word_embeddings and config.task == "causal-lm"
+    head = loss_device or (names[0] if is_tied else names[-1])
+    embed = head if is_tied else names[0]
+    extras = [0] * len(devices)
+    matrix = config.vocab_size * config.hidden_size
+    for place in {embed, head} if is_tied else (embed, *((head,) if config.has_own_head else ())):
+        if place in names:
+            extras[names.index(place)] += matrix
+    free = [device.free_bytes for device in devices]
+    shares = None if section == "balanced" or None in free else [float(size or 1) for size in free]
+    sizes = even_in_cost(layer_parameters(config), extras, shares)
+    return DeviceMap(embed, tuple(name for name, size in zip(names, sizes, strict=True) for _ in range(size)), head)
+
+
+def layer_parameters(config: ModelConfig) -> list[int]:
+    """Parameters of each layer, all experts' among them: what it takes of memory."""
+    of_kind = {
+        kind: sum(math.prod(shape) for shape in kind.parameter_shapes(config.hidden_size).values())
+        for kind in config.kinds
+    }
+    return [of_kind[layer] for layer in config.layers]

@@ -1,0 +1,100 @@
+"""Which kind of rollout server listens at an address, found by asking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from danlu.core.errors import ModelError
+from danlu.core.http_client import HTTPClient, RequestRefused
+from danlu.core.terminal import print_status
+from danlu.remote_engines.danlu_protocol import PREFIX
+from danlu.remote_engines.danlu_server import DanluServer
+from danlu.remote_engines.server_interface import RolloutServer
+from danlu.remote_engines.sglang import SGLangServer
+from danlu.remote_engines.vllm import VLLMServer
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a trainer asks of a server of any kind.
+
+    exact, push: as in `DanluServer`. bucket_bytes: as in `VLLMServer`. routes: whether the trainer replays the experts
+    that tokens went to; `routes_required`: whether it takes no server that does not say which these were.
+    """
+
+    exact: str | None = None
+    push: bool = False
+    bucket_bytes: int = 1 << 29
+    routes: bool = False
+    routes_required: bool = False
+
+
+def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
+    """The server at an address, not checked yet. Nothing but questions is asked.
+
+    Raises ModelError for one that is of no kind known here, or that cannot do what is demanded, and ConnectionLost.
+    """
+    url = client.url
+    info = _answer(client, f"{PREFIX}/info")
+    if isinstance(info, dict) and info.get("server") == "danlu":
+        return DanluServer(client, exact=demands.exact, push=demands.push, routes=demands.routes)
+    name = _other_kind(client)
+    if demands.exact is not None:
+        raise ModelError(
+            f"{url}: {name} has kernels of its own, which do not round as the trainer's do. Use danlu serve --rollouts "
+            "--numerics exact there, or numerics: fast"
+        )
+    if demands.push:
+        raise ModelError(
+            f"{url}: {name} takes no files over HTTP (rollout.server.push): let it read a folder that both see"
+        )
+    if demands.routes_required:
+        raise ModelError(
+            f"{url}: {name} does not say which experts tokens went to (rollout.routing_replay). Use danlu serve "
+            "--rollouts there, or leave the key out: then routers choose anew"
+        )
+    if demands.routes:
+        print_status(without_routes(name))
+    if name == SGLangServer.name:
+        return SGLangServer(client)
+    return VLLMServer(client, bucket_bytes=demands.bucket_bytes)
+
+
+def without_routes(name: str) -> str:
+    """What a user is told whose policy has experts, and whose server does not say which of them tokens went to."""
+    return (
+        f"rollout: {name} does not say which experts tokens went to, so routers choose anew in training; `gap` in "
+        "metrics.jsonl says how far that is from the rollout"
+    )
+
+
+def _other_kind(client: HTTPClient) -> str:
+    """vLLM or SGLang, whichever answers. Raises ModelError where neither does."""
+    cards = _answer(client, "/v1/models")
+    data = cards.get("data") if isinstance(cards, dict) else None
+    if isinstance(data, list) and any(isinstance(card, dict) and card.get("owned_by") == "danlu" for card in data):
+        raise ModelError(
+            f"{client.url}: danlu serve was started without --rollouts, so its weights cannot be replaced: start it "
+            "with that flag, where nobody but the trainer can reach it"
+        )
+    version = _answer(client, "/version")
+    if isinstance(version, dict) and "version" in version:
+        return VLLMServer.name
+    info = _answer(client, "/server_info")
+    if isinstance(info, dict) and "version" in info and "tp_size" in info:
+        return SGLangServer.name
+    raise ModelError(
+        f"{client.url}: neither danlu serve --rollouts nor vLLM nor SGLang answers there, as far as /version and "
+        "/server_info tell"
+    )
+
+
+def _answer(client: HTTPClient, path: str) -> object:
+    """What GET answers; None where there is no such path. Raises RequestRefused for a key that is wrong."""
+    try:
+        answer: object = client.get(path)
+    except RequestRefused as error:
+        if error.status in (401, 403):
+            raise
+        return None
+    return answer

@@ -1,0 +1,291 @@
+"""How new weights reach an engine: not at all, in buckets over a process group, as a folder, or the adapter alone.
+
+An engine within the process has the trainer's tensors (`shared`): it is told that they changed. A server has its own.
+It takes them over a process group that it joins (`GroupHandOver`), or from files on a disk that both sides see
+(`FolderHandOver`, `AdapterHandOver`). Each way is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from safetensors.torch import save_file
+
+from danlu.core.atomic_write import sync_file
+from danlu.core.errors import ModelError, ResourceError
+from danlu.core.safetensors_format import read_header
+from danlu.models.config import ModelConfig, parameter_shapes
+from danlu.models.hf_folder import INDEX
+from danlu.models.hf_layout import hf_tensors
+from danlu.models.hf_parts import HFTensor
+from danlu.remote_engines.server_interface import RolloutServer, Route, WeightGroup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from danlu.inference.engine import RolloutEngine
+
+Weights = Iterable[tuple[str, "Tensor"]]
+
+_MIB = 1 << 20
+
+
+@dataclass
+class HandOverReport:
+    """What moved at one update, and how long each part of it took."""
+
+    route: Route | Literal["shared"]
+    tensors: int = 0
+    size_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds what the block takes to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class HandOver(Protocol):
+    """A way to a server. Called while the server is paused; `label` is the version that its weights have afterwards."""
+
+    @property
+    def route(self) -> Route: ...
+
+    @property
+    def adapter(self) -> str | None: ...  # what requests without an adapter's name are answered with; None: the base
+
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport: ...
+
+    def close(self) -> None: ...
+
+
+def shared(engine: RolloutEngine, version: int) -> HandOverReport:
+    """Tells an engine that has the trainer's own tensors that they changed."""
+    report = HandOverReport("shared")
+    with report.timed("update"):
+        engine.update(version)
+    return report
+
+
+class FolderHandOver:
+    """The weights as safetensors files of a model folder; the folder before is deleted when the server has the new one.
+
+    dtype: of the files; by default that of the weights.
+    """
+
+    route: Route = "folder"
+    adapter = None
+
+    def __init__(self, config: ModelConfig, folder: Path, bucket_mib: int, dtype: torch.dtype | None = None) -> None:
+        self._config, self._folder, self._dtype = config, folder, dtype
+        self._bucket_bytes = bucket_mib * _MIB
+        self._last: Path | None = None
+
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport:
+        report = HandOverReport(self.route)
+        folder = _fresh_folder(self._folder / f"weights-{label}")
+        tensors = _counted(folder_weights(self._config, _required(weights), self._dtype), report)
+        with report.timed("write"):
+            for number, bucket in enumerate(buckets(tensors, self._bucket_bytes), start=1):
+                file = folder / f"model-{number:05d}.safetensors"
+                _write(file, {name: tensor.detach().to("cpu").contiguous() for name, tensor in bucket})
+            _write_index(folder)
+        with report.timed("load"):
+            server.load_folder(folder, label)
+        if self._last is not None and self._last != folder:
+            shutil.rmtree(self._last)
+        self._last = folder
+        return report
+
+    def close(self) -> None:
+        """Deletes what lies on the exchange disk."""
+        if self._last is not None:
+            shutil.rmtree(self._last, ignore_errors=True)
+
+
+class GroupHandOver:
+    """The weights over a process group of this process and the server's workers, a bucket of them at a time.
+
+    dtype: in which they travel; by default that of the weights.
+    """
+
+    route: Route = "group"
+    adapter = None
+
+    def __init__(self, config: ModelConfig, address: str, bucket_mib: int, dtype: torch.dtype | None = None) -> None:
+        self._config, self._address, self._dtype = config, address, dtype
+        self._bucket_bytes = bucket_mib * _MIB
+        self._group: WeightGroup | None = None
+
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport:
+        report = HandOverReport(self.route)
+        tensors = _counted(folder_weights(self._config, _required(weights), self._dtype), report)
+        if self._group is None:
+            with report.timed("connect"):
+                self._group = server.open_group(self._address)
+        with report.timed("send"):
+            try:
+                server.begin_update()
+                for bucket in buckets(tensors, self._bucket_bytes):
+                    server.send_bucket(self._group, bucket)
+            except BaseException:
+                self.close()  # the members may wait for different tensors now: the next update makes a new group
+                raise
+        with report.timed("load"):
+            server.finish_update(label)
+        return report
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+class AdapterHandOver:
+    """The trained adapter alone, as a PEFT folder; the base is the server's own.
+
+    write: writes the adapter into an empty folder.
+    """
+
+    route: Route = "adapter"
+
+    def __init__(self, name: str, folder: Path, write: Callable[[Path], None]) -> None:
+        self.adapter: str | None = name
+        self._name, self._folder, self._write_adapter = name, folder, write
+        self._last: Path | None = None
+
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport:
+        assert weights is None, "the adapter is written as a folder; the base stays as it is"
+        report = HandOverReport(self.route)
+        # A folder of its own for each version: servers know what they have loaded by its path.
+        folder = _fresh_folder(self._folder / f"{self._name}-{label}")
+        with report.timed("write"):
+            self._write_adapter(folder)
+            files = [file for file in folder.rglob("*") if file.is_file()]
+            for file in files:
+                sync_file(file)
+        report.size_bytes = sum(file.stat().st_size for file in files)
+        with report.timed("load"):
+            server.load_adapter(self._name, folder)
+            server.label_version(label)
+        if self._last is not None and self._last != folder:
+            shutil.rmtree(self._last)
+        self._last = folder
+        return report
+
+    def close(self) -> None:
+        """Deletes what lies on the exchange disk."""
+        if self._last is not None:
+            shutil.rmtree(self._last, ignore_errors=True)
+
+
+def folder_weights(
+    config: ModelConfig, weights: Weights, dtype: torch.dtype | None = None, *, complete: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model folder from a decoder's parameters, each as soon as all that it is made of has come.
+
+    dtype: what they are cast to, if anything. complete: whether all parameters have to come.
+    Raises ModelError for a parameter that the model does not have, and for one that is missing or has another shape.
+    """
+
+    shapes = parameter_shapes(config)
+    tensors_of: dict[str, list[HFTensor]] = {}
+    for tensor in hf_tensors(config):
+        for name in tensor.parameters:
+            tensors_of.setdefault(name, []).append(tensor)
+    waiting: dict[str, Tensor] = {}
+    missing = set(tensors_of)
+    for name, parameter in weights:
+        if name not in missing:
+            known = name in tensors_of
+            raise ModelError(f"hand-over: {name} is {'there twice' if known else 'no parameter of this model'}")
+        if tuple(parameter.shape) != shapes[name]:
+            first = tensors_of[name][0]
+            stored = first.name if first.shape == shapes[name] else f"{name} ({first.name})"
+            raise ModelError(
+                f"hand-over: {stored} is {list(parameter.shape)}, and the server's model has {list(shapes[name])}"
+            )
+        missing.remove(name)
+        waiting[name] = parameter.detach() if dtype is None else parameter.detach().to(dtype)
+        whole = [tensor for tensor in tensors_of[name] if not missing.intersection(tensor.parameters)]
+        for tensor in whole:
+            yield tensor.name, tensor.assembled(waiting.__getitem__)
+        for part in {part for tensor in whole for part in tensor.parameters}:
+            if not any(missing.intersection(tensor.parameters) for tensor in tensors_of[part]):
+                del waiting[part]
+    if missing and complete:
+        raise ModelError(f"hand-over: {len(missing)} parameters are missing, {sorted(missing)[0]} among them")
+
+
+def buckets(tensors: Weights, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in order, in lists of at most so many bytes; one that is larger is alone."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _counted(tensors: Weights, report: HandOverReport) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        report.tensors += 1
+        report.size_bytes += tensor.nbytes
+        yield name, tensor
+
+
+def _required(weights: Weights | None) -> Weights:
+    """The weights. Raises ModelError where there are none."""
+    if weights is None:
+        raise ModelError("hand-over: no weights were given; a server has tensors of its own, and not the trainer's")
+    return weights
+
+
+def _fresh_folder(folder: Path) -> Path:
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ResourceError(f"{folder}: weights cannot be handed over here (exchange_folder): {error}") from error
+    return folder
+
+
+def _write_index(folder: Path) -> None:
+    """Says which file has which tensor, as Hugging Face folders do."""
+    files = sorted(folder.glob("*.safetensors"))
+    weight_map = {name: file.name for file in files for name in read_header(file)}
+    try:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+        sync_file(folder / INDEX)
+    except OSError as error:
+        raise ResourceError(f"{folder / INDEX}: cannot be written: {error}") from error
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+        sync_file(file)
+    except OSError as error:
+        raise ResourceError(f"{file}: cannot be written: {error}") from error

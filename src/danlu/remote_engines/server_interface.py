@@ -1,0 +1,315 @@
+"""What a rollout server has to offer, whichever it is; `vllm.py` and `sglang.py` say how each is asked for it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from danlu.core.errors import ModelError
+from danlu.core.http_client import HTTPClient
+from danlu.inference.request import Request
+from danlu.inference.support import Support
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from danlu.models.config import ModelConfig
+
+Route = Literal["group", "folder", "adapter"]
+"""How weights reach a server: over a process group that it joins, as a model folder, or the adapter alone as a
+folder."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How rollout servers are spoken to, and handed the weights."""
+
+    urls: tuple[str, ...]
+    api_key_variable: str | None = None
+    """The environment variable that holds the server's key; None: that which `danlu serve` has left on this machine."""
+    connections: int = 64
+    """Requests that are under way at a time, at all servers together."""
+    timeout_s: float = 600.0
+    """The longest wait for one answer."""
+    reconnect_s: float = 120.0
+    """How long a server that is gone is waited for."""
+    hand_over: Route = "folder"
+    exchange_folder: Path | None = None
+    """folder, adapter: a folder on a disk that trainer and server both see, under the same path."""
+    bucket_mib: int = 512
+    """group: tensors of one broadcast, in MiB."""
+    group_address: str = "127.0.0.1"
+    """group: where the server reaches this machine."""
+    canary_tolerance: float = 0.05
+    """The mean difference of log-probabilities from the trainer's that the canary lets pass, in nats."""
+
+    @property
+    def clients(self) -> list[HTTPClient]:
+        """One for each server."""
+        return [HTTPClient(url, self.timeout_s, self.api_key_variable, server_key=True) for url in self.urls]
+
+    @property
+    def client(self) -> HTTPClient:
+        """Of the one server that there is."""
+        (client,) = self.clients
+        return client
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a server is asked for: one answer, or the rest of one."""
+
+    request_id: str
+    request: Request
+    tokens: tuple[int, ...]
+    """The prompt, and what there is of the answer."""
+    max_new_tokens: int
+    adapter: str | None
+    """None: the base."""
+    seed: int
+    sample: int = 0
+    """Which of the request's answers."""
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """One answer as a server gives it; lists have an entry for each token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    drawn: list[float]
+    version_labels: list[str]
+    finish: Literal["stop", "length", "abort"]
+    support: list[Support] | None = None
+    top: list[tuple[tuple[int, float], ...]] | None = None
+    routes: np.ndarray | None = None
+    """As `Completion.routes`, of all tokens that were continued, and of the new ones."""
+
+
+class WeightGroup(Protocol):
+    """A process group of the trainer, which is rank 0, and the server's workers."""
+
+    @property
+    def name(self) -> str: ...
+
+    def broadcast(self, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RolloutServer(Protocol):
+    """A server that continues prompts with a model whose weights can be replaced.
+
+    Calls raise ConnectionLost where the server is not there, RequestRefused where it says no.
+    """
+
+    @property
+    def name(self) -> str: ...  # for messages
+
+    @property
+    def address(self) -> str: ...  # likewise
+
+    @property
+    def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
+
+    @property
+    def context(self) -> int: ...  # tokens of a prompt and its answer; known after `check`
+
+    def wait_until_there(self, timeout_s: float) -> bool: ...  # whether it answers at some moment of these seconds
+
+    def check(self, config: ModelConfig) -> None: ...
+
+    # Raises ModelError for a version that is not supported, a setting that log-probabilities could not be trusted with,
+    # and a model with another vocabulary, or one that the server may rotate otherwise. Nothing but questions is sent
+    # before the version is known.
+
+    def problem(self, request: Request) -> str | None: ...  # why the server cannot answer as a Completion promises
+
+    def answer(self, continuation: Continuation) -> ServerAnswer: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def pause(self, mode: Literal["abort", "keep"]) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self) -> None: ...  # aborts what is under way
+
+    def wake_weights(self) -> None: ...  # so that they can be replaced; the rest sleeps on
+
+    def wake(self) -> None: ...
+
+    def drop_prefix_cache(self) -> None: ...  # while paused; running answers are read again
+
+    def version_label(self) -> str: ...  # of the weights that are loaded
+
+    def label_version(self, label: str) -> None: ...
+
+    def load_folder(self, folder: Path, label: str) -> None: ...
+
+    def open_group(self, address: str) -> WeightGroup: ...
+
+    def begin_update(self) -> None: ...
+
+    def send_bucket(self, group: WeightGroup, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+
+    def finish_update(self, label: str) -> None: ...
+
+    def load_adapter(self, name: str, folder: Path) -> None: ...  # in place of one of the same name
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]: ...
+
+    # Those of these tensors of a model folder, in the type that was handed over, that are others on the server. A
+    # tensor that the server has in a form of its own cannot be compared, and passes.
+
+    def close(self) -> None: ...  # nothing is asked any more; the server itself goes on
+
+
+class ServerClient:
+    """What servers with one address have in common."""
+
+    exact = False
+
+    def __init__(self, client: HTTPClient) -> None:
+        self.client = client
+        self.context = 0
+
+    @property
+    def address(self) -> str:
+        """The server's url."""
+        return self.client.url
+
+    def wait_until_there(self, timeout_s: float) -> bool:
+        """Whether it answers GET /health with success at some moment of the next `timeout_s` seconds."""
+        return self.client.wait_until_healthy(timeout_s)
+
+    def close(self) -> None:
+        """There is nothing to let go of: each call has a connection of its own."""
+
+
+def seed_of(request: Request, sample: int, position: int) -> int:
+    """A server's seed from one position of an answer on: a hash of the options' seed, the request's number, the sample
+    and the position, below 2^63.
+
+    A server draws by means of its own, so the tokens are not those of the embedded engine with the same options.
+    """
+    key = f"{request.sampling.seed}/{request.random_number}/{request.draw_sample + sample}/{position}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class TakesFiles(ABC):
+    """What servers say that weights reach by files alone, not over a process group."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What messages call the server."""
+
+    def open_group(self, address: str) -> WeightGroup:
+        """Raises ModelError."""
+        raise ModelError(
+            f"{self.address}: hand_over: group: danlu serve, and several servers, take files of weights. Use "
+            "hand_over: folder, with push: true where a server does not see the trainer's disk"
+        )
+
+    def begin_update(self) -> None:
+        """There is no group to send weights over."""
+        raise AssertionError("no group was opened")
+
+    def send_bucket(self, group: WeightGroup, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """There is no group to send weights over."""
+        raise AssertionError("no group was opened")
+
+    def finish_update(self, label: str) -> None:
+        """There is no group to send weights over."""
+        raise AssertionError("no group was opened")
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """Releases whose interface was read: from `first` up to, but not including, `end`."""
+
+    first: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f">={'.'.join(map(str, self.first))},<{'.'.join(map(str, self.end))}"
+
+
+SUPPORTED = {
+    "vLLM": VersionRange((0, 33, 0), (0, 34)),
+    "SGLang": VersionRange((0, 5, 23), (0, 5, 24)),
+}
+"""The interfaces change between minor releases (vLLM 0.26 and 0.28 both broke weight updates), so another release is
+refused until its own was read."""
+
+
+def check_version(name: str, url: str, version: Any) -> None:
+    """Raises ModelError unless a server's version is one of those supported."""
+    numbers = re.match(r"\d+(\.\d+)*", str(version))
+    supported = SUPPORTED[name]
+    release = tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
+    if not supported.first <= release < supported.end:
+        raise ModelError(
+            f"{url}: {name} {version} is not supported, only {name} {supported}: requests and weight updates differ "
+            "between releases. Nothing was sent to it. Install a supported release of the server"
+        )
+
+
+def check_vocabulary(name: str, url: str, vocab_size: int, accepts: Callable[[int], bool]) -> None:
+    """Raises ModelError unless the largest token id that a server accepts is the last of the model's vocabulary."""
+    if not accepts(vocab_size - 1) or accepts(vocab_size):
+        smaller = "smaller" if not accepts(vocab_size - 1) else "larger"
+        raise ModelError(
+            f"{url}: the vocabulary of the model that {name} serves is {smaller} than that of the model in training, "
+            f"which has {vocab_size} tokens: start the server with the model that training starts from"
+        )
+
+
+def check_rotation(name: str, url: str, config: ModelConfig, context: int) -> None:
+    """Raises ModelError where a server may rotate a text otherwise than training does.
+
+    LongRoPE and dynamic scaling rotate a text by the length that it has at last. vLLM takes the long factors for all
+    texts where its context is longer than the short ones reach, SGLang where any text of a batch is. Up to that length
+    all of them take the short factors, for which the canary's short texts are enough.
+    """
+    short = config.fixed_rotation_length
+    if short is not None and context > short:
+        raise ModelError(
+            f"{url}: this model's rotary scaling (LongRoPE, dynamic) depends on how long each text gets, and {name}, "
+            f"which was started for {context} tokens, goes by its context or its batch: answers would be drawn with "
+            f"other rotations than they are trained with. Start it for at most {short} tokens (vLLM: --max-model-len "
+            f"{short}; SGLang: --context-length {short}), or use danlu serve --rollouts"
+        )
+
+
+def versions_by_token(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[str]:
+    """The label of the weights that each token was drawn with, from half-open ranges {version, start, end}."""
+    labels = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    assert len(labels) == tokens, f"weight versions of {len(labels)} tokens for an answer of {tokens}"
+    return labels
+
+
+def during(action: Callable[[], Any], client: HTTPClient, path: str, body: Mapping[str, Any]) -> Any:
+    """What `action` returns, which the server takes part in while it is called. Raises what either of them raises: the
+    server's refusal, where the action failed because the server was not there."""
+    executor = ThreadPoolExecutor(1)
+    call = executor.submit(client.post, path, body)
+    try:
+        result = action()
+    except Exception:
+        if call.done():
+            call.result()
+        raise
+    finally:
+        # Not waited for: where the action failed, the server may wait for its part until the call's own timeout.
+        executor.shutdown(wait=False)
+    call.result()
+    return result

@@ -1,0 +1,1 @@
+"""Reinforcement learning from rollouts: episodes, experience, advantages, asynchronous rollouts."""

@@ -1,0 +1,91 @@
+"""Rollouts of several turns: the engine answers, the environment says something to it, and so on until it is over.
+
+All episodes take a turn together: what is drawn must not hang on how long an environment takes, where rounding hangs on
+what is computed beside. Every process draws; the first asks the environment, and tells the others. Asynchronous
+rollouts have `episode_engine.py` in place of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from danlu.data.prompts import Prompt
+from danlu.inference.episode import Episode
+from danlu.inference.request import Completion, Request
+from danlu.parallel.comm import Group
+from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.watchdog import PHASE
+from danlu.rewards.environments.protocol import EpisodeCall, Reply
+from danlu.rl.open_episode import EpisodeRules, OpenEpisode
+
+_barriers = itertools.count()
+
+
+class Environments(Protocol):
+    """See `rewards.environments.workers`."""
+
+    def replies(self, calls: Sequence[EpisodeCall]) -> list[Reply]: ...
+
+    def end_episodes(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Episodes:
+    """Has requests answered in several turns; all processes make the same calls.
+
+    Args:
+        environments: asked by the first process alone.
+    """
+
+    environments: Environments
+    rules: EpisodeRules
+    world: Group
+
+    def answer(
+        self,
+        generate: Callable[[Sequence[Request]], list[Completion]],
+        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
+    ) -> list[Episode]:
+        """The episodes of requests, each of one of the prompts in order, by request and sample.
+
+        generate: the engine's.
+        """
+        episodes = [
+            OpenEpisode(self.rules, request, sample, prompt)
+            for request, prompt in zip(requests, prompts, strict=False)
+            for sample in range(request.samples)
+        ]
+        self._reply(episodes)
+        while open_ := [episode for episode in episodes if episode.is_open]:
+            PHASE.begin("rollout")
+            asked = [episode.next_request() for episode in open_]
+            for episode, request, completion in zip(open_, asked, generate(asked), strict=True):
+                assert completion.number == request.number, "answers come in the order of requests"
+                episode.take_answer(completion)
+            self._reply([episode for episode in open_ if episode.is_open])
+        self._on_first(self.environments.end_episodes)
+        return [episode.episode() for episode in episodes]
+
+    def close(self) -> None:
+        """Ends what holds environments."""
+        self.environments.close()
+
+    def _on_first(self, make: Callable[[], Any]) -> Any:
+        # Environments may take longer than a collective may.
+        name = f"environments-{next(_barriers)}"
+        return self.world.from_first(make, barrier=lambda: untimed_barrier(name))
+
+    def _reply(self, episodes: Sequence[OpenEpisode]) -> None:
+        """Asks the environments of these episodes, which go on with what they say."""
+        if not episodes:
+            return
+        PHASE.begin("environments")
+        calls = [episode.call for episode in episodes]
+        for episode, reply in zip(episodes, self._on_first(lambda: self.environments.replies(calls)), strict=True):
+            episode.take_reply(reply)

@@ -1,0 +1,443 @@
+"""The prompts of a rollout, answered by the policy and rewarded.
+
+M answers · R rewards of each
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from danlu.data.prompts import Prompt
+from danlu.inference.engine import RolloutEngine
+from danlu.inference.episode import Episode, episode_metrics
+from danlu.inference.request import Completion, Request, SamplingOptions
+from danlu.inference.support import check_trainable
+from danlu.parallel.comm import Group
+from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.watchdog import PHASE
+from danlu.rewards.protocol import JudgedAnswer, StepRewards, Verdict
+from danlu.rewards.runner import RewardPart, RewardTable
+from danlu.rewards.summary import distinct_failures
+from danlu.rewards.text import Mathematical
+from danlu.rl.asynchronous import AsynchronousRollouts
+
+_barriers = itertools.count()
+
+Generate = Callable[[Sequence[Request]], Sequence[Completion]]
+"""All answers to requests, in their order and by sample."""
+
+GREEDY_NUMBERS, EVALUATION_NUMBERS = 1 << 40, 1 << 41
+"""Numbers of requests for greedy answers, and for evaluations, begin here: no two requests of a run have the same."""
+
+
+@dataclass(frozen=True)
+class ExperienceSettings:
+    """How a rollout is made; the names are those of the recipe."""
+
+    prompts: int
+    samples: int
+    sampling: SamplingOptions
+    max_new_tokens: int
+    updates: int = 1
+    passes: int = 1
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    greedy: bool = False
+    """Whether a greedy answer to each prompt is judged too, as a baseline."""
+    resample: int = 0
+    """How often prompts whose answers all have the same reward are replaced (DAPO's dynamic sampling)."""
+    failures: float = 0.5
+    """The largest share of answers that are left out for want of a reward; past it the run ends."""
+    vocab_size: int = 0
+    seed: int = 0
+    rotary_length: Callable[[int], int] | None = None
+    """From a prompt's tokens to those that its texts may have at last, virtual ones among them; None where the trainer
+    need not know, for nothing but LongRoPE rotates an answer by them."""
+
+    @property
+    def items(self) -> int:
+        """That a rollout is trained on, with repeats."""
+        return self.prompts * self.passes
+
+    @property
+    def items_per_update(self) -> int:
+        """Of a step."""
+        return self.prompts // self.updates
+
+
+class PromptSource(Protocol):
+    """The prompts of a run, by number."""
+
+    def at(self, number: int) -> Prompt: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Rewards(Protocol):
+    """Judges answers by parts that are added up; see `rewards.runner`."""
+
+    @property
+    def parts(self) -> Sequence[RewardPart]: ...
+
+    def score(self, answers: Sequence[JudgedAnswer]) -> RewardTable: ...
+
+    def close(self) -> None: ...
+
+
+class PlaysEpisodes(Protocol):
+    """Has answers come about in several turns; see `rollout.episodes` and `rollout.agent_episodes`."""
+
+    def answer(
+        self,
+        generate: Callable[[Sequence[Request]], list[Completion]],
+        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
+    ) -> Sequence[Completion]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Prompts with their answers and rewards."""
+
+    numbers: tuple[int, ...]  # of the prompts in the run
+    prompts: tuple[Prompt, ...]
+    completions: tuple[tuple[Completion, ...], ...]  # of each prompt
+    rewards: np.ndarray  # [prompts, samples, R], NaN where there is none, and in all of an answer that is left out
+    greedy_rewards: np.ndarray | None  # [prompts, R]
+    steps: tuple[tuple[Mapping[int, StepRewards], ...], ...] = ()
+    """Of each answer to each prompt: rewards of its steps, by the number of the reward; nothing where none has any."""
+
+    def chosen(self, places: Sequence[int]) -> Answered:
+        """Some of the prompts."""
+        index = list(places)
+        return Answered(
+            tuple(self.numbers[place] for place in index),
+            tuple(self.prompts[place] for place in index),
+            tuple(self.completions[place] for place in index),
+            self.rewards[index],
+            None if self.greedy_rewards is None else self.greedy_rewards[index],
+            tuple(self.steps[place] for place in index),
+        )
+
+    def and_(self, other: Answered) -> Answered:
+        """These, then others."""
+        both_greedy = self.greedy_rewards is not None and other.greedy_rewards is not None
+        return Answered(
+            self.numbers + other.numbers,
+            self.prompts + other.prompts,
+            self.completions + other.completions,
+            np.concatenate([self.rewards, other.rewards]),
+            np.concatenate([self.greedy_rewards, other.greedy_rewards]) if both_greedy else None,  # type: ignore[list-item]
+            self.steps + other.steps,
+        )
+
+
+@dataclass
+class Times:
+    """Seconds that parts of a rollout took."""
+
+    hand_over: float = 0.0
+    """Until the engine had the present weights, with waking it."""
+    rollout: float = 0.0
+    reward: float = 0.0
+    scoring: float = 0.0
+    publish: float = 0.0
+    """Asynchronous: of handing weights over and asking prompts, which the next rollout waits for."""
+
+
+@dataclass
+class RolloutSampler:
+    """Answers prompts of the run in their order; all processes make the same calls.
+
+    Args:
+        prompts: of the whole run, over whose epochs numbers go on.
+        engine: asleep outside of `awake`.
+        world: of all processes; the first asks for rewards.
+        asynchronous: what draws the answers that are trained on beside the trainer; None: `engine` does, when they are
+            wanted.
+    """
+
+    prompts: PromptSource
+    engine: RolloutEngine
+    rewards: Rewards
+    settings: ExperienceSettings
+    world: Group
+    asynchronous: AsynchronousRollouts | None = None
+    episodes: PlaysEpisodes | None = None
+    """Where an environment answers back."""
+    next_prompt: int = 0
+    times: Times = field(default_factory=Times)
+    """Of the present rollout."""
+    failures: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    """Of the present rollout, on the first process: why rewards were not given, by prompt and sample."""
+    verdicts: dict[tuple[int, int], dict[str, Verdict]] = field(default_factory=dict)
+    """The verdicts of the present rollout, by prompt and sample, on the first process."""
+    late: np.ndarray | None = None
+    """[R] Of the present rollout: answers that took too long to compare; None before the first are judged."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the engine answers with the policy's present weights."""
+        self._begin_rollout()
+        start = time.perf_counter()
+        self.engine.wake()
+        try:
+            self.engine.update(self.engine.version + 1)
+            self.times.hand_over = time.perf_counter() - start
+            yield
+        finally:
+            self.engine.sleep()
+
+    def close(self) -> None:
+        """Ends the engines and what judges."""
+        if self.asynchronous is not None:
+            self.asynchronous.close()
+        self.engine.close()
+        self.rewards.close()
+        if self.episodes is not None:
+            self.episodes.close()
+
+    def _begin_rollout(self, published_s: float = 0.0) -> None:
+        self.times = Times(rollout=published_s)
+        self.failures, self.verdicts, self.late = {}, {}, None
+
+    def why_unrewarded(self) -> str:
+        """Why rewards were not given, as sentences for a message."""
+        reasons = distinct_failures(
+            (f"prompt {number}, sample {sample}", reason)
+            for (number, sample), several in self.failures.items()
+            for reason in several
+        )
+        return f"{'; '.join(reasons)}. " if reasons else ""
+
+    def begin_update(self, updates: int, rollouts: int) -> None:
+        """Of asynchronous rollouts: has answers go on under the present weights, and asks what may be asked by now.
+
+        updates: that the policy has had; rollouts: that have been made. All processes call it between two updates.
+        """
+        asynchronous, settings = self.asynchronous, self.settings
+        if asynchronous is None:
+            return
+        PHASE.begin("rollout")
+        start = time.perf_counter()
+        asynchronous.publish(updates)
+        to_come = asynchronous.rollouts_to_begin(settings.updates * settings.passes) - rollouts
+        self._ask_up_to(asynchronous, self.next_prompt + to_come * settings.prompts)
+        asynchronous.poll()
+        self.times.publish += time.perf_counter() - start
+
+    def _ask_up_to(self, asynchronous: AsynchronousRollouts, number: int) -> None:
+        """Asks prompts of the run with lower numbers that have not been asked."""
+        for prompt_number in range(asynchronous.asked, number):
+            asynchronous.submit(self._requests_of([prompt_number], [self.prompts.at(prompt_number)]))
+        asynchronous.asked = max(asynchronous.asked, number)
+
+    def next_rollout(self) -> tuple[Answered, dict[str, float]]:
+        """So many prompts as a rollout has; of those without signal as many as can be are replaced."""
+        if self.asynchronous is None:
+            with self.awake():
+                return self._next_rollout()
+        self._begin_rollout(published_s=self.times.publish)
+        return self._next_rollout()
+
+    def _next_rollout(self) -> tuple[Answered, dict[str, float]]:
+        settings, wanted = self.settings, self.settings.prompts
+        kept: Answered | None = None
+        without: Answered | None = None
+        asked = 0
+        for _ in range(1 + settings.resample):
+            lacking = wanted - (0 if kept is None else len(kept.numbers))
+            if lacking == 0:
+                break
+            answered = self._answer_next(lacking)
+            asked += lacking
+            signal = self._has_signal(answered)
+            if settings.resample == 0:
+                signal = np.ones_like(signal)
+            some, rest = (answered.chosen(np.flatnonzero(which).tolist()) for which in (signal, ~signal))
+            kept = some if kept is None else kept.and_(some)
+            without = rest if without is None else without.and_(rest)
+        assert kept is not None and without is not None, "a rollout has prompts"
+        lacking = wanted - len(kept.numbers)
+        whole = kept.and_(without.chosen(range(lacking))) if lacking else kept
+        no_signal = float((~self._has_signal(whole)).mean())
+        return whole, {
+            "prompts_asked": float(asked),
+            "no_signal": no_signal,
+            **self._late_metrics(),
+            **episode_metrics(whole.completions),
+        }
+
+    def _late_metrics(self) -> dict[str, float]:
+        """Of each reward that compares formulas: how many answers of the rollout it was too long about, and gave 0."""
+        late = np.zeros(len(self.rewards.parts)) if self.late is None else self.late
+        return {
+            f"reward/{part.name}/late": float(count)
+            for part, count in zip(self.rewards.parts, late.tolist(), strict=True)
+            if isinstance(part.reward, Mathematical)
+        }
+
+    def _has_signal(self, answered: Answered) -> np.ndarray:
+        """[prompts] bool: answers have different rewards."""
+        total = self.totals(answered.rewards)  # [prompts, samples]
+        highest = np.where(np.isnan(total), -np.inf, total).max(1)
+        lowest = np.where(np.isnan(total), np.inf, total).min(1)
+        return highest - lowest > 1e-9
+
+    def totals(self, rewards: np.ndarray) -> np.ndarray:
+        """The weighted sum over the last axis of rewards [..., R]; NaN where none was given."""
+        total = np.nan_to_num(rewards) @ np.array([part.weight for part in self.rewards.parts])
+        return np.where(np.isnan(rewards).all(-1), np.nan, total)
+
+    def _answer_next(self, count: int) -> Answered:
+        """Answers to the next prompts, with their rewards."""
+        settings = self.settings
+        numbers = range(self.next_prompt, self.next_prompt + count)
+        self.next_prompt += count
+        prompts = [self.prompts.at(number) for number in numbers]
+        requests = self._requests_of(numbers, prompts)
+        generate: Generate = partial(self._generate, prompts=[*prompts, *prompts])
+        if self.asynchronous is not None:
+            self._ask_up_to(self.asynchronous, self.next_prompt)
+            generate = self.asynchronous.take
+        completions, rewards, steps = self._judged_completions(requests, [*prompts, *prompts], generate)
+        sampled = completions[: count * settings.samples]
+        for completion in sampled:
+            if completion.tokens:  # an environment may fail before the first
+                check_trainable(completion, settings.sampling, settings.vocab_size)
+        return Answered(
+            tuple(numbers),
+            tuple(prompts),
+            tuple(tuple(sampled[i * settings.samples : (i + 1) * settings.samples]) for i in range(count)),
+            rewards[: len(sampled)].reshape(count, settings.samples, -1),
+            rewards[len(sampled) :] if settings.greedy else None,
+            tuple(tuple(steps[i * settings.samples : (i + 1) * settings.samples]) for i in range(count)),
+        )
+
+    def answer(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> Answered:
+        """One answer to each of other prompts, which are not trained on; numbers: of their requests."""
+        requests = self._requests(numbers, prompts, sampling, 1)
+        generate = partial(self._generate, prompts=prompts)
+        completions, rewards, steps = self._judged_completions(requests, prompts, generate)
+        return Answered(
+            tuple(numbers),
+            tuple(prompts),
+            tuple((completion,) for completion in completions),
+            rewards[:, None],
+            None,
+            tuple((of_answer,) for of_answer in steps),
+        )
+
+    def _requests_of(self, numbers: Sequence[int], prompts: Sequence[Prompt]) -> list[Request]:
+        """What is asked of prompts that are trained on: their samples, then their greedy answers where these count."""
+        settings = self.settings
+        requests = self._requests(numbers, prompts, settings.sampling, settings.samples)
+        if settings.greedy:
+            greedy_numbers = [GREEDY_NUMBERS + number for number in numbers]
+            requests += self._requests(greedy_numbers, prompts, replace(settings.sampling, temperature=0.0), 1)
+        return requests
+
+    def _requests(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions, samples: int
+    ) -> list[Request]:
+        settings = self.settings
+        return [
+            Request(
+                number,
+                prompt.tokens,
+                sampling,
+                settings.max_new_tokens,
+                samples,
+                stop_ids=settings.stop_ids,
+                stop_strings=settings.stop_strings,
+                source=None if self.episodes is None else prompt,
+            )
+            for number, prompt in zip(numbers, prompts, strict=True)
+        ]
+
+    def _generate(self, requests: Sequence[Request], prompts: Sequence[Prompt]) -> Sequence[Completion]:
+        """Answers of the trainer's own engine to requests, each of one of the prompts in order."""
+        if self.episodes is None:
+            return self.engine.generate(requests)
+        return self.episodes.answer(self.engine.generate, requests, prompts)
+
+    def _judged_completions(
+        self, requests: Sequence[Request], prompts: Sequence[Prompt], generate: Generate
+    ) -> tuple[list[Completion], np.ndarray, list[dict[int, StepRewards]]]:
+        """The completions of requests, each of one of the prompts in order, their rewards [completions, R] and those of
+        their steps, by the number of the reward."""
+        start = time.perf_counter()
+        PHASE.begin("rollout")
+        completions = generate(requests)
+        self.times.rollout += time.perf_counter() - start
+        start = time.perf_counter()
+        of_completions = [
+            prompt for request, prompt in zip(requests, prompts, strict=False) for _ in range(request.samples)
+        ]
+        answers = [
+            judged_answer(completion, prompt) for prompt, completion in zip(of_completions, completions, strict=True)
+        ]
+        PHASE.begin("rewards")
+        # They may take longer than a collective may.
+        rewards, steps, late = self.world.from_first(
+            lambda: self._rewarded(answers, completions), barrier=lambda: untimed_barrier(f"rewards-{next(_barriers)}")
+        )
+        self.late = late if self.late is None else self.late + late
+        self.times.reward += time.perf_counter() - start
+        return list(completions), rewards, steps
+
+    def _rewarded(
+        self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]
+    ) -> tuple[np.ndarray, list[dict[int, StepRewards]], np.ndarray]:
+        """Rewards [completions, R], those of steps, and how many answers each reward was too long about [R]."""
+        table = self.rewards.score(answers)
+        for (answer, reward), verdict in table.verdicts.items():
+            completion = completions[answer]
+            of_answer = self.verdicts.setdefault((completion.number, completion.sample), {})
+            of_answer[self.rewards.parts[reward].name] = verdict
+        for failure in table.failures:
+            completion = completions[failure.answer]
+            self.failures.setdefault((completion.number, completion.sample), []).append(
+                f"{failure.reward}: {failure.reason}"
+            )
+        left_out = table.unjudged
+        for place, completion in enumerate(completions):
+            if isinstance(completion, Episode) and completion.failure is not None:
+                self.failures[completion.number, completion.sample] = [f"environment: {completion.failure}"]
+                left_out[place] = True
+        # Whatever the other rewards say of an answer that one failed for, or of an episode that was not played to its
+        # end: without a number of all parts it is in no baseline and no mean.
+        values = np.where(left_out[:, None], np.nan, table.values)
+        steps: list[dict[int, StepRewards]] = [{} for _ in completions]
+        for (answer, reward), of_steps in table.steps.items():
+            if not left_out[answer]:
+                steps[answer][reward] = of_steps
+        return values, steps, table.late
+
+
+def judged_answer(completion: Completion, prompt: Prompt) -> JudgedAnswer:
+    """An answer as rewards see it."""
+    episode = completion if isinstance(completion, Episode) else None
+    return JudgedAnswer(
+        completion.text,
+        prompt.row,
+        prompt.prompt,
+        len(completion.tokens),
+        completion.finish,
+        completion.number,
+        completion.sample,
+        turns=() if episode is None else episode.turns,
+        environment_reward=None if episode is None else episode.reward,
+    )

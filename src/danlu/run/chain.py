@@ -1,0 +1,151 @@
+"""Trains the stages of a chain one after the other: finished ones are skipped, and one that was stopped goes on.
+
+A stage is an ordinary run in a folder of its own, so what is here is only the order, and `chain.json` in the chain's
+folder: the hash of each result that a stage was begun with. It tells a stage whose start has been trained anew since.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from danlu.core.atomic_write import write_atomically
+from danlu.core.errors import CheckpointError, ResourceError
+from danlu.core.safetensors_format import read_header
+from danlu.core.small_files import parse_json, read_small_text
+from danlu.models.hf_folder import tensors_fingerprint
+from danlu.recipe import Chain, ChainStage, Recipe
+from danlu.run.train import Outcome, Say, train
+from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.metrics import read_metrics
+from danlu.training.run_folder import CHECKPOINTS, METRICS, result_names
+
+INPUTS = "chain.json"
+"""In the chain's folder: by stage, and by earlier stage that it reads, the hash of the result it was begun with."""
+SHOWN_METRICS = {"classify": "accuracy", "preference": "accuracy", "reward": "accuracy", "rl": "reward"}
+"""By stage, the metric of the summary; the loss for others."""
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """How a stage of a chain ended."""
+
+    stage: ChainStage
+    outcome: Outcome | None  # None where a dry run cannot try it, because what it starts from is not trained yet
+
+    @property
+    def metric(self) -> str:
+        """What its last evaluation, or its last step where nothing is evaluated, says: `eval_loss 2.0312`."""
+        lines = read_metrics(self.folder / METRICS) if (self.folder / METRICS).is_file() else []
+        metric = SHOWN_METRICS.get(self.stage.loaded.recipe.stage, "loss")
+        for name in (f"eval_{metric}", metric, "eval_loss", "loss"):
+            values = [line[name] for line in lines if name in line]
+            if values:
+                return f"{name} {values[-1]:.4f}" if isinstance(values[-1], float | int) else f"{name} {values[-1]}"
+        return ""
+
+    @property
+    def folder(self) -> Path:
+        """Where it runs."""
+        return run_folder(self.stage)
+
+
+@dataclass(frozen=True)
+class ChainOutcome:
+    """How a chain ended: the stages that were come to, in order; the last one is where a signal stopped it."""
+
+    stages: tuple[StageOutcome, ...]
+    exit_code: int  # 0, or 128 + the number of the signal that stopped it
+
+
+def run_folder(stage: ChainStage) -> Path:
+    """The folder that a stage runs in."""
+    return Path(stage.loaded.recipe.output).expanduser()
+
+
+def train_chain(
+    chain: Chain,
+    *,
+    resume: str = "auto",
+    say: Say,
+    stream: TextIO | None = None,
+    dry_run: bool = False,
+    leads: bool = True,
+    ended: Callable[[StageOutcome], None] = lambda ended: None,
+) -> ChainOutcome:
+    """Trains each stage in its folder, going on where an earlier run of the chain stopped.
+
+    resume: auto, or never (refuse folders that hold a run).   stream: as of `run.train`.
+    dry_run: try each stage up to its first step, where what it starts from is there; nothing is kept.
+    leads: whether this is the first process of the run, which says what is done and writes chain.json.
+    ended: is called after each stage.
+    Raises CheckpointError where a stage was begun with another result of an earlier one than is there now, and what
+    `run.train` raises.
+    """
+    folder, threads = Path(chain.output).expanduser(), torch.get_num_threads()
+    outcomes: list[StageOutcome] = []
+    for number, stage in enumerate(chain.stages, 1):
+        if leads:
+            say(f"stage {number} of {len(chain.stages)}: {stage.name} in {run_folder(stage)}")
+        torch.set_num_threads(threads)  # an earlier stage may have had a number of its own
+        earlier = {each.name: each for each in chain.stages[: number - 1]}
+        inputs = {name: _result_hash(earlier[name].loaded.recipe) for name in stage.inputs}
+        outcome = None
+        if not dry_run or None not in inputs.values():
+            _check_inputs(folder, stage, inputs, keep=not dry_run and leads)
+            with stage.loaded.naming_places():
+                outcome = train(stage.loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
+        outcomes.append(StageOutcome(stage, outcome))
+        ended(outcomes[-1])
+        if outcome is not None and outcome.exit_code:
+            return ChainOutcome(tuple(outcomes), outcome.exit_code)
+        gc.collect()  # models refer to themselves by their hooks
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return ChainOutcome(tuple(outcomes), 0)
+
+
+def _result_hash(recipe: Recipe) -> str | None:
+    """The hash of a stage's result, by samples of each tensor; None where it is not there."""
+    folder = Path(recipe.output).expanduser() / result_names(recipe)[0]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    digest = blake2b(digest_size=16)
+    for file in files:
+        digest.update(tensors_fingerprint(read_header(file)).encode())
+    return digest.hexdigest()
+
+
+def _check_inputs(folder: Path, stage: ChainStage, inputs: dict[str, str | None], *, keep: bool) -> None:
+    """Raises CheckpointError if a stage that goes on was begun with other results than `inputs`.
+
+    keep: write down what one begins with that does not go on.
+    """
+    file = folder / INPUTS
+    known = parse_json(read_small_text(file)) if file.is_file() else {}
+    begun = CheckpointStore(run_folder(stage) / CHECKPOINTS).latest() is not None
+    if begun and stage.name in known:
+        changed = [name for name, result in inputs.items() if known[stage.name].get(name) != result]
+        if changed:
+            raise CheckpointError(
+                f"{run_folder(stage)}: this stage was begun with another result of {', '.join(changed)} than is there "
+                "now. Delete its folder to train it anew, or choose another `output`."
+            )
+    if not keep or known.get(stage.name) == inputs:
+        return
+    text = json.dumps({**known, stage.name: inputs}, indent=2)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, f"{text}\n".encode())
+    except OSError as error:
+        raise ResourceError(
+            f"{file}: cannot be written: {error.strerror}. Free some space, or choose another `output`."
+        ) from error

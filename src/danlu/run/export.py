@@ -1,0 +1,113 @@
+"""What a run ends with, a model folder or an adapter folder; and the same of any checkpoint that it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from danlu.core.errors import CheckpointError
+from danlu.core.output_folder import refuse_existing
+from danlu.core.shard_box import BoxValue, ShardBox
+from danlu.parallel.comm import ALONE
+from danlu.recipe import Recipe
+from danlu.stages.table import STAGES
+from danlu.training.checkpoints.folders import is_checkpoint_folder, is_complete
+from danlu.training.checkpoints.gathering import Gathering
+from danlu.training.checkpoints.loading import load_checkpoint
+from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.run_folder import CHECKPOINTS, result_names, run_recipe
+from danlu.training.state import Run, shard_boxes
+
+
+def export_result(
+    run: Run, placed: Writes, recipe: Recipe, folder: Path, say: Callable[[str], None]
+) -> tuple[Path, ...]:
+    """The result: a model or an adapter, and its average beside it.
+
+    Of several processes the first writes, and gets one tensor after the other from all.
+    """
+    best = run.store.best() if recipe.checkpoint.keep_best else None
+    if best is not None and best.step != run.state.step:
+        say(f"exporting step {best.step}, which had the {best.criterion.superlative} ({best.value:.4f})")
+        into = {"model": run.learner.weights()}
+        if run.ema is not None:
+            into["ema"] = run.ema.state_tensors()
+        load_checkpoint(best.path, into, shard_boxes(run, into), run.store.group)
+    own, averaged = (folder / name for name in result_names(recipe))
+    run.store.wait()  # its group is used here
+    if run.ema is None:
+        return (_write(placed, own, run),)
+    with run.averaged():
+        _write(placed, averaged, run)
+    return _write(placed, own, run), averaged
+
+
+class Writes(Protocol):
+    """The part of a `PlacedModel` that writes a result."""
+
+    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None: ...  # as `PlacedModel` has it
+
+
+def _write(placed: Writes, target: Path, run: Run | None = None) -> Path:
+    """Writes `placed` as `target`. run: whose processes have its shards; None where this process has all of it."""
+    parallel = None if run is None else run.learner.parallel
+    local = {} if parallel is None else parallel.all_parameters
+    with Gathering(ALONE if run is None else run.store.group) as gathering:
+
+        def value(name: str, box: ShardBox | None = None) -> Tensor | None:
+            return gathering.part(name, local[name].local, local[name].box, box)
+
+        placed.write(target, value if local else None, writes=gathering.first)
+    return target
+
+
+def export_checkpoint(path: Path, target: Path, *, average: bool = False) -> Path:
+    """Writes a checkpoint as the Hugging Face folder that the run would have ended with had it ended there.
+
+    path: a run, for its newest checkpoint, or one of its checkpoints; the run may be training meanwhile.
+    average: the averaged weights instead, of a recipe that keeps an average.
+    Returns the checkpoint's folder. Raises CheckpointError if there is none, or it is damaged or has no average;
+    ResourceError if `target` holds anything.
+    """
+    refuse_existing(target)
+    named = is_checkpoint_folder(path)
+    while True:
+        checkpoint = path if named else _newest(path)
+        was_whole = is_complete(checkpoint)
+        try:
+            _write_checkpoint(checkpoint, target, average)
+        except (CheckpointError, FileNotFoundError) as error:
+            if not was_whole or is_complete(checkpoint):
+                raise
+            if named:
+                raise CheckpointError(
+                    f"{checkpoint}: deleted while it was read: the run is going on, and keeps the newest alone "
+                    "(checkpoint.keep). Export the run's folder instead, for its newest checkpoint"
+                ) from error
+        else:
+            return checkpoint
+
+
+def _newest(folder: Path) -> Path:
+    latest = CheckpointStore(folder / CHECKPOINTS).latest()
+    if latest is None:
+        raise CheckpointError(f"{folder}: neither a run with a checkpoint nor a checkpoint")
+    return latest.path
+
+
+def _write_checkpoint(path: Path, target: Path, average: bool) -> None:
+    recipe = run_recipe(path.resolve().parent.parent)
+    if average and recipe.ema is None:
+        raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
+    stage = STAGES[recipe.stage]
+    placed = stage.builder(recipe, stage).unplaced(path)
+    group = "ema" if average else "model"
+    weights = placed.weights()
+    if average:
+        trained = {name for name, parameter in placed.parameters() if parameter.requires_grad}
+        weights = {name: tensor for name, tensor in weights.items() if name in trained}
+    load_checkpoint(path, {group: weights})
+    _write(placed, target)

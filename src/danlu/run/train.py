@@ -1,0 +1,492 @@
+"""From a recipe to a finished run folder: a list of calls that builds the parts and hands them to the loop.
+
+What all runs have in common is here. What a language model and a classifier differ in is behind a `Task`, which the
+stage chooses. A run leaves in its folder: recipe.yaml (resolved), environment.json, metrics.jsonl, tensorboard/,
+checkpoints/, the result as a model folder in model/ (model-ema/ beside it when the recipe keeps an average), and at the
+end summary.json.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TextIO
+
+import torch
+
+from danlu.assembly.parallelize import check_devices, optimizer_of
+from danlu.assembly.parameter_count import parameters_of, trained_parameters_of
+from danlu.core.atomic_write import write_atomically
+from danlu.core.errors import RecipeError, ResourceError, Stopped
+from danlu.numerics.batch_invariant import batch_invariant
+from danlu.numerics.deterministic import deterministic
+from danlu.numerics.loss_scaling import LossScaler
+from danlu.optim.build import Optimizers
+from danlu.optim.ema import Ema
+from danlu.parallel.comm import ALONE, new_group, world_size
+from danlu.parallel.layout import layout_of
+from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.ranks import Ranks, ranks_of
+from danlu.parallel.watchdog import track_modules
+from danlu.planning.precision import product_speeds, slower
+from danlu.recipe import Loaded, Recipe, resolved_yaml
+from danlu.recipe.device_map import named_devices
+from danlu.run.auto_values import with_date, with_factors, with_former_defaults, with_precision, with_reference
+from danlu.run.export import export_result
+from danlu.run.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
+from danlu.run.memory_report import MemoryReport
+from danlu.stages.protocols import Material, PlacedModel, Reader, Stage
+from danlu.stages.table import STAGES
+from danlu.training.checkpoints.folders import step_of
+from danlu.training.checkpoints.loading import read_state
+from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.environment import changes_that_matter, describe_environment, write_environment
+from danlu.training.loop import fit
+from danlu.training.memory_parts import resident_bytes
+from danlu.training.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
+from danlu.training.optional_recorder import OptionalRecorder
+from danlu.training.position import Feed
+from danlu.training.progress import progress_on
+from danlu.training.remarks import Remarks
+from danlu.training.run_folder import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    METRICS,
+    RECIPE,
+    Start,
+    finished,
+    refuse_strangers,
+    require_writable,
+    starting_point,
+)
+from danlu.training.run_lock import RunLock
+from danlu.training.signals import TOGETHER_S, StopRequest
+from danlu.training.state import Cadence, Run, restore
+from danlu.training.summary import clear_summary, few_steps, flat_loss, seconds_in, write_summary
+from danlu.training.timeline import TimelineWriter
+from danlu.training.trackers import TensorBoard, WandB, wandb_problem
+from danlu.training.units import parameters_and_trained
+from danlu.training.watch import Watch
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    folder: Path
+    steps: int
+    exit_code: int  # 0, or 128 + the number of the signal that stopped it
+    exported: tuple[Path, ...]  # model folders; empty when stopped before the end
+    already: bool = False  # it had ended before, and nothing was done now
+    rehearsed: bool = False  # all but the steps was done, and nothing was kept
+
+    @property
+    def stopped(self) -> str:
+        """What to tell of a run that a signal ended."""
+        if not self.steps:
+            return "stopped before the first step, with nothing to save; the same command starts again"
+        return f"stopped after step {self.steps}, saved in {self.folder}; the same command goes on from there"
+
+
+def train(
+    loaded: Loaded,
+    *,
+    resume: str = "auto",
+    say: Say,
+    stream: TextIO | None = None,
+    dry_run: bool = False,
+    stage: Stage | None = None,
+    rehearse: Callable[[Run], None] = lambda run: None,
+) -> Outcome:
+    """Trains the recipe in its output folder, going on where an earlier run of it stopped.
+
+    resume: auto (go on when the folder holds a run of this recipe), never (refuse such a folder), or the path of one of
+    its checkpoints.
+    stream: where progress is shown; stderr by default.
+    dry_run: do all up to the first step (rows, weights, optimizer, a checkpoint taken up), and then stop. The output
+    folder is only looked at; tokens stay in their cache.
+    stage: what is trained, by default the row of `STAGES` that the recipe names.
+    rehearse: what a dry run does with the run that is ready; what it writes goes away with it.
+    Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
+    one); whatever was saved before stays.
+    """
+    recipe = loaded.recipe
+    stage = stage or STAGES[recipe.stage]
+    folder = Path(recipe.output).expanduser()
+    device = _device(recipe)
+    ranks = ranks_of(layout_of(recipe.parallel, world_size()), device.type)
+    stream = stream or sys.stderr
+    if ranks.leads:
+        refuse_strangers(folder)  # before the lock leaves a file there
+    else:
+        say, stream = _silence, io.StringIO()
+    with ExitStack() as closing:
+        closing.enter_context(deterministic(recipe.deterministic))
+        if recipe.numerics == "exact":
+            closing.enter_context(batch_invariant())
+        into = folder
+        if dry_run:
+            into = Path(closing.enter_context(TemporaryDirectory(prefix="danlu-dry-run-")))
+            require_writable(folder)
+        elif ranks.leads:
+            closing.enter_context(RunLock(folder))
+        stop_request = closing.enter_context(StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S))
+        stop_request.at_once = True
+        try:
+            return _train(loaded, stage, folder, into, resume, rehearse, stop_request, say, stream, device, ranks)
+        except Stopped as stop:
+            if dry_run:
+                raise
+            latest = CheckpointStore(folder / CHECKPOINTS).latest()
+            kept = "nothing was saved" if latest is None else f"the checkpoint of step {latest.step} stays"
+            raise Stopped(stop.number, f"stopped at once; {kept}, and the same command goes on from there") from None
+
+
+def _silence(line: str) -> None:
+    """What processes other than the first say."""
+
+
+def _train(
+    loaded: Loaded,
+    stage: Stage,
+    folder: Path,
+    into: Path,
+    resume: str,
+    rehearse: Callable[[Run], None],
+    stop_request: StopRequest,
+    say: Say,
+    stream: TextIO,
+    device: torch.device,
+    ranks: Ranks,
+) -> Outcome:
+    """into: what is written to; of a dry run not the run's folder, but one that goes away."""
+    if loaded.recipe.threads is not None:
+        torch.set_num_threads(loaded.recipe.threads)
+    # Before recipes are compared: the run's own holds what auto chose when it began.
+    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, say))
+    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, say))
+    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, say))
+    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, say))
+    recipe = ranks.world.from_first(
+        lambda: with_factors(recipe, folder, resume, device, say, stream, dry=into != folder),
+        barrier=lambda: untimed_barrier("factors"),
+    )
+    start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
+    if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
+        return Outcome(folder, step_of(start.path), 0, done, already=True)
+    if ranks.leads:
+        clear_summary(into)
+    if recipe.log.wandb is not None and (problem := wandb_problem()):
+        raise RecipeError(problem)
+    for note in loaded.notes:
+        say(note)
+    if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
+        say(remark)
+    ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, say))
+    stage.criterion(recipe)  # a metric that the stage lacks is told before rows are read
+    reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
+    builder.check(start)
+    inputs = same_on_all_ranks(
+        ranks.world,
+        lambda: recipe_inputs(recipe, stage, resumed=start is not None),
+        barrier=lambda: untimed_barrier("inputs"),
+    )
+    known_inputs = check_resumed(None if start is None else start.path, inputs)
+    with ExitStack() as closing:
+        # Before rows are read, which may take hours.
+        trackers = [] if into != folder else _trackers(recipe, folder, ranks, closing, say)
+        material = ranks.world.from_first(
+            lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data")
+        )
+        program = resident_bytes(device)
+        closing.callback(material.close)
+        for line in material.lines:
+            say(line)
+        memory_report = closing.enter_context(MemoryReport(recipe, device))
+        material = builder.with_columns(ranks, device, material, stream)
+        placed = builder.place(ranks, device, start, material)
+        peak = placed.peak()
+        for line in (*placed.notes, *([] if peak is None else [peak.line()])):
+            say(line)
+        run = _build(recipe, stage, reader, material, placed, device, into, start, say)
+        run.inputs = known_inputs
+        closing.callback(run.store.close)
+        closing.callback(run.feed.close)
+        memory_report.began(run, placed)
+        for line in memory_report.expected():
+            say(line)
+        run.stop_request = stop_request
+        if into != folder:
+            if run.metrics is not None:
+                closing.callback(run.metrics.close)
+            rehearse(run)
+            return Outcome(folder, run.state.step, 0, (), rehearsed=True)
+        if run.metrics is not None:
+            shows = _shows(recipe, stage, reader, folder, run, stream, say)
+            for recorder in (run.metrics, *shows):
+                closing.callback(recorder.close)
+            run.recorders = (run.metrics, *shows, *trackers)
+        stop_request.at_once = False
+        fit(run)
+        stop_request.at_once = True
+    for line in material.late_lines():
+        say(line)
+    if run.stopping():
+        signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
+        return Outcome(folder, run.state.step, signalled, ())
+    memory = None
+    if run.learner.activations is not None and run.learner.activations.peak_bytes:
+        memory = placed.memory(run)
+        say(memory.line(program, peak_memory_bytes(device)))
+    # The loss of items that the model makes itself falls and rises with them, whatever is learnt.
+    logged = None if run.metrics is None or run.feed.generated is not None else read_metrics(run.metrics.path)
+    if logged is not None and (flat := flat_loss(logged)) is not None:
+        say(flat)
+    exported = export_result(run, placed, recipe, folder, say)
+    if ranks.leads:
+        write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
+    return Outcome(folder, run.state.step, 0, exported)
+
+
+def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
+    """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
+    environment = describe_environment(device)
+    file = folder / ENVIRONMENT
+    if start is not None:
+        say(f"resuming {folder} from {start.path.name}")
+        for change in start.changes:
+            say(f"changed since then: {change}")
+        if file.is_file():
+            for line in changes_that_matter(json.loads(file.read_text()), environment):
+                say(f"the last bits of numbers may differ from an uninterrupted run: {line}")
+    try:
+        write_atomically(into / RECIPE, resolved_yaml(recipe).encode())
+        write_environment(into / ENVIRONMENT, environment)
+    except OSError as error:
+        raise ResourceError(
+            f"{into}: the run folder cannot be written: {error.strerror}. Free some space, or choose another `output`."
+        ) from error
+
+
+def _build(
+    recipe: Recipe,
+    stage: Stage,
+    reader: Reader,
+    material: Material,
+    placed: PlacedModel,
+    device: torch.device,
+    folder: Path,
+    start: Start | None,
+    say: Say,
+) -> Run:
+    """All the parts of a run, put back to `start` if there is one."""
+    ranks = placed.parallel.ranks
+    generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
+    optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
+    per_step = recipe.batch.packs(recipe.data.max_length)
+    total_steps, total_packs = _total_steps(recipe, material)
+    micro = _micro_batch_size(recipe, reader, placed, optimizer, start)
+    store = CheckpointStore(
+        folder / CHECKPOINTS,
+        keep=recipe.checkpoint.keep,
+        keep_every=recipe.checkpoint.keep_every,
+        keep_best=recipe.checkpoint.keep_best,
+        criterion=stage.criterion(recipe),
+        background=recipe.checkpoint.background,
+        group=ALONE if ranks.alone else new_group("checkpoint", ranks.world.ranks, backend="gloo"),
+    )
+    metrics = MetricsLog(folder / METRICS) if ranks.leads else None
+    learner = placed.learner(micro, material.sources)
+    source, held_out = placed.items(material, learner, folder)
+    run = Run(
+        learner=learner,
+        optimizer=optimizer,
+        schedule=recipe.schedule,
+        clip=recipe.gradient_clipping,
+        feed=Feed(source, per_step=per_step, total=total_packs, stretches=material.stretches),
+        cadence=_cadence(recipe, total_steps),
+        watch=Watch(recipe.watch),
+        store=store,
+        metrics=metrics,
+        recorders=() if metrics is None else (metrics,),
+        stop_request=StopRequest(),
+        scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
+        roles=stage.trained_roles(recipe),
+        ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
+        held_out=held_out,
+        early_stop=recipe.evaluation.early_stop,
+        criterion=stage.criterion(recipe),
+        sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
+        generate=generate,
+        least_seconds=placed.least_seconds(),
+        base=placed.base(),
+    )
+    if not ranks.alone:
+        track_modules(placed.model)
+    lines = 0 if start is None else _resume(run, start, say)
+    placed.check_weights()
+    run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
+    if metrics is not None:
+        metrics.truncate(lines)
+        run.started -= seconds_in(read_metrics(metrics.path))
+    say(_summary(recipe, reader, placed, run))
+    if (warning := few_steps(run.cadence.total, _amount(reader, run))) is not None:
+        say(warning)
+    return run
+
+
+def _total_steps(recipe: Recipe, material: Material) -> tuple[int, int | None]:
+    """(steps of the run, packs of it), the second None where the recipe counts steps.
+
+    Raises RecipeError for a schedule that needs more steps.
+    """
+    total_packs = None
+    if material.per_epoch is not None and recipe.steps is None:
+        total_packs = math.ceil((recipe.epochs or 1) * material.per_epoch)
+    per_step = recipe.batch.packs(recipe.data.max_length)
+    total_steps = recipe.steps if total_packs is None else math.ceil(total_packs / per_step)
+    assert total_steps is not None, "the recipe's rules ask for steps when streaming"
+    if problems := recipe.schedule.problems(total_steps):
+        raise RecipeError([f"schedule.{field}: {message}." for field, message in problems])
+    return total_steps, total_packs
+
+
+def _micro_batch_size(
+    recipe: Recipe, reader: Reader, placed: PlacedModel, optimizer: Optimizers, start: Start | None
+) -> int:
+    """Packs of a micro-batch: those of the run that goes on, or as many as are asked for or fit into memory.
+
+    Raises RecipeError where the pipeline's schedule cannot do a step of so many micro-batches.
+    """
+    ranks, pipeline = placed.parallel.ranks, placed.parallel.pipeline
+    per_step = recipe.batch.packs(recipe.data.max_length)
+    share = -(-per_step // ranks.data.size)
+    is_one = pipeline.updates_each_micro_batch  # whose step is one micro-batch on each data rank
+    changed = start is not None and any(change.key in ("batch.micro", "batch.memory") for change in start.changes)
+    if start is not None and not changed and not is_one:
+        micro: int = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
+    else:
+        # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
+        most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
+        micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
+    micro_batches = -(-per_step // (ranks.data.size * micro))
+    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
+    unfit = pipeline.problems(micro_batches)
+    if unfit and not is_dealt_by_tokens:
+        raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
+    if is_one and micro_batches > 1:
+        fits = "fit into memory" if recipe.batch.micro == "auto" else "are asked for"
+        raise RecipeError(
+            f"batch: pipedream's step is one micro-batch, and {per_step} {reader.items} for {ranks.data.size} data "
+            f"ranks are {micro_batches} of the {micro} that {fits}. Use batch.sequences: {micro * ranks.data.size}, or "
+            "parallel.pipeline.schedule: 1f1b"
+        )
+    return micro
+
+
+def _resume(run: Run, start: Start, say: Say) -> int:
+    """Restores the run from `start` and deletes later checkpoints; the lines of metrics that there were then."""
+    lines: int = restore(run, start.path)["metrics_lines"]
+    later = run.store.discard_after(run.state.step)
+    if later:
+        say(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
+    metrics = run.metrics
+    if metrics is not None and metrics.lines < lines:
+        say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
+    return lines
+
+
+def _device(recipe: Recipe) -> torch.device:
+    """The device of the run; of several a GPU, where there is one."""
+    check_devices(recipe)
+    name, section = recipe.device, recipe.parallel.device_map
+    if section is not None and not isinstance(section, str):
+        return torch.device(max(named_devices(section)))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("device: cuda, but torch sees no CUDA device. Use device: auto or cpu.")
+    return torch.device(name)
+
+
+def _scaler(tokens: int) -> LossScaler:
+    """fp16's loss scaling for steps of so many tokens: the loss is their sum, which is a scale already."""
+    return LossScaler(scale=2.0 ** max(0, 20 - tokens.bit_length()))
+
+
+def _cadence(recipe: Recipe, total: int) -> Cadence:
+    tenth = max(1, math.ceil(total / 10))
+    evaluated = recipe.data.eval is not None or recipe.evaluation.samples is not None
+    return Cadence(
+        total=total,
+        log=recipe.log.every,
+        checkpoint=recipe.checkpoint.every or tenth,
+        evaluation=(recipe.evaluation.every or tenth) if evaluated else None,
+    )
+
+
+def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, say: Say) -> list[Recorder]:
+    """W&B where the recipe asks for it, on the first process; closed with `closing`.
+
+    Raises a DanluError on all processes where it cannot be used.
+    """
+    trackers: list[Recorder] = []
+    project = recipe.log.wandb
+    if project is None:
+        return trackers
+
+    def begin() -> None:
+        wandb = WandB(project, folder, recipe.model_dump(mode="json"))
+        trackers.append(OptionalRecorder(wandb, "log.wandb", say))
+        closing.callback(trackers[0].close)
+
+    ranks.world.from_first(begin, barrier=lambda: untimed_barrier("wandb"))
+    return trackers
+
+
+def _shows(
+    recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO, say: Say
+) -> list[Recorder]:
+    """Recorders that show the run to people on this machine, besides the metrics file."""
+    progress = progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
+    shows: list[Recorder] = [
+        OptionalRecorder(progress, "the progress of steps", say),
+        OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", say),
+    ]
+    if recipe.log.tensorboard:
+        board = TensorBoard(folder / "tensorboard", after_step=run.state.step)
+        shows.append(OptionalRecorder(board, "log.tensorboard", say))
+    return shows
+
+
+def _parameter_counts(run: Run) -> tuple[int, int]:
+    """(parameters, trained parameters) of the whole model, over all processes."""
+    parallel = run.learner.parallel
+    model, local = run.learner.model, {**parallel.elsewhere, **parallel.local_parameters}
+    return parameters_of(model, local), trained_parameters_of(model, local)
+
+
+def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> str:
+    parameters, trained = _parameter_counts(run)
+    packs = "" if run.feed.total is None else f", {run.feed.total:,} {reader.items}"
+    counted = parameters_and_trained(parameters, trained)
+    return (
+        f"{placed.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
+        f"{run.cadence.total:,} steps of {_amount(reader, run)} (micro-batches of {run.learner.micro}){packs}"
+    )
+
+
+def _amount(reader: Reader, run: Run) -> str:
+    """What a step trains: "4 x 64 tokens"; of stages "8 x 32 tokens, from step 6 on of 4 x 64 tokens"."""
+    stretches = run.feed.stretches
+    first = stretches[0].amount or reader.amount(stretches[0].per_step)
+    return ", ".join([first, *(f"from step {later.first_step:,} on of {later.amount}" for later in stretches[1:])])

@@ -1,0 +1,465 @@
+"""The endpoints of OpenAI's API, and some of vLLM's, over an engine of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from danlu.core.errors import DanluError
+from danlu.data.prompt_encoding import encode_utf8
+from danlu.data.resource_limits import characters
+from danlu.data.template_process import template_process
+from danlu.inference import request as engine_request
+from danlu.inference.engine import EngineStatistics
+from danlu.inference.prompts import prompt_problem
+from danlu.inference.request import Completion
+from danlu.inference.stopping import Decode
+from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
+from danlu.serving.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
+from danlu.serving.openai_api import (
+    MAX_DETOKENIZED,
+    MAX_STOP_TOKENS,
+    AnyBody,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    SamplingBody,
+    TokenizeBody,
+    parse_body,
+)
+from danlu.serving.served_models import ServedModel, ServedModels
+
+MAX_BODY_BYTES = 64 * 2**20
+MAX_DETOKENIZE_BYTES = 16 * MAX_DETOKENIZED
+"""The most bytes of a request to make text of token ids: 16 for each."""
+SHORT_BODY_BYTES = 64 * 2**10
+"""A longer body is not read by the thread of the event loop."""
+
+_PARSING = ThreadPoolExecutor(1, thread_name_prefix="parsing")
+
+CLIENT_GONE = 499
+"""The status of a request whose client left before the answer, as nginx logs it; nobody receives it."""
+
+Result = TypeVar("Result")
+
+
+class Api:
+    """The endpoints. seed: of requests that bring none."""
+
+    def __init__(self, models: ServedModels, engine: EngineThread, seed: int) -> None:
+        self._models = models
+        self._engine = engine
+        self._seed = seed
+        self._numbers = itertools.count()  # of engine requests
+        self._started = int(time.time())
+        # One thread: templates and tokenizers are not for several at a time, and the event loop must not wait for them.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="writing")
+
+    def close(self) -> None:
+        """Ends the threads that tokenize and write."""
+        for threads in (self._tokenizing, self._writing):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.retrieve_model),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        body = await read_request(CompletionBody, request)
+        model = self._models.find(body.model)
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                self._check_size(model, len(prompt), "prompt")
+        prompts = [
+            await self._tokenize(partial(model.chat_tokenizer.encode_prompt, prompt), "prompt")
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompt
+        ]
+        requests = await self._requests(body, model, prompts)
+        writer = CompletionWriter(body, model.name, requests, model.chat_tokenizer.tokenizer)
+        return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await read_request(ChatBody, request)
+        model = self._models.find(body.model)
+        tools = [] if body.tool_choice == "none" else body.tools
+        prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
+        requests = await self._requests(body, model, [prompt])
+        read_calls = replace(model.read_calls, tools=tuple(tools)) if tools else None
+        writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls)
+        return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
+
+    async def _requests(
+        self, body: SamplingBody, model: ServedModel, prompts: Sequence[Sequence[int]]
+    ) -> list[engine_request.Request]:
+        """What the engine is asked: a request for each prompt. Raises ApiError."""
+        check_stops_length(body.stop, model)
+        silent_stops, stop_strings = await self._tokenize(partial(split_stops, body.stop, model), "stop")
+        model_stops = frozenset[int]() if body.ignore_eos else model.stop_ids
+        sampling = body.sampling_options(model.advised, self._seed, self._models.config.vocab_size)
+        for prompt in prompts:
+            self._check_length(body, model, prompt)
+        return [
+            engine_request.Request(
+                number=next(self._numbers),
+                prompt=tuple(prompt),
+                sampling=sampling,
+                max_new_tokens=body.max_new_tokens or self._room(model) - len(prompt),
+                samples=body.n,
+                stop_ids=model_stops | silent_stops | frozenset(body.stop_token_ids),
+                stop_strings=tuple(stop_strings),
+                adapter=model.adapter,
+                top_logprobs=body.top_logprobs_count or 0,
+                prompt_logprobs=body.wants_prompt_logprobs,
+                # With a seed of its own, a request has the same answer whatever else the server is asked.
+                draw_number=None if body.seed is None else index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _room(self, model: ServedModel) -> int:
+        """The most tokens that a prompt and its answer may have."""
+        return self._engine.longest - model.virtual_tokens
+
+    def _check_size(self, model: ServedModel, characters: int, param: str) -> None:
+        """Raises ApiError for a text that is longer than any that fits, before it is tokenized."""
+        longest = model.chat_tokenizer.tokenizer.longest_token
+        if characters > self._room(model) * longest:
+            raise ApiError(
+                f"{param}: {characters:,} characters are more than the {self._room(model):,} tokens that a prompt and "
+                f"its answer have room for can be: the longest token has {longest}",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _encode_messages(
+        self, model: ServedModel, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        """The tokens of a conversation by the model's chat template. Raises ApiError, or DataError of the template.
+
+        For the thread that tokenizes. Conversations that cannot fit are refused before the template sees them.
+        """
+        chat_tokenizer = model.chat_tokenizer
+        chat_tokenizer.require_chat_template()
+        if len(messages) + len(tools) > self._room(model):
+            raise ApiError(
+                f"messages: {len(messages) + len(tools):,} messages and tools are more than the {self._room(model):,} "
+                "tokens that a prompt and its answer have room for",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        turns = [message.turn for message in messages]
+        self._check_size(model, characters([turns, list(tools)]), "messages")
+        if tools and not template_process().takes_tools(chat_tokenizer.tokenizer.template(tools=True)):
+            raise ApiError(
+                f"tools: the chat template of {model.name} shows the model no tools; leave them out", param="tools"
+            )
+        text = chat_tokenizer.render_chat(turns, tools)
+        self._check_size(model, len(text), "messages")
+        return encode_utf8(chat_tokenizer.tokenizer, text)
+
+    def _check_length(self, body: SamplingBody, model: ServedModel, prompt: Sequence[int]) -> None:
+        """Raises ApiError for a prompt that the model cannot continue, or not so far."""
+        config, param = self._models.config, prompt_parameter(body)
+        if problem := prompt_problem(config, prompt, model.virtual_tokens):
+            fits = len(prompt) + model.virtual_tokens < config.context_length
+            code = "invalid_value" if fits else "context_length_exceeded"
+            raise ApiError(f"{param}: {problem}", param=param, code=code)
+        room = self._room(model)
+        needed = min(len(prompt) + (body.max_new_tokens or 1), config.context_length - model.virtual_tokens)
+        if needed > room:
+            raise ApiError(
+                f"{param}: {len(prompt)} tokens and an answer of up to {needed - len(prompt)} are more than the {room} "
+                "that the server's cache holds: ask for fewer, or start it with a larger --cache-gib",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def _answer(self, request: Request, call: Call, body: SamplingBody, writer: AnswerWriter) -> Response:
+        """Has the engine answer. An error is told by the response's status until the engine has taken the requests."""
+        request.state.writer = writer
+        try:
+            await self._engine.submit(call)
+            if body.stream:
+                return EventStream(stream_events(call, body, writer), on_end=partial(self._engine.abort, call))
+            try:
+                completions = await unless_gone(request, collect(call))
+            finally:
+                self._engine.abort(call)
+        except DanluError as error:  # with which the engine refused a request
+            raise ApiError(str(error), param=prompt_parameter(body)) from None
+        except (AnswerFailed, EngineFailed) as error:
+            raise ApiError(str(error), status=500) from None
+        except EngineStopped as error:
+            raise ApiError(str(error), status=503) from None
+        if any(completion.finish == "abort" for completion in completions):
+            ended_by = "the server is ending" if self._engine.is_ending else "a trainer has ended all answers"
+            raise ApiError(ended_by, status=503)
+        # With many choices and their likeliest tokens it takes seconds to write.
+        return await in_thread(self._writing, lambda: JSONResponse(writer.whole(completions)))
+
+    async def _tokenize(self, encode: Callable[[], Result], param: str) -> Result:
+        """Runs the tokenizer or the chat template in their thread. Raises ApiError for input that they refuse."""
+        try:
+            return await in_thread(self._tokenizing, encode)
+        except DanluError as error:
+            raise ApiError(str(error), param=param) from None
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._models.names]})
+
+    async def retrieve_model(self, request: Request) -> Response:
+        return JSONResponse(self._card(self._models.find(request.path_params["name"]).name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "danlu"}
+        return {**card, "max_model_len": self._room(self._models.find(name))}
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await read_request(TokenizeBody, request)
+        model = self._models.find(body.model)
+        tokenizer = model.chat_tokenizer.tokenizer
+        if body.prompt is None:
+            encode = partial(self._encode_messages, model, body.messages, body.tools)
+        else:
+            self._check_size(model, len(body.prompt), "prompt")
+            encode = partial(
+                model.chat_tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode, body.prompt
+            )
+        tokens = await self._tokenize(encode, "messages" if body.prompt is None else "prompt")
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self._room(model)}
+        if body.return_token_strs:
+            contents = await self._tokenize(partial(tokenizer.token_bytes, tokens), "prompt")
+            answer["token_strs"] = [content.decode(errors="replace") for content in contents]
+        return await in_thread(self._writing, lambda: JSONResponse(answer))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_request(DetokenizeBody, request, MAX_DETOKENIZE_BYTES)
+        tokenizer = self._models.find(body.model).chat_tokenizer.tokenizer
+        if wrong := [token for token in body.tokens if token >= tokenizer.vocab_size]:
+            raise ApiError(f"tokens: {wrong[0]} is none of the tokenizer's {tokenizer.vocab_size}", param="tokens")
+        return JSONResponse({"prompt": await self._tokenize(partial(tokenizer.decode, body.tokens), "tokens")})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._engine.failure is None else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(metrics_text(self._engine.statistics), media_type="text/plain; version=0.0.4")
+
+
+def build_app(routes: Sequence[Route]) -> Starlette:
+    """The application, for an engine thread that runs."""
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        ApiError: _refuse,
+        HTTPException: _refuse_route,
+        ClientDisconnect: _give_up,
+        Exception: _fail,
+    }
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status)
+
+
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    return JSONResponse(ApiError(message, status=error.status_code).body, error.status_code, error.headers)
+
+
+async def _give_up(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(f"the server failed: {type(error).__name__}: {error}", status=500).body, 500)
+
+
+def prompt_parameter(body: SamplingBody) -> str:
+    """The parameter that a request's prompt is in."""
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    """Does work in another thread, while the event loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+async def read_request(kind: type[AnyBody], request: Request, most_bytes: int | None = None) -> AnyBody:
+    """The request, of a body that is read by another thread where that takes long. Raises ApiError.
+
+    most_bytes: of a body of this kind; a longer one is refused with status 400.
+    """
+    body = await read_body(request, most_bytes)
+    if len(body) <= SHORT_BODY_BYTES:
+        return parse_body(kind, body)
+    return await in_thread(_PARSING, partial(parse_body, kind, body))
+
+
+async def read_body(request: Request, most_bytes: int | None = None) -> bytes:
+    """The request's body. Raises ApiError where it is too large, or not declared to be JSON.
+
+    A page in a browser can send other types to any address without asking the server, which this refuses.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"Content-Type is {kind or 'missing'}: send JSON, with the header Content-Type: application/json"
+        raise ApiError(message, status=415)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise ApiError(f"the request's body is longer than {MAX_BODY_BYTES} bytes", status=413)
+        if most_bytes is None or size <= most_bytes:
+            chunks.append(chunk)
+    if most_bytes is not None and size > most_bytes:  # read to its end, as clients read the answer only then
+        raise ApiError(f"the request's body is longer than {most_bytes:,} bytes, which is more than it may say")
+    return b"".join(chunks)
+
+
+def decode_of(body: SamplingBody, model: ServedModel) -> Decode:
+    """Returns the function that makes text of an answer's tokens: with or without special ones, as the request says."""
+    chat_tokenizer = model.chat_tokenizer
+    if body.skip_special_tokens is None:
+        return chat_tokenizer.decode
+    if not body.skip_special_tokens:
+        return chat_tokenizer.tokenizer.decode
+    special = chat_tokenizer.tokenizer.special_ids
+    return lambda ids: chat_tokenizer.decode([token for token in ids if token not in special])
+
+
+def check_stops_length(stops: Sequence[str], model: ServedModel) -> None:
+    """Raises ApiError for texts that end an answer and are longer than any of so few tokens, before these are made."""
+    longest = model.chat_tokenizer.tokenizer.longest_token
+    if sum(map(len, stops)) > MAX_STOP_TOKENS * longest:
+        raise ApiError(
+            f"stop: {sum(map(len, stops)):,} characters are more than {MAX_STOP_TOKENS} tokens can have, which is what "
+            f"all of them together may be: the longest token has {longest}",
+            param="stop",
+        )
+
+
+def split_stops(stops: Sequence[str], model: ServedModel) -> tuple[frozenset[int], list[str]]:
+    """Splits stops as `ChatTokenizer.split_stops` does. Raises ApiError for texts of too many tokens together."""
+    tokens = sum(len(model.chat_tokenizer.tokenizer.encode(stop)) for stop in stops)
+    if tokens > MAX_STOP_TOKENS:
+        raise ApiError(f"stop: {tokens} tokens together are more than {MAX_STOP_TOKENS}", param="stop")
+    return model.chat_tokenizer.split_stops(stops)
+
+
+async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """Waits for work while the client does. Raises ClientDisconnect when it has left, and cancels the work."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+# -- responses ---------------------------------------------------------------------------------------------------------
+
+
+async def collect(call: Call) -> list[Completion]:
+    """All answers of a call, as they end."""
+    return [event async for event in call.events() if isinstance(event, Completion)]
+
+
+async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) -> AsyncGenerator[str]:
+    """The answers as server-sent events. What the engine fails with is one of them, since the status is sent."""
+    for opening in writer.opening():
+        yield event_text(opening)
+    try:
+        async for event in call.events():
+            chunk = writer.closing(event) if isinstance(event, Completion) else writer.chunk(event)
+            if chunk is not None:
+                yield event_text(chunk)
+    except (AnswerFailed, EngineFailed, EngineStopped) as error:
+        yield event_text(ApiError(str(error), status=500).body)
+    else:
+        if body.include_usage:
+            yield event_text(writer.usage_chunk())
+    yield "data: [DONE]\n\n"
+    writer.is_complete = True
+
+
+def event_text(value: dict[str, Any]) -> str:
+    """A server-sent event with a JSON object."""
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. on_end: called when all are sent, and when the client has left before."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], on_end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+def metrics_text(statistics: EngineStatistics) -> str:
+    """The engine's statistics in Prometheus's text format."""
+    metrics = (
+        ("requests_running", "gauge", "Answers that grow.", statistics.running),
+        ("requests_waiting", "gauge", "Answers that wait for room.", statistics.waiting),
+        ("cache_blocks", "gauge", "Blocks of the cache of keys and values.", statistics.blocks),
+        ("cache_blocks_used", "gauge", "Blocks that unfinished answers need.", statistics.blocks_used),
+        ("tokens_generated_total", "counter", "Tokens drawn.", statistics.generated_tokens),
+        ("prompt_tokens_computed_total", "counter", "Tokens of prompts read.", statistics.prompt_tokens_computed),
+        ("prompt_tokens_reused_total", "counter", "Tokens of prompts found cached.", statistics.prompt_tokens_reused),
+        ("preemptions_total", "counter", "Answers that had to make room.", statistics.preemptions),
+    )
+    lines = [
+        f"# HELP danlu_{name} {about}\n# TYPE danlu_{name} {kind}\ndanlu_{name} {value}"
+        for name, kind, about, value in metrics
+    ]
+    return "\n".join(lines) + "\n"

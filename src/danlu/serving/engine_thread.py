@@ -1,0 +1,341 @@
+"""One engine for the many clients of an event loop: a thread of its own runs it, as an engine is for one thread only.
+
+The event loop puts commands into a queue; the thread carries them out between two steps, and hands what a step has
+drawn to the loop at once, however many tokens it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from danlu.core.errors import DanluError
+from danlu.core.terminal import print_status
+from danlu.inference.engine import EngineStatistics, RolloutEngine
+from danlu.inference.request import Completion, NewToken, OnError, OnToken, Request
+from danlu.inference.stopping import Decode
+
+
+class ServedEngine(RolloutEngine, Protocol):
+    """An engine of this process, which says what it holds."""
+
+    def submit(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        *,
+        decode: Decode | None = None,
+        on_error: OnError | None = None,  # called with what the request alone fails at
+    ) -> None: ...
+
+    @property
+    def longest(self) -> int: ...  # the most tokens of a sequence: the model's context, or what the cache holds if less
+
+    @property
+    def statistics(self) -> EngineStatistics: ...
+
+
+class EngineFailed(Exception):
+    """A step failed at a request that was in order; the engine may go on with others."""
+
+
+class AnswerFailed(Exception):
+    """One request failed, and the others go on."""
+
+
+class EngineStopped(Exception):
+    """The engine has ended before an answer was complete: the server ends, or the engine failed for good."""
+
+
+Event = NewToken | Completion | Exception | None
+"""What the engine says to a call: at first None, where it has taken the requests."""
+
+
+class Call:
+    """Requests whose answers are wanted together, and what the engine says to them.
+
+    Its methods are for the thread of the event loop that it was made in.
+    """
+
+    def __init__(self, requests: Sequence[Request], decode: Decode, *, stream: bool) -> None:
+        self.requests = requests
+        self.decode = decode
+        self.stream = stream
+        """Whether single tokens are wanted beside whole answers."""
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has taken all requests; raises what it refused one with."""
+        self.missing = sum(request.samples for request in requests)
+        """Answers that are not complete."""
+        self._events: asyncio.Queue[NewToken | Completion | Exception] = asyncio.Queue()
+
+    async def events(self) -> AsyncIterator[NewToken | Completion]:
+        """Tokens, if they are wanted, and each answer as it is complete. Raises what the engine failed with."""
+        while self.missing:
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            self.missing -= isinstance(event, Completion)
+            yield event
+
+    def put(self, event: Event) -> None:
+        """Takes what the engine says."""
+        if self.accepted.done():
+            if event is not None:
+                self._events.put_nowait(event)
+        elif isinstance(event, Exception):
+            self.accepted.set_exception(event)
+        else:
+            self.accepted.set_result(None)
+
+
+@dataclass(frozen=True)
+class Submit:
+    call: Call
+
+
+@dataclass(frozen=True)
+class Abort:
+    call: Call
+
+
+class Work:
+    """Something that the engine is to do between two steps, and who waits for it in the event loop."""
+
+    def __init__(self, do: Callable[[], list[Completion]]) -> None:
+        self.do = do
+        """What is done; answers that it completed go to those who wait for them."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def put(self, event: Event) -> None:
+        """Takes that it is done, or what it raised."""
+        if self.done.done():  # nobody waits any more
+            return
+        if isinstance(event, Exception):
+            self.done.set_exception(event)
+        else:
+            self.done.set_result(None)
+
+
+class Stop:
+    """Ends the thread; unfinished answers end as they are."""
+
+
+Command = Submit | Abort | Work | Stop
+
+
+class EngineThread:
+    """Runs an engine, and closes it at the end.
+
+    Args: `on_failure` is called in the event loop when the engine has failed for good.
+    """
+
+    def __init__(self, engine: ServedEngine, on_failure: Callable[[], None] | None = None) -> None:
+        self.longest = engine.longest
+        self.statistics = engine.statistics
+        """As of the last step."""
+        self.failure: Exception | None = None
+        """What ended the engine for good, once it has."""
+        self._engine = engine
+        self._on_failure = on_failure
+        self._ended = False
+        self.is_paused = False
+        """Whether no step is made; changed by work that is done between two steps."""
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._calls: dict[int, Call] = {}  # by the numbers of unfinished requests
+        self._growing: dict[int, int] = {}  # answers of each that are not complete
+        self._failed: list[tuple[Call, Exception]] = []
+        self._outbox: list[tuple[Call | Work, Event]] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # -- in the thread of the event loop -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, in the event loop that the calls will come from."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def submit(self, call: Call) -> None:
+        """Waits until the engine has taken the requests. Raises what it refuses one with; it has none of them then."""
+        if self._ended:
+            raise EngineStopped(self._reason)
+        self._commands.put(Submit(call))
+        try:
+            await call.accepted
+        except asyncio.CancelledError:
+            self.abort(call)
+            raise
+
+    def abort(self, call: Call) -> None:
+        """Takes back what is unfinished of a call; its blocks are free with the next step."""
+        if call.missing:
+            self._commands.put(Abort(call))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._ended
+
+    async def do(self, work: Callable[[], list[Completion]]) -> None:
+        """Has the engine's thread do something between two steps, and waits until it is done. Raises what it raises."""
+        if self._ended:
+            raise EngineStopped(self._reason)
+        command = Work(work)
+        self._commands.put(command)
+        await command.done
+
+    async def stop(self) -> None:
+        """Ends unfinished answers as they are, and waits for the step that is going on."""
+        self._ended = True
+        self._commands.put(Stop())
+        while self._thread.is_alive():  # no thread waits for this one: a process that is to end at once does not
+            await asyncio.sleep(0.01)
+
+    def _end(self) -> None:
+        """Refuses what came too late, and what comes from now on."""
+        self._ended = True
+        with suppress(Empty):
+            while True:
+                match self._commands.get_nowait():
+                    case Submit(call):
+                        call.put(EngineStopped(self._reason))
+                    case Work() as work:
+                        work.put(EngineStopped(self._reason))
+        if self.failure is not None and self._on_failure is not None:
+            self._on_failure()
+
+    @property
+    def _reason(self) -> str:
+        return "the server is ending" if self.failure is None else f"the engine has failed: {_said(self.failure)}"
+
+    # -- in the engine's thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not any(isinstance(command, Stop) for command in self._carry_out_commands()):
+                if self._is_growing:
+                    self._step()
+                self.statistics = self._engine.statistics
+                self._flush()
+            self._post(self._engine.pause("abort"))
+            self._engine.close()
+        except Exception as error:
+            self.failure = error
+        self._outbox += [(call, EngineStopped(self._reason)) for call in self._unfinished_calls]
+        self._flush()
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._end)
+
+    @property
+    def _is_growing(self) -> bool:
+        return not self.is_paused and self._engine.unfinished > 0
+
+    def _carry_out_commands(self) -> list[Command]:
+        """Those that are there, carried out; the next one is waited for where the engine has nothing else to do."""
+        commands: list[Command] = [] if self._is_growing else [self._commands.get()]
+        with suppress(Empty):
+            while True:
+                commands.append(self._commands.get_nowait())
+        for command in commands:
+            match command:
+                case Submit(call):
+                    self._submit(call)
+                case Abort(call):
+                    self._abort(call.requests)
+                case Work() as work:
+                    self._work(work)
+        return commands
+
+    def _work(self, work: Work) -> None:
+        try:
+            self._post(work.do())
+        except Exception as error:
+            self._outbox.append((work, error))
+        else:
+            self._outbox.append((work, None))
+
+    def _submit(self, call: Call) -> None:
+        on_token = (lambda token: self._outbox.append((call, token))) if call.stream else None
+        for index, request in enumerate(call.requests):
+            try:
+                self._engine.submit(request, on_token, decode=call.decode, on_error=partial(self._note, call))
+            except Exception as error:
+                self._abort(call.requests[:index])
+                self._outbox.append((call, error))
+                return
+            self._calls[request.number] = call
+            self._growing[request.number] = request.samples
+        self._outbox.append((call, None))
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if self._calls.pop(request.number, None) is not None:
+                del self._growing[request.number]
+                self._engine.abort(request.number)
+
+    def _step(self) -> None:
+        try:
+            completions = self._engine.step()
+        except Exception as error:
+            calls = self._unfinished_calls
+            print_status(f"error: the engine failed, and {len(calls)} unfinished requests with it: {_said(error)}")
+            if not isinstance(error, DanluError):
+                print_status("".join(traceback.format_exception(error)))
+            self._outbox += [(call, EngineFailed(f"the engine failed: {_said(error)}")) for call in calls]
+            self._abort([request for call in calls for request in call.requests])
+            while self._engine.unfinished:  # what this raises ends the thread
+                self._engine.step()
+        else:
+            self._give_up_failed()
+            self._post(completions)
+
+    def _give_up_failed(self) -> None:
+        """Tells calls what one of their requests failed at in this step, and takes back the rest of them."""
+        failed, self._failed = self._failed, []
+        for call, problem in failed:
+            if call in self._unfinished_calls:
+                print_status(f"error: a request failed, and the others go on: {_said(problem)}")
+                self._outbox.append((call, AnswerFailed(_said(problem))))
+                self._abort(call.requests)
+
+    def _note(self, call: Call, error: Exception) -> None:
+        """Keeps what a call failed at until the step is over, since the engine is in the midst of it."""
+        self._failed.append((call, error))
+
+    def _post(self, completions: Iterable[Completion]) -> None:
+        """Hands answers to the calls that they belong to; nobody waits for those of aborted requests."""
+        for completion in completions:
+            number = completion.number
+            if number not in self._calls:
+                continue
+            self._outbox.append((self._calls[number], completion))
+            self._growing[number] -= 1
+            if not self._growing[number]:
+                del self._calls[number], self._growing[number]
+
+    @property
+    def _unfinished_calls(self) -> list[Call]:
+        """Each of them once."""
+        return list(dict.fromkeys(self._calls.values()))
+
+    def _flush(self) -> None:
+        """Hands what has come up to the event loop."""
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            with suppress(RuntimeError):  # the event loop has ended: nobody waits any more
+                self._loop.call_soon_threadsafe(_deliver, outbox)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, DanluError) else f"{type(error).__name__}: {error}"
+
+
+def _deliver(outbox: Iterable[tuple[Call | Work, Event]]) -> None:
+    for receiver, event in outbox:
+        receiver.put(event)

@@ -1,0 +1,337 @@
+"""Answers as OpenAI's API has them, whole and in chunks of a stream, with some of vLLM's fields."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from danlu.core.types import ToolCall
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tool_call_forms import Call
+from danlu.data.tool_calls import AnswerReader, ReadCalls
+from danlu.inference.request import Completion, Finish, NewToken, Request
+from danlu.serving.openai_api import ChatBody, CompletionBody, SamplingBody
+
+FINISH_REASONS: dict[Finish, str] = {
+    "stop": "stop",
+    "stop_string": "stop",
+    "length": "length",
+    "context": "length",
+    "abort": "abort",
+}
+
+LOWEST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON cannot write; as in vLLM."""
+
+Top = tuple[tuple[int, float], ...]
+
+
+class AnswerWriter(ABC):
+    """The answers to one HTTP request, which may be several engine requests, of consecutive numbers.
+
+    Choices are in the order of prompts, and of samples within a prompt.
+    """
+
+    kind: str  # the object's name in the API
+    chunk_kind: str
+    id_prefix: str
+
+    def __init__(self, body: SamplingBody, model: str, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+        self._body = body
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
+        self.model = model
+        self._shown: dict[int, int] = {}  # characters of each choice that the stream has
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.completion_tokens = 0
+        self.is_complete = False
+        """Whether all that there is to say has been written."""
+
+    # -- whole ---------------------------------------------------------------------------------------------------------
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """All answers in one object."""
+        choices = [self._choice(completion) for completion in sorted(completions, key=self._index)]
+        self.completion_tokens = sum(len(completion.tokens) for completion in completions)
+        self.is_complete = True
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens without the virtual ones of adapters; with those that ended answers."""
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        return {**counts, "total_tokens": sum(counts.values())}
+
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        wanted = self._body.top_logprobs_count
+        tops: Sequence[Top] = completion.top or [()] * len(completion.tokens)
+        logprobs = None
+        if wanted is not None:
+            logprobs = self._logprobs(self._index(completion), completion.tokens, completion.logprobs, tops)
+        choice = {
+            "index": self._index(completion),
+            **self._content(completion.text),
+            "logprobs": logprobs,
+            "finish_reason": FINISH_REASONS[completion.finish],
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.tokens
+        return choice
+
+    # -- as a stream ---------------------------------------------------------------------------------------------------
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks before the first token."""
+        return []
+
+    def chunk(self, token: NewToken) -> dict[str, Any] | None:
+        """The chunk of a token; None where there is nothing to say yet, as its text is withheld."""
+        index = self._index(token)
+        self.completion_tokens += 1
+        wants_tokens = self._body.return_token_ids or self._body.top_logprobs_count is not None
+        if not token.text and not wants_tokens:
+            return None
+        self._shown[index] = self._shown.get(index, 0) + len(token.text)
+        delta = self._delta(index, token.text)
+        if not any(delta.values()) and not wants_tokens:
+            return None
+        choice = {"index": index, **delta, "logprobs": None, "finish_reason": None}
+        if self._body.top_logprobs_count is not None:
+            choice["logprobs"] = self._logprobs(index, [token.token], [token.logprob], [token.top])
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token.token]
+        return self._chunk([choice])
+
+    def closing(self, completion: Completion) -> dict[str, Any]:
+        """The last chunk of an answer: the text that no token brought, and why it ended."""
+        index = self._index(completion)
+        rest = completion.text[self._shown.get(index, 0) :]
+        delta = self._last_delta(index, rest)
+        reason = self._finish_reason(completion)
+        return self._chunk([{"index": index, **delta, "logprobs": None, "finish_reason": reason}])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk after all answers, where it is asked for."""
+        return {**self._chunk([]), "usage": self.usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self._body.include_usage:
+            chunk["usage"] = None
+        if self._body.include_obfuscation:
+            # Up to a multiple of 64 characters, beyond which the length of a chunk says something of its text.
+            chunk["obfuscation"] = secrets.token_hex(32)[: -len(json.dumps(choices)) % 64]
+        return chunk
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, Any]:
+        """The text of a whole answer, as its choice has it."""
+
+    @abstractmethod
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        """New text, as the choice of a chunk has it."""
+
+    def _last_delta(self, index: int, text: str) -> dict[str, Any]:
+        """The last text, as the choice of a chunk has it."""
+        return self._delta(index, text)
+
+    def _finish_reason(self, completion: Completion) -> str:
+        return FINISH_REASONS[completion.finish]
+
+    @abstractmethod
+    def _logprobs(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
+    ) -> dict[str, Any]:
+        """Log-probabilities of the next tokens of a choice."""
+
+    def _prompt_index(self, answer: NewToken | Completion) -> int:
+        return answer.number - self._requests[0].number
+
+    def _index(self, answer: NewToken | Completion) -> int:
+        return self._prompt_index(answer) * self._body.n + answer.sample
+
+    def _token_text(self, token: int) -> tuple[str, bytes]:
+        """A token's text, or the bytes that it has of a character in OpenAI's way of writing them, and its bytes."""
+        (content,) = self._tokenizer.token_bytes([token])
+        try:
+            return content.decode(), content
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+def openai_call(call: ToolCall, call_id: str) -> dict[str, Any]:
+    """A call as messages of OpenAI's API have it."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+class CompletionWriter(AnswerWriter):
+    """Of POST /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, body: CompletionBody, model: str, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+        super().__init__(body, model, requests, tokenizer)
+        self._echoes, self._prompts = body.echo, body.prompt
+        self._offsets: dict[int, tuple[int, codecs.IncrementalDecoder]] = {}  # characters so far of each choice
+
+    def opening(self) -> list[dict[str, Any]]:
+        if not self._body.return_token_ids:
+            return []
+        samples = [(request, sample) for request in self._requests for sample in range(request.samples)]
+        choices = [
+            {"index": index, "text": "", "logprobs": None, "finish_reason": None, "prompt_token_ids": request.prompt}
+            for index, (request, _) in enumerate(samples)
+        ]
+        return [self._chunk([choice]) for choice in choices]
+
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        echo = self._echo(completion) if self._echoes else None  # before the answer, whose offsets follow from it
+        choice = super()._choice(completion)
+        if echo is not None:
+            text, logprobs = echo
+            choice["text"] = text + choice["text"]
+            choice["logprobs"] = logprobs and {
+                key: column + choice["logprobs"][key] for key, column in logprobs.items()
+            }
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = self._requests[self._prompt_index(completion)].prompt
+        return choice
+
+    def _echo(self, completion: Completion) -> tuple[str, dict[str, Any] | None]:
+        """The prompt's text, and its log-probabilities where they are wanted: none of the first token."""
+        place = self._prompt_index(completion)
+        given, prompt = self._prompts[place], self._requests[place].prompt
+        text = given if isinstance(given, str) else self._tokenizer.decode(prompt)
+        if completion.prompt_logprobs is None:
+            return text, None
+        # A tokenizer may put a token or a space before a text: places are counted from the prompt's end.
+        length = len(b"".join(self._tokenizer.token_bytes(prompt)).decode(errors="ignore"))
+        index = self._index(completion)
+        self._offsets[index] = (len(text) - length, codecs.getincrementaldecoder("utf-8")("ignore"))
+        tops = completion.prompt_top or [()] * len(completion.prompt_logprobs)
+        written = self._logprobs(index, prompt, [0.0, *completion.prompt_logprobs], [(), *tops])
+        written["token_logprobs"][0] = written["top_logprobs"][0] = None
+        written["text_offset"] = [max(offset, 0) for offset in written["text_offset"]]
+        self._offsets[index] = (len(text), codecs.getincrementaldecoder("utf-8")("ignore"))
+        return text, written
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        return self._content(text)
+
+    def _logprobs(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
+    ) -> dict[str, Any]:
+        offset, decoder = self._offsets.get(index) or (0, codecs.getincrementaldecoder("utf-8")("ignore"))
+        written: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+            text, content = self._token_text(token)
+            written["tokens"].append(text)
+            written["token_logprobs"].append(max(logprob, LOWEST_LOGPROB))
+            # As with OpenAI, the drawn token is there too where it is none of the likeliest.
+            by_text = {self._token_text(other)[0]: max(value, LOWEST_LOGPROB) for other, value in top}
+            written["top_logprobs"].append({text: max(logprob, LOWEST_LOGPROB), **by_text})
+            written["text_offset"].append(offset)
+            offset += len(decoder.decode(content))
+        self._offsets[index] = (offset, decoder)
+        return written
+
+
+class ChatWriter(AnswerWriter):
+    """Of POST /v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self,
+        body: ChatBody,
+        model: str,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        read_calls: ReadCalls | None = None,
+    ) -> None:
+        """read_calls: reads the calls of tools in answers, which then stand apart from the text; None without tools."""
+        super().__init__(body, model, requests, tokenizer)
+        self._read_calls = read_calls
+        self._readers: dict[int, AnswerReader] = {}  # of each choice of a stream
+        self._calls: Counter[int] = Counter()  # of each choice
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        answer = super().whole(completions)
+        return {**answer, "prompt_token_ids": self._requests[0].prompt} if self._body.return_token_ids else answer
+
+    def opening(self) -> list[dict[str, Any]]:
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        chunks = [self._chunk([{"index": index, **opening}]) for index in range(self._body.n)]
+        if self._body.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self._requests[0].prompt
+        return chunks
+
+    def _content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        choice = super()._choice(completion)
+        if self._read_calls is not None:
+            said, calls = self._read_calls(completion.text)
+            valid = [call for call in calls if isinstance(call, ToolCall)]
+            if valid and len(valid) == len(calls):  # a text with a call that cannot be read stays as it is
+                written = [openai_call(call, uuid4().hex[:9]) for call in valid]
+                choice["message"] = {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
+                self._calls[self._index(completion)] = len(valid)
+                choice["finish_reason"] = self._finish_reason(completion)
+        return choice
+
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        if self._read_calls is None:
+            return {"delta": {"content": text} if text else {}}
+        reader = self._readers.setdefault(index, self._read_calls.reader())
+        return self._delta_of(index, reader.feed(text))
+
+    def _last_delta(self, index: int, text: str) -> dict[str, Any]:
+        if self._read_calls is None:
+            return self._delta(index, text)
+        reader = self._readers.setdefault(index, self._read_calls.reader())
+        return self._delta_of(index, [*reader.feed(text), *reader.finish()])
+
+    def _delta_of(self, index: int, parts: Sequence[str | Call]) -> dict[str, Any]:
+        """Text and calls of an answer; a call that cannot be read is text."""
+        text = "".join(part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ToolCall))
+        calls = []
+        for call in parts:
+            if isinstance(call, ToolCall):
+                calls.append({"index": self._calls[index], **openai_call(call, uuid4().hex[:9])})
+                self._calls[index] += 1
+        return {"delta": ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})}
+
+    def _finish_reason(self, completion: Completion) -> str:
+        reason = super()._finish_reason(completion)
+        return "tool_calls" if reason == "stop" and self._calls[self._index(completion)] else reason
+
+    def _logprobs(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
+    ) -> dict[str, Any]:
+        written = []
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+            likeliest = [self._token(other, value) for other, value in top]
+            written.append({**self._token(token, logprob), "top_logprobs": likeliest})
+        return {"content": written, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text, content = self._token_text(token)
+        return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(content)}

@@ -1,0 +1,188 @@
+"""What a trainer does to the engine of `danlu serve --rollouts`: pauses it, replaces its weights, and asks what it has.
+
+Methods that change something are called in the engine's thread, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from danlu.adapters.adapter_config import open_adapter
+from danlu.assembly.frozen_base import adapters_of
+from danlu.core.errors import ModelError
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import EngineOptions
+from danlu.inference.engine_adapters import ReplaceableAdapters
+from danlu.inference.load_engine import engine_of
+from danlu.inference.load_model import LoadedModel
+from danlu.inference.request import Completion
+from danlu.models.config import parameter_shapes
+from danlu.models.decoder import Decoder
+from danlu.models.hf_layout import hf_tensors
+from danlu.models.hf_parts import HFTensor
+from danlu.models.loading import stored_values
+from danlu.remote_engines.danlu_protocol import float_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+UNKNOWN = "as started"
+"""The label of weights that no trainer has named."""
+INCOMPLETE = "incomplete"
+"""The label of weights of which only some were replaced."""
+
+
+@dataclass
+class RolloutControl:
+    """The engine of a server, and the model that it answers with.
+
+    dtype: of activations. adapters: of the engine.
+    """
+
+    engine: EmbeddedEngine
+    model: Decoder
+    dtype: torch.dtype
+    adapters: ReplaceableAdapters
+    is_asleep: bool = False
+    _labels: dict[int, str] = field(default_factory=dict)
+    """By the engine's versions, which count what was replaced since the server was started."""
+
+    @property
+    def label(self) -> str:
+        """Of the weights that are loaded."""
+        return self.label_of(self.engine.version)
+
+    def label_of(self, version: int) -> str:
+        """Of the weights that a token was drawn with."""
+        return self._labels.get(version, UNKNOWN)
+
+    def description(self) -> dict[str, Any]:
+        """What a trainer has to know, as JSON has it."""
+        return {
+            "label": self.label,
+            "vocab_size": self.model.config.vocab_size,
+            "context": self.engine.longest,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "exact": self.engine.exact,
+            "asleep": self.is_asleep,
+            "torch": torch.__version__,
+        }
+
+    def pause(self, mode: Literal["abort", "keep"]) -> list[Completion]:
+        """Stops answering; returns what `abort` has ended."""
+        return self.engine.pause(mode)
+
+    def resume(self) -> list[Completion]:
+        """Goes on."""
+        self.engine.resume()
+        return []
+
+    def abort(self, numbers: Sequence[int], *, paused: bool) -> list[Completion]:
+        """Ends answers as they are; where no step will come for them, they are returned."""
+        for number in numbers:
+            self.engine.abort(number)
+        return self.engine.pause("keep") if paused else []
+
+    def sleep(self) -> list[Completion]:
+        """Gives the cache's memory back; unfinished answers end as they are."""
+        completions = self.engine.pause("abort")
+        self.engine.sleep()
+        self.is_asleep = True
+        return completions
+
+    def wake(self) -> list[Completion]:
+        """Takes the memory again, and goes on."""
+        self.engine.wake()
+        self.is_asleep = False
+        return self.resume()
+
+    def drop_prefix_cache(self) -> list[Completion]:
+        """Reads everything anew that is unfinished."""
+        self.engine.update(self.engine.version)
+        return []
+
+    def name_weights(self, label: str) -> list[Completion]:
+        """Gives the weights that are loaded a label."""
+        self._labels[self.engine.version] = label
+        return []
+
+    def load_folder(self, folder: Path, label: str) -> list[Completion]:
+        """Replaces all weights by those of a model folder, and labels them.
+
+        Raises ModelError for a folder with other tensors than the model's, before anything is replaced, and for
+        weights that are not finite.
+        """
+        if not folder.is_dir():
+            raise ModelError(
+                f"{folder}: no such folder on the server's machine: trainer and server have to see the weights under "
+                "the same path (exchange_folder), or the trainer sends them: rollout.server.push: true"
+            )
+        parameters = dict(self.model.named_parameters())
+        packed = [name for name in parameter_shapes(self.model.config) if name not in parameters]
+        if packed or self.adapters.below:
+            why = "its base is quantized" if packed else "adapters are on top of its weights"
+            raise ModelError(f"whole weights cannot be replaced in this server: {why}. Serve the model that is trained")
+        values = stored_values(folder, self.model.config)
+        first = next(values)  # the headers of all files are checked with it
+        self._replaced(INCOMPLETE)
+        if self.engine.exact:  # which training is with weights in float32, norms' for example
+            self.adapters.cast_base(torch.float32)
+        self.engine.update(self.engine.version, _chain(first, values))
+        return self.name_weights(label)
+
+    def load_adapter(self, name: str, folder: Path) -> list[Completion]:
+        """Puts an adapter in place of one of that name. Its weights have no label until they are given one.
+
+        Raises ModelError for a folder that holds none, or one of another base.
+        """
+        if not folder.is_dir():
+            raise ModelError(
+                f"{folder}: no such folder on the server's machine: trainer and server have to see the adapter under "
+                "the same path (exchange_folder), or the trainer sends it: rollout.server.push: true"
+            )
+        opened = open_adapter(folder)
+        self.adapters.cast_base(self.dtype)  # as a frozen base has it in training
+        self.adapters.put(name, opened)
+        self._replaced(UNKNOWN)
+        return []
+
+    def digests(self, names: Sequence[str]) -> dict[str, str]:
+        """SHA-256 of tensors as model folders name them, in float32; without those that the server has otherwise."""
+        wanted = set(names)
+        values = ((tensor, self._value(tensor)) for tensor in hf_tensors(self.model.config) if tensor.name in wanted)
+        return {tensor.name: float_digest(value) for tensor, value in values if value is not None}
+
+    def _replaced(self, label: str) -> None:
+        """Counts one more version, with no cache of the ones before."""
+        self.engine.update(self.engine.version + 1)
+        self.name_weights(label)
+
+    def _value(self, tensor: HFTensor) -> Tensor | None:
+        parameters = dict(self.model.named_parameters())
+        if not all(name in parameters for name in tensor.parameters):
+            return None
+        return tensor.assembled(lambda name: parameters[name].detach())
+
+
+def _chain(first: tuple[str, Tensor], rest: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield first
+    yield from rest
+
+
+def rollout_control_of(loaded: LoadedModel, options: EngineOptions) -> RolloutControl:
+    """An engine whose weights a trainer may replace, with what it takes to do so.
+
+    Adapters that the model was loaded with stay, below those that come. Raises what `engine_of` raises.
+    """
+    stacks = loaded.stacks
+    if stacks is None:
+        adapters = ReplaceableAdapters(adapters_of(loaded.model, device=loaded.model.embed_tokens.weight.device))
+    else:
+        adapters = ReplaceableAdapters(stacks.adapters, stacks.names[0])
+    engine = engine_of(loaded, options, adapters)
+    return RolloutControl(engine, loaded.model, loaded.dtype, adapters)

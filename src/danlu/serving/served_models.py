@@ -1,0 +1,135 @@
+"""The models that a server has by name: a base and its adapters, each with its tokenizer. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from danlu.core.errors import DataError, RecipeError
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tool_calls import ReadCalls, unknown_form_line
+from danlu.inference.chat_tokenizer import ChatTokenizer
+from danlu.inference.engine_adapters import BASE
+from danlu.inference.generation_config import sampling_defaults
+from danlu.models.config import ModelConfig
+from danlu.serving.openai_api import ApiError
+
+if TYPE_CHECKING:
+    from danlu.inference.load_model import LoadedModel
+    from danlu.inference.resolve_model import ResolvedModel
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a request chooses with `model`."""
+
+    name: str
+    adapter: str | None
+    """Its name in the engine; None where the engine has no adapters."""
+    chat_tokenizer: ChatTokenizer
+    stop_ids: frozenset[int]
+    """Tokens that end an answer."""
+    virtual_tokens: int
+    """How many tokens the engine puts before its prompts."""
+    advised: Mapping[str, Any]
+    """Sampling options where a request has none, by generation_config.json."""
+    read_calls: ReadCalls = field(default_factory=ReadCalls)
+    """How calls of tools are read from its answers, but for the tools."""
+    notes: tuple[str, ...] = ()
+    """Remarks that a server prints at its start."""
+
+
+class ServedModels:
+    """All of them. A request that names none gets the first."""
+
+    def __init__(self, models: Sequence[ServedModel], config: ModelConfig) -> None:
+        self.config = config
+        """Of all of them."""
+        self._by_name = {model.name: model for model in models}
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns the remarks on them that a server prints at its start, once each."""
+        return list(dict.fromkeys(note for model in self._by_name.values() for note in model.notes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def find(self, name: str | None) -> ServedModel:
+        """Raises ApiError, 404, for a name that is not there."""
+        if name is None:
+            return next(iter(self._by_name.values()))
+        if name not in self._by_name:
+            raise ApiError(
+                f"model: no {name!r:.100} here; there are {', '.join(self.names)}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return self._by_name[name]
+
+
+def served_models(
+    resolved: ResolvedModel, loaded: LoadedModel, name: str | None = None, chat_template: Path | None = None
+) -> ServedModels:
+    """A loaded model and its adapters: first what the command line calls the model, then the others.
+
+    name: of the base, in place of its folder's. Raises RecipeError where an adapter has it.
+    """
+    from danlu.inference.chat_adapters import ChatAdapters  # here, since it brings torch
+
+    chat_adapters = ChatAdapters(resolved, loaded, chat_template)
+    adapters = loaded.adapter_names
+    if name in adapters:
+        raise RecipeError(f"--name: {name} is the name of an adapter already")
+    models = []
+    for adapter in (BASE, *adapters):
+        try:
+            active = chat_adapters.tokenizer_of(adapter)
+        except DataError:  # a text can be continued without a chat template; a request to chat is refused
+            active = chat_adapters.tokenizer_of(adapter, chat=False)
+        models.append(
+            ServedModel(
+                name=(name or base_name(resolved.folder, adapters)) if adapter == BASE else adapter,
+                adapter=adapter if adapters else None,
+                chat_tokenizer=active.chat_tokenizer,
+                stop_ids=active.stop_ids,
+                virtual_tokens=active.virtual_tokens,
+                advised=sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder),
+                **_calls(active.chat_tokenizer.tokenizer),
+            )
+        )
+    if resolved.given_path != resolved.folder:  # an adapter was given as the model
+        models.insert(0, models.pop(1))
+    return ServedModels(models, loaded.model.config)
+
+
+def _calls(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The reader of a model's calls of tools, with remarks on it; none where the model is shown no tools."""
+    if not tokenizer.has_template:
+        return {}
+    try:
+        template = tokenizer.template(tools=True)
+    except DataError:  # a template that does not compile: requests to chat are refused
+        return {}
+    if not template.takes_tools:
+        return {}
+    line = unknown_form_line(template)
+    return {"read_calls": ReadCalls.of(template, ()), "notes": () if line is None else (line,)}
+
+
+def base_name(folder: Path, adapters: Sequence[str]) -> str:
+    """What a server calls the model of a folder: the hub id it is a snapshot of, its run, or the folder's own name.
+
+    adapters: names that are taken.
+    """
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        name = repository.removeprefix("models--").replace("--", "/")
+    else:
+        name = folder.parent.name if (folder.parent / "recipe.yaml").is_file() else folder.name
+    return f"{name}-base" if name in adapters else name

@@ -1,0 +1,370 @@
+"""Builds the decoders of a stage, the trained one and the frozen ones, and places them on the processes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import nn
+
+from danlu.assembly.frozen_base import check_frozen
+from danlu.assembly.memory_estimate import check_size
+from danlu.assembly.parallelize import Placed, Subject, check_placing, device_map_of, place, subject_of, token_shares
+from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters
+from danlu.core.errors import CheckpointError, ModelError, RecipeError
+from danlu.core.types import Objective, Pack, Role
+from danlu.data.batch import empty_like
+from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
+from danlu.inference.chat_tokenizer import ChatTokenizer
+from danlu.models.config import ModelConfig
+from danlu.models.experts_spec import Experts
+from danlu.models.hf_config import architecture_of
+from danlu.models.hf_folder import check_vocabulary, resolve_folder
+from danlu.models.hf_validation import check_headers
+from danlu.models.load_balancing import Balancer, Balancing
+from danlu.models.loading import build
+from danlu.models.long_context import ropes_by_length, with_long_context
+from danlu.models.presets import from_scratch
+from danlu.models.untouched import check_untouched
+from danlu.parallel.comm import world_size
+from danlu.parallel.layout import problems
+from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
+from danlu.planning.device_map import device_map_problems
+from danlu.planning.pipeline_split import pipedream_problems, split_problems
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.value import value_share
+from danlu.stages.columns import add_columns
+from danlu.stages.critic import check_critic, own_config, place_own_critic, with_own_critic
+from danlu.stages.frozen_models import check_frozen_model, frozen_config, place_frozen
+from danlu.stages.learner import DecoderLearner, objective_parameters, objective_tensors
+from danlu.stages.moving import MovingWeights, moving_weights, with_moving
+from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
+from danlu.stages.placed import PlacedDecoder
+from danlu.stages.protocols import ColumnSpec, Material, ModelSpec, Stage
+from danlu.stages.reader import tokenizer_of
+from danlu.stages.reinforcement import recipe_rewards
+from danlu.stages.rewards_on_base import own_reward_bytes, rewards_on_base
+from danlu.stages.roles import forward_of
+from danlu.stages.samples import sample_prompts
+from danlu.training.checkpoints.loading import read_group, read_state
+from danlu.training.run_folder import Start
+
+
+class DecoderBuilder:
+    """A `ModelBuilder`: decoders, or adapters on the one that is trained."""
+
+    def __init__(self, recipe: Recipe, stage: Stage) -> None:
+        self.recipe, self.stage = recipe, stage
+
+    def check(self, start: Start | None) -> None:
+        """Raises a DanluError for models, adapters, layouts, sizes and prompts that cannot be, before rows are read."""
+        recipe = self.recipe
+        objective, _ = decoder_objectives(recipe, self.stage)
+        if recipe.parallel.workers == "threads" and objective_parameters(objective):
+            raise RecipeError(
+                "parallel.workers: threads copies the model to each device, not the parameters of an objective (a "
+                "score head, a projection of hidden states). Use workers: processes"
+            )
+        check_adapters(recipe.model, recipe.adapter)
+        check_critic(recipe)
+        asked = [*self.stage.models(recipe).values(), *(column.model for column in self.stage.columns(recipe))]
+        for spec in asked:
+            if isinstance(spec, ModelSpec):
+                check_frozen_model(spec, recipe)
+        if start is not None:
+            self._check_base(start.path)
+        if recipe.model.path is not None:
+            folder, where = resolve_folder(recipe.model.path), recipe.model.path
+            config = self._scaled(self._with_task(base_config(recipe.model)))
+            self._check_layout(config)
+            check_router(recipe, config)
+            if recipe.adapter is not None:
+                check_frozen(folder, recipe.quantization, config)
+            elif start is None:  # weights of a checkpoint will take the place of these
+                check_headers(folder, config, quantized=False)
+            else:
+                check_untouched(folder, config)
+        else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
+            config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
+            where = recipe.model.preset or "model.config"
+            # Whether it can be cut is told where it is known.
+            self._check_layout(replace(config, vocab_size=max(config.vocab_size, recipe.parallel.tensor)))
+            check_router(recipe, config)
+        check_size(recipe, config, where, world_size())
+        if recipe.evaluation.samples is not None:
+            tokenizer = tokenizer_of(recipe)
+            sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """The rows with what the stage asks of models before training, which is computed unless it is stored."""
+        if self.recipe.parallel.device_map is not None:
+            device = self._loss_device(self._config(material.tokenizer), device)
+        for spec in self.stage.columns(self.recipe):
+            rows = material.stored
+            assert rows is not None, "the recipe's rules let no columns be asked of a stream"
+            config = self._config(material.tokenizer)
+            asked_config = config if spec.model is None else frozen_config(spec.model.section, config.vocab_size)
+            place = partial(self._placed_to_be_asked, spec, config, ranks, device)
+            material = rows.material(*add_columns(rows, spec, asked_config, place, self.recipe, ranks, device, stream))
+            assert material.stored is not None
+            material = replace(material, empty=empty_like(material.stored.train.sample(0)))
+        return material
+
+    def _placed_to_be_asked(
+        self, spec: ColumnSpec, config: ModelConfig, ranks: Ranks, device: torch.device
+    ) -> DecoderLearner:
+        """A model that is asked for columns, as the policy of a learner that trains nothing."""
+        recipe = self.recipe
+        if spec.model is not None:
+            placed = place_frozen(recipe, spec.model, config.vocab_size, ranks, device)
+        else:
+            subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
+            placed = place(subject, recipe, ranks, device)
+        model, adapters = placed.subject.model, placed.subject.adapters
+        return DecoderLearner(
+            model,
+            forward_of(model, compiled=recipe.compile),
+            device,
+            DTYPES[recipe.precision],
+            micro=1,
+            adapters=adapters,
+            parallel=placed.parallel,
+            token_multiple=token_shares(recipe, ranks),
+            exact=recipe.numerics == "exact",
+        )
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+        """The trained decoder and the frozen ones on the processes of a layout."""
+        recipe, config = self.recipe, self._config(material.tokenizer)
+        self._check_layout(config)
+        device = self._loss_device(config, device)
+        check_placing(recipe, ranks, device)
+        saved = None if start is None or recipe.adapter is None else read_group(start.path, "model")
+        subject = subject_of(
+            recipe, config, device, saved=saved, resumed=start is not None, encode=self._encode, ranks=ranks
+        )
+        judges, lines = rewards_on_base(recipe, subject, ranks)
+        placed = place(subject, recipe, ranks, device, resumed=start is not None)
+        placed = replace(placed, notes=(*placed.notes, *lines))
+        # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
+        # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
+        alone = ranks.alone and recipe.parallel.workers != "threads"
+        placed.subject.model.staged_ropes = ropes_by_length(self._unscaled(material.tokenizer), recipe.long_context)
+        if alone:
+            embedding = placed.subject.model.embed_tokens
+            embedding.sparse_gradient = embedding.weight.device.type == "cpu" and not recipe.compile
+        decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
+        reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
+        stored = None if recipe.on_policy else material.stored  # own answers have other lengths than the rows
+        decoder = replace(
+            decoder,
+            rewards=partial(recipe_rewards, judges=judges),
+            reward_bytes=reward_bytes,
+            lengths=None if stored is None else stored.train.lengths,
+        )
+        if material.empty is None:
+            return decoder
+        assert isinstance(material.empty, Pack), "the items of a decoder are packs"
+        return replace(decoder, empty=material.empty)
+
+    def unplaced(self, checkpoint: Path) -> PlacedDecoder:
+        """The trained decoder on the CPU with memory for the weights of `checkpoint`."""
+        self._check_base(checkpoint)
+        device = torch.device("cpu")
+        saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
+        subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
+        placed, objectives = Placed(subject, StepParallel()), decoder_objectives(self.recipe, self.stage)
+        moving = {
+            role: moving_weights(placed, Placed(Subject(build(subject.model.config)), StepParallel()), spec.mixing)
+            for role, spec in self.stage.models(self.recipe).items()
+            if isinstance(spec, ModelSpec) and spec.mixing is not None
+        }
+        critic = None
+        if value_share(self.recipe) == "none":
+            critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), StepParallel())
+        balancer = balancer_of(self.recipe, placed)
+        return PlacedDecoder(
+            self.recipe, placed, device, *objectives, own_critic=critic, moving=moving, balancer=balancer
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
+
+    def _check_layout(self, config: ModelConfig) -> None:
+        parallel = self.recipe.parallel
+        of_pipeline = [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
+        of_devices = device_map_problems(parallel.device_map, config)
+        if wrong := [*problems(parallel, config), *of_pipeline, *of_devices]:
+            raise RecipeError(wrong)
+
+    def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
+        """Where micro-batches lie and losses are computed: `device`, but of several that of the policy's head."""
+        device_map = device_map_of(self.recipe, config)
+        return device if device_map is None else torch.device(device_map.head)
+
+    def _check_base(self, checkpoint: Path) -> None:
+        """Raises CheckpointError if an adapter would go on upon another base than the one under its checkpoint."""
+        saved = None if self.recipe.adapter is None else read_state(checkpoint).get("base")
+        if saved is None:  # all weights are the checkpoint's, or it was written by a danlu that kept no fingerprint
+            return
+        if changes := base_changes(saved, base_identity(self.recipe.model)):
+            raise CheckpointError(
+                f"{checkpoint}: its adapter was trained on another base than the one that is there now (there -> "
+                "here):\n  "
+                + "\n  ".join(changes)
+                + "\nPut back what was there; or, to train upon the new base, start "
+                "anew in another `output`."
+            )
+
+    def _config(self, tokenizer: TokenizerInfo | None) -> ModelConfig:
+        return self._scaled(self._unscaled(tokenizer))
+
+    def _scaled(self, config: ModelConfig) -> ModelConfig:
+        """The config as it is at the longest length of the run."""
+        return with_long_context(config, self.recipe.long_context, self.recipe.data.max_length)
+
+    def _unscaled(self, tokenizer: TokenizerInfo | None) -> ModelConfig:
+        model, facts = self.recipe.model, tokenizer or tokenizer_info(tokenizer_of(self.recipe))
+        if model.path is None:
+            config = from_scratch(model, facts.vocab_size, facts.bos_id, facts.eos_id)
+        else:
+            config = base_config(model)
+        check_vocabulary(config, facts.vocab_size)
+        return self._with_task(config)
+
+    def _with_task(self, config: ModelConfig) -> ModelConfig:
+        """The config of what the stage makes of a model.
+
+        Raises RecipeError where the model is for something else, or the result could not be written.
+        """
+        task = self.stage.task(self.recipe)
+        if config.task not in ("causal-lm", task):
+            raise RecipeError(
+                f"model.path: {self.recipe.model.path} is for {config.task} (architectures in its config.json), and "
+                f"stage {self.recipe.stage} trains a model for {task}. Start from a language model"
+            )
+        if self.recipe.adapter is None:
+            try:
+                architecture_of(config.family, task)
+            except ModelError as error:
+                raise RecipeError(f"model: stage {self.recipe.stage} trains one for {task}. {error}") from None
+        return replace(config, task=task)
+
+
+def placed_decoder(
+    recipe: Recipe,
+    stage: Stage,
+    placed: Placed,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    resumed: bool = False,
+) -> PlacedDecoder:
+    """A placed policy with the objective of its stage, and with the frozen models and the critic beside it.
+
+    resumed: weights will be read from a checkpoint.
+    Raises RecipeError if the objective asks for what a decoder does not say.
+    """
+    objective, evaluation = decoder_objectives(recipe, stage)
+    for module in (objective, evaluation):
+        if isinstance(module, nn.Module):
+            module.to(device)
+    beside = stage.models(recipe)
+    frozen, moving = dict[Role, Placed](), dict[Role, MovingWeights]()
+    for role, spec in beside.items():
+        if isinstance(spec, ModelSpec):
+            frozen[role] = place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
+            if spec.mixing is not None:
+                moving[role] = moving_weights(placed, frozen[role], spec.mixing)
+    critic = place_own_critic(recipe, config.vocab_size, placed.parallel.ranks, device, resumed=resumed)
+    parallel = placed.parallel if critic is None else with_own_critic(placed.parallel, critic)
+    parallel = _with_objective(parallel, objective, recipe)
+    balancer = balancer_of(recipe, placed)
+    parallel = parallel if balancer is None else _with_balancer(parallel, balancer)
+    if moving:
+        parallel = with_moving(parallel, moving)
+    placed = replace(placed, parallel=parallel)
+    return PlacedDecoder(
+        recipe, placed, device, objective, evaluation, beside, frozen, critic, moving, balancer=balancer
+    )
+
+
+def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:
+    """(objective, evaluation) of a stage that trains a decoder. Raises RecipeError for what a decoder does not say."""
+    return stage.objectives(recipe, OFFERED, "a decoder", offered_by_head=OFFERED_BY_HEAD)
+
+
+def check_router(recipe: Recipe, config: ModelConfig) -> None:
+    """Raises RecipeError for a `router` or a replay of routes of a model without experts, or with biases that its
+    family does not keep."""
+    if recipe.rollout.routing_replay and not config.has_experts:
+        raise RecipeError(f"rollout.routing_replay: {config.family} as it is here has no experts. Leave it out")
+    if recipe.router is None:
+        return
+    feeds = [kind.feed for kind in config.kinds if isinstance(kind.feed, Experts)]
+    if not feeds:
+        raise RecipeError(f"router: {config.family} as it is here has no experts to balance. Leave it out")
+    if recipe.router.balance == "bias" and not all(feed.router.bias_correction for feed in feeds):
+        raise RecipeError(
+            f"router.balance: bias, but a folder of {config.family} has no place for the biases, and whoever loads it "
+            "would choose other experts. Use sequence or step"
+        )
+
+
+def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
+    """What counts the load of the policy's experts, and keeps it even; None for a policy without experts.
+
+    Replicas in threads count nothing.
+    """
+    model, router = placed.subject.model, recipe.router
+    if not model.config.has_experts or recipe.parallel.workers == "threads":
+        return None
+    balancing = Balancing()
+    if router is not None:
+        sequence = router.sequence if router.balance in ("bias", "sequence") else 0.0
+        balancing = Balancing(router.balance, router.rate, sequence, router.z, router.capacity)
+    return Balancer(model, balancing, adds_gradient=placed.parallel.ranks.tensor.index == 0)
+
+
+def _with_balancer(parallel: StepParallel, balancer: Balancer) -> StepParallel:
+    """The same step with the balancer's own tensors beside the model's: whole on every process."""
+    if parallel.ranks.alone:
+        return parallel
+    local = {name: replicated_parameter(name, each, parallel.ranks) for name, each in balancer.tensors().items()}
+    return replace(parallel, local_parameters={**parallel.local_parameters, **local})
+
+
+def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:
+    """The same step with the objective's own tensors beside the model's: whole on every process.
+
+    Their gradients are summed over data ranks, in buckets where nothing is sharded. Tensor ranks have the same hidden
+    states, and so the same gradients, of which nothing is summed. Of a pipeline the stage with the last chunk, where
+    the objective is computed, trains and saves them; running statistics are on all stages, for each prepares its items.
+    """
+    ranks, pipeline, tensors = parallel.ranks, parallel.pipeline, objective_tensors(objective)
+    if ranks.alone or not tensors:
+        return parallel
+    parameters, last = objective_parameters(objective), pipeline.num_chunks - 1
+    local = {name: replicated_parameter(name, parameters.get(name, tensor), ranks) for name, tensor in tensors.items()}
+    if last not in pipeline.chunks:
+        local = {name: replace(each, box=replace(each.box, is_writer=False)) for name, each in local.items()}
+        statistics = {name: each for name, each in local.items() if name not in parameters}
+        return replace(
+            parallel,
+            local_parameters={**parallel.local_parameters, **statistics},
+            elsewhere={**parallel.elsewhere, **{name: local[name] for name in parameters}},
+        )
+    trained = {name: local[name] for name in parameters}
+    sums = sums_over_data(trained, ranks, in_buckets=recipe.parallel.shard == "none")
+    return replace(
+        parallel,
+        local_parameters={**parallel.local_parameters, **local},
+        partial_gradients=(*parallel.partial_gradients, *sums),
+        chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, last)},
+    )

@@ -1,0 +1,347 @@
+"""LeNet-5 as it is placed, learns and is written: the model of stage `classify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from danlu.core.errors import RecipeError, TrainingError
+from danlu.core.types import (
+    DivergenceKind,
+    Loss,
+    Objective,
+    Outputs,
+    Role,
+    TargetLosses,
+    TokenLogprobs,
+    TopTokens,
+    Totals,
+)
+from danlu.data.images import Image, ImageBatch, collate_images
+from danlu.models import lenet
+from danlu.models.hf_folder import resolve_folder
+from danlu.objectives.classification import logits_cross_entropy
+from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.gradient_scale import scale_gradient
+from danlu.optim.build import Optimizers
+from danlu.parallel import data
+from danlu.parallel.dealing import deal_in_order
+from danlu.parallel.local_parameter import local_parameters_of
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.stages.protocols import HeldOut, LeastSeconds, Material, Stage
+from danlu.training.diagnosis import non_finite_on_any
+from danlu.training.executor import AnyLearner
+from danlu.training.learner import Activation, MicroStep
+from danlu.training.memory_parts import Activations, MemoryParts
+from danlu.training.position import ItemSource
+from danlu.training.run_folder import Start
+from danlu.training.state import Generate, Run
+
+# Images that go through the model at once, where the recipe leaves it open: 10 MB of activations on any device.
+MAX_IMAGES_PER_MICRO_BATCH = 512
+OFFERED = frozenset({"cross_entropy", "logprobs"})
+
+
+@dataclass(frozen=True)
+class ClassifierBuilder:
+    """A `ModelBuilder`: LeNet-5 on images."""
+
+    recipe: Recipe
+    stage: Stage
+
+    def check(self, start: Start | None) -> None:
+        """Apart from the recipe's rules only the stage and the model to begin from can be wrong, read in a moment."""
+        self._objectives()
+        if self.recipe.model.path is not None and start is None:
+            lenet.load(resolve_folder(self.recipe.model.path))
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """The same images: nothing is asked about them before training."""
+        return material
+
+    def place(
+        self, ranks: Ranks, device: torch.device, start: Start | None, material: Material | None = None
+    ) -> PlacedClassifier:
+        """A model this small is made whole on each process, and only then sharded."""
+        if self.recipe.model.path is None:
+            model = lenet.LeNet5().to(device)
+            if start is None:
+                lenet.initialize(model, self.recipe.seed)
+        else:
+            model = lenet.load(resolve_folder(self.recipe.model.path), device=device)
+        return self._placed(model, step_parallel_of(model, self.recipe, ranks), device)
+
+    def unplaced(self, checkpoint: Path) -> PlacedClassifier:
+        """A model on the CPU with memory for the weights of a checkpoint."""
+        return self._placed(lenet.LeNet5(), StepParallel(), torch.device("cpu"))
+
+    def _placed(self, model: lenet.LeNet5, parallel: StepParallel, device: torch.device) -> PlacedClassifier:
+        return PlacedClassifier(self.recipe, model, parallel, device, *self._objectives())
+
+    def _objectives(self) -> tuple[Objective, Objective]:
+        """Raises RecipeError for a stage with more than one model, or with parameters in its objective."""
+        objectives = self.stage.objectives(self.recipe, OFFERED, "a classifier of images")
+        if self.stage.models(self.recipe) or any(isinstance(objective, nn.Module) for objective in objectives):
+            raise RecipeError(
+                f"stage {self.recipe.stage}: a classifier of images trains alone, without frozen models beside it or "
+                "parameters in its objective"
+            )
+        return objectives
+
+
+def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> StepParallel:
+    """The part of this process in each step; the model's parameters are sharded where the recipe says so."""
+    section = recipe.parallel
+    if ranks.alone:
+        return StepParallel(ranks)
+    sharded = section.shard != "none" and ranks.data.size > 1
+    if sharded:
+        # No type to gather in: as on one process, the model itself makes float32 weights narrow.
+        data.Sharder(model, ranks, section, gathered=None, whole=()).rest()
+    parallel = StepParallel(ranks, local_parameters_of(model, ranks, {}))
+    return data.sharded_step(parallel, model, section) if sharded else parallel
+
+
+@dataclass(frozen=True)
+class PlacedClassifier:
+    """A `PlacedModel`: a classifier of images."""
+
+    recipe: Recipe
+    model: lenet.LeNet5
+    parallel: StepParallel
+    device: torch.device
+    objective: Objective
+    evaluation: Objective
+    name: str = "LeNet-5"
+    notes: Sequence[str] = ()
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        """All of the model by name: as much of each parameter as this process has."""
+        local = self.parallel.local_parameters
+        return [(name, local[name].local if local else parameter) for name, parameter in self.model.named_parameters()]
+
+    def base(self) -> None:
+        """None: all of a classifier is trained."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of the model by name, live."""
+        return {name: parameter.detach() for name, parameter in self.parameters()}
+
+    def micro(self, optimizer: Optimizers, most: int) -> int:
+        """Images in a micro-batch, at most so many."""
+        asked = self.recipe.batch.micro
+        return min(MAX_IMAGES_PER_MICRO_BATCH if asked == "auto" else asked, most)
+
+    def learner(self, micro: int, sources: tuple[str, ...] = ()) -> ClassifierLearner:
+        """The placed model with the objective."""
+        recipe = self.recipe
+        parallel = data.replicated_step(self.parallel, recipe.parallel)
+        counted = Activations.beside([*self.model.parameters(), *self.model.buffers()])
+        dtype = DTYPES[recipe.precision]
+        return ClassifierLearner(
+            self.model, self.device, dtype, micro, self.objective, self.evaluation, parallel, counted, sources
+        )
+
+    def check_weights(self) -> None:
+        """Nothing: images are not drawn from a model."""
+
+    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
+        """The images that were read."""
+        return material.items()
+
+    def generate(self) -> Generate | None:
+        """None: it writes no texts."""
+        return None
+
+    def peak(self) -> None:
+        """None: without utilisation there is nothing to divide by."""
+
+    def least_seconds(self) -> LeastSeconds | None:
+        """None: its products are too small for the machine's peak to say anything."""
+        return None
+
+    def expected(self, run: Run) -> None:
+        """None: it is too small for its memory to be a question."""
+
+    def memory(self, run: Run) -> MemoryParts:
+        """The parts of the run's memory, as they were counted in training."""
+        counted = run.learner.activations
+        assert counted is not None, "a classifier counts them"
+        return MemoryParts(
+            weights=sum(parameter.nbytes for _, parameter in self.parameters()),
+            adapter=0,
+            gradients=run.optimizer.gradient_bytes(),
+            optimizer=run.optimizer.resident_state_bytes(),
+            average=0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values()),
+            activations=counted.peak_bytes,
+            logits=0,  # autograd keeps them, so they are among the activations
+        )
+
+    def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
+        """The model's folder; value and writes as in `models.saving.save`."""
+        dtype = torch.bfloat16 if self.recipe.precision == "bf16" else torch.float32
+        lenet.save(self.model, target, dtype=dtype, value=value, writes=writes)
+
+
+@dataclass(frozen=True)
+class ClassifierOutputs:
+    """The `Outputs` of a classifier: it says no more than how likely each label is."""
+
+    logits: Tensor  # [N, C] float32
+    batch: ImageBatch
+
+    def cross_entropy(
+        self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, by_target: bool = False
+    ) -> TargetLosses:
+        """The cross-entropy of the labels."""
+        return logits_cross_entropy(
+            self.logits, self.batch.targets, self.batch.weights, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+
+    def logprobs(
+        self,
+        *,
+        temperature: float = 1.0,
+        support: Tensor | None = None,
+        entropy: bool = False,
+        collision: bool = False,
+    ) -> TokenLogprobs:
+        """The log-probability of each label, and what else is asked for of the labels' distribution: [N] each."""
+        assert support is None, "labels are not sampled, so nothing confines them"
+        logprobs = (self.logits / temperature).log_softmax(-1)  # [N, C]
+        return TokenLogprobs(
+            logprobs.gather(-1, self.batch.targets[:, None]).squeeze(-1),
+            -(logprobs.exp() * logprobs).sum(-1) if entropy else None,
+            (2 * logprobs.detach()).logsumexp(-1) if collision else None,
+        )
+
+    def divergence(
+        self,
+        teacher: Outputs,
+        *,
+        kind: DivergenceKind,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+    ) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no teacher")
+
+    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no tokens")
+
+    def scores(self) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no score head")
+
+    def values(self) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images has no score head")
+
+    def hidden(self) -> Tensor:
+        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        raise AssertionError("a classifier of images keeps no hidden states")
+
+
+@dataclass(frozen=True)
+class ClassifierLearner:
+    """The `Learner` of a classifier of images."""
+
+    model: lenet.LeNet5
+    device: torch.device
+    dtype: torch.dtype  # of activations; parameters are float32
+    micro: int  # images in a micro-batch
+    objective: Objective = field(default_factory=CrossEntropy)
+    evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))
+    parallel: StepParallel = field(default_factory=StepParallel)
+    activations: Activations | None = None
+    source_names: tuple[str, ...] = ()  # of the images, for the loss by source
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of the model: as much of each parameter as this process has."""
+        local = self.parallel.local_parameters
+        named = self.model.named_parameters()
+        return {name: (local[name].local if local else parameter).detach() for name, parameter in named}
+
+    def totals(self, items: Sequence[Image]) -> Totals:
+        """The totals of a step of these images."""
+        return Totals.of(items)
+
+    def micro_batches(self, items: Sequence[Image]) -> Sequence[Sequence[int]]:
+        """A contiguous share of the images, so many in each micro-batch."""
+        return deal_in_order(items, self.parallel, self.micro)
+
+    def prepare(
+        self, items: Sequence[Image], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Image]:
+        """The images as they are: the likelihood of one asks nothing of the others."""
+        return items
+
+    def end_step(self) -> Mapping[str, float]:
+        """Nothing is counted."""
+        return {}
+
+    def updated(self, step: int) -> None:
+        """Nothing depends on the weights but the model."""
+
+    def collate(self, items: Sequence[Image]) -> ImageBatch:
+        """The micro-batch of `items` on the device."""
+        return collate_images(items, self.device, side=lenet.SIDE, source_names=self.source_names)
+
+    def at(self, micro_step: MicroStep[ImageBatch]) -> AbstractContextManager[None]:
+        """LeNet-5 has no dropout."""
+        return nullcontext()
+
+    def forward(self, chunk: int, micro_step: MicroStep[ImageBatch], x: Activation | None) -> Loss:
+        """The loss of a micro-batch: all of LeNet-5 is one chunk."""
+        if micro_step.step is None:
+            return self.assess(micro_step.batch, micro_step.totals)
+        return self.losses(micro_step.batch, micro_step.totals, micro_step.gradient_scale)
+
+    @property
+    def trained_activations(self) -> int:
+        """One, were it in several chunks."""
+        return 1
+
+    def empty_activation(self, micro_step: MicroStep[ImageBatch]) -> Activation:
+        """Nothing passes between chunks of a model in one chunk."""
+        raise AssertionError("LeNet-5 is one chunk")
+
+    def losses(self, batch: ImageBatch, totals: Totals, gradient_scale: float = 1.0) -> Loss:
+        """The objective's loss of a micro-batch."""
+        loss = self.objective(self._outputs(batch), batch, totals)
+        return replace(loss, total=scale_gradient(loss.total, gradient_scale))
+
+    def assess(self, batch: ImageBatch, totals: Totals) -> Loss:
+        """The evaluation's loss of a micro-batch, without gradients."""
+        with torch.no_grad():
+            return self.evaluation(self._outputs(batch), batch, totals)
+
+    def _outputs(self, batch: ImageBatch) -> Mapping[Role, Outputs]:
+        return {"policy": ClassifierOutputs(self.model(batch.pixels, self.dtype), batch)}
+
+    def explain(self, batch: ImageBatch, step: int) -> TrainingError:
+        """Why the loss of `batch` is not finite: a weight that is not, or the images of which it is not."""
+        if names := non_finite_on_any(self.parallel.ranks.world, self.weights().items()):
+            return TrainingError(
+                f"step {step}: the loss is not finite because a weight is not: {', '.join(names[:3])}. The run stopped "
+                "before the update. Go back to an earlier checkpoint with a lower optimizer.learning_rate."
+            )
+        with torch.no_grad():
+            finite = self.model(batch.pixels, self.dtype).isfinite().all(-1)  # [N]
+        rows = [batch.rows[number] for number in (~finite).nonzero().flatten().tolist()] or list(batch.rows)
+        return TrainingError(
+            f"step {step}: the loss is not finite, for {', '.join(rows[:3])}. The weights themselves are finite, and "
+            "the run stopped before the update. Lower optimizer.learning_rate, or use precision: fp32."
+        )

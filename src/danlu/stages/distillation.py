@@ -1,0 +1,220 @@
+"""Teachers of stages `distill` and `rl`: as models beside the policy, what is learnt from them, what can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TextIO, cast
+
+import torch
+from torch import Tensor
+
+from danlu.core.errors import DataError, ModelError, RecipeError
+from danlu.core.types import Batch, Objective, Outputs, Role, TopTokens
+from danlu.data.column_store import ColumnType
+from danlu.data.tokenizing import tokenizer_info
+from danlu.inference.resolve_model import ResolvedModel, resolve_model
+from danlu.models.config import ModelConfig
+from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.presets import from_scratch
+from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
+from danlu.parallel.ranks import Ranks
+from danlu.recipe import Recipe
+from danlu.recipe.sections import ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
+from danlu.recipe.teachers import teacher_shares, teachers_of
+from danlu.stages.builder import DecoderBuilder
+from danlu.stages.frozen_models import check_frozen_model
+from danlu.stages.on_policy import longest_prompt
+from danlu.stages.placed import PlacedDecoder
+from danlu.stages.protocols import ColumnSpec, FromColumns, Material, ModelSpec, RoleSpec
+from danlu.stages.reader import tokenizer_of
+from danlu.training.run_folder import Start
+
+
+class DistillationBuilder(DecoderBuilder):
+    """A `ModelBuilder`: the decoder that learns, and its teachers."""
+
+    def check(self, start: Start | None) -> None:
+        """Also raises a DanluError for teachers that this policy cannot learn from."""
+        super().check(start)
+        check_teachers(self.recipe)
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """Also raises DataError for a row without a prompt, where the policy answers rows itself."""
+        if self.recipe.on_policy:
+            assert material.stored is not None, "the recipe's rules refuse streaming"
+            longest_prompt(material.stored)
+        return super().with_columns(ranks, device, material, stream)
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+        """The decoder and the teachers that are not cached, on the processes of a layout."""
+        decoder = super().place(ranks, device, start, material)
+        return with_teacher_notes(decoder)
+
+
+def with_teacher_notes(decoder: PlacedDecoder) -> PlacedDecoder:
+    """The placed models, whose notes say what is worth knowing of the teachers."""
+    notes = (*decoder.placed.notes, *_notes(decoder.recipe, decoder.model.config))
+    return replace(decoder, placed=replace(decoder.placed, notes=notes))
+
+
+def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The teachers as frozen models beside the policy, or as columns of the rows."""
+    return {
+        role: FromColumns(partial(_from_columns, role)) if teacher.cache else _spec(role, teacher)
+        for role, teacher in teachers_of(recipe).items()
+    }
+
+
+def teacher_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
+    """Of each cached teacher its likeliest tokens and their log-probabilities, and last that of all others together."""
+    cached = {role: teacher for role, teacher in teachers_of(recipe).items() if teacher.cache}
+    if not cached:
+        return ()
+    temperature, rows = _divergence(recipe).temperature, _policy_config(recipe, None).vocab_size
+    return [_columns(role, teacher, temperature, rows) for role, teacher in cached.items()]
+
+
+def _columns(role: Role, teacher: Teacher, temperature: float, vocab_size: int) -> ColumnSpec:
+    k = teacher.top_k
+    assert k is not None, "the recipe's rules ask for it where a teacher is cached"
+    ids, logprobs = _column_names(role)
+
+    def compute(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        chosen = outputs.top_tokens(k, temperature=temperature, vocab_size=vocab_size)
+        return {ids: chosen.ids, logprobs: chosen.logprobs}
+
+    return ColumnSpec(
+        role,
+        _spec(role, teacher),
+        {ids: ColumnType("<i4", (k,)), logprobs: ColumnType("<f4", (k + 1,))},
+        compute,
+        {"temperature": temperature, "vocab_size": vocab_size},
+    )
+
+
+def _column_names(role: Role) -> tuple[str, str]:
+    return f"{role}_ids", f"{role}_logprobs"
+
+
+@dataclass(frozen=True)
+class ColumnTopTokens:
+    """What a cached teacher says: its likeliest tokens, of an `Outputs` that method alone."""
+
+    role: Role
+    batch: Batch
+
+    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
+        """Those of the columns, which were computed for this k, temperature and vocabulary."""
+        ids, logprobs = (self.batch.columns[name] for name in _column_names(self.role))
+        assert ids.shape[1] == k, f"{ids.shape[1]} tokens are cached, not {k}"
+        return TopTokens(ids.long(), logprobs)
+
+
+def _from_columns(role: Role, batch: Batch) -> Outputs:
+    return cast(Outputs, ColumnTopTokens(role, batch))  # the objective asks a teacher with a top_k for nothing else
+
+
+def _spec(role: Role, teacher: Teacher) -> ModelSpec:
+    key = role if "." in role else f"{role}.0"
+    return ModelSpec(key, _section(teacher), teacher.quantization)
+
+
+def resolved_teacher(teacher: Teacher) -> ResolvedModel:
+    """The folders of a teacher. Raises ModelError for one that is not there, or that has no tokenizer."""
+    try:
+        return resolve_model(teacher.model)
+    except DataError as error:
+        raise ModelError(
+            f"teacher {teacher.model}: without its tokenizer nothing says that its tokens are the policy's. Copy the "
+            f"tokenizer's files into its folder ({error})"
+        ) from None
+
+
+def _section(teacher: Teacher) -> Model:
+    """The teacher as the section of a model: its folder, or its base with the adapters upon it."""
+    resolved = resolved_teacher(teacher)
+    if not resolved.stacks:
+        return Model(path=teacher.model)
+    return Model(path=str(resolved.folder), adapters=[str(adapter.path) for adapter in resolved.stacks[0]])
+
+
+def teacher_divergence(recipe: Recipe) -> TeacherDivergence:
+    """How far the policy of a recipe is from its teachers."""
+    divergence, shares = _divergence(recipe), teacher_shares(recipe)
+    return TeacherDivergence(
+        tuple(TeacherTerm(role, shares[role], teacher.top_k) for role, teacher in teachers_of(recipe).items()),
+        divergence.kind,
+        divergence.beta if isinstance(divergence, JensenShannon) else 0.5,
+        divergence.temperature,
+    )
+
+
+def distillation(recipe: Recipe) -> Objective:
+    """The objective of a recipe of stage distill."""
+    hidden = next((term for term in recipe.objective or () if isinstance(term, HiddenStates)), None)
+    teachers, loss = teachers_of(recipe), recipe.loss
+    objective = Distillation(
+        teacher_divergence(recipe), _divergence(recipe).cross_entropy, loss.label_smoothing, loss.z_loss
+    )
+    if hidden is None:
+        return objective
+    widths = {role: read_config(resolved_teacher(teacher).folder).hidden_size for role, teacher in teachers.items()}
+    return HiddenStateDistillation(objective, hidden.weight, _policy_config(recipe, 1).hidden_size, widths)
+
+
+def _divergence(recipe: Recipe) -> ForwardKL | ReverseKL | JensenShannon:
+    assert recipe.divergence is not None, "the recipe's rules ask for one"
+    return recipe.divergence
+
+
+def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:
+    """The same objective for held-out rows: label smoothing and z-loss take no part."""
+    return objective.without_extras() if isinstance(objective, Distillation) else objective
+
+
+def check_teachers(recipe: Recipe) -> None:
+    """Raises a DanluError for a teacher that the policy cannot learn from, without reading weights.
+
+    Their tokens must be the same. Embeddings may differ in the number of rows, for some stand for no token:
+    distributions are compared over the rows that both have.
+    """
+    if not recipe.teacher:
+        return
+    rows = _policy_config(recipe, None).vocab_size
+    for role, teacher in teachers_of(recipe).items():
+        spec = _spec(role, teacher)
+        if teacher.cache:  # the others are among the models of the stage, which are checked for each
+            check_frozen_model(spec, recipe)
+        own = read_config(resolved_teacher(teacher).folder).vocab_size
+        if recipe.parallel.tensor > 1 and own != rows:
+            raise RecipeError(
+                f"{spec.key}.model: parallel.tensor cuts the rows of all embeddings alike, but that of {teacher.model} "
+                f"has {own} and the policy's {rows}. Use a teacher with as many, or parallel.tensor: 1"
+            )
+        if teacher.top_k is not None and teacher.top_k >= min(rows, own):
+            raise RecipeError(
+                f"{spec.key}.top_k: {teacher.top_k} of {min(rows, own)} tokens leave no others. Give less, or leave it "
+                "out for the whole distribution"
+            )
+
+
+def _notes(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+    """What is worth knowing of the teachers of a policy with this config, for the console."""
+    for teacher in recipe.teacher or ():
+        rows = read_config(resolved_teacher(teacher).folder).vocab_size
+        if rows != config.vocab_size:
+            yield (
+                f"teacher {teacher.model}: its embedding has {rows:,} rows and the policy's {config.vocab_size:,}; "
+                f"distributions are compared over the first {min(rows, config.vocab_size):,}, which both have"
+            )
+
+
+def _policy_config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
+    """The policy's config. vocab_size: of the tokenizer, which is asked where it is None, for a model from scratch."""
+    if recipe.model.path is not None:
+        return read_config(resolve_folder(recipe.model.path))
+    if vocab_size is None:
+        vocab_size = tokenizer_info(tokenizer_of(recipe)).vocab_size
+    return from_scratch(recipe.model, vocab_size)

@@ -1,0 +1,118 @@
+"""The result of a run as a Hugging Face folder or a PEFT folder, with its tokenizer and chat template."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from danlu.assembly.adapter_training import write_result
+from danlu.assembly.parallelize import Subject
+from danlu.assembly.parameter_roles import TRAINED
+from danlu.core.errors import DanluError
+from danlu.core.shard_box import BoxValue
+from danlu.core.types import Task
+from danlu.data.padding_token import padding_token
+from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer
+from danlu.data.tokenizer_folder import fast_tokenizer_folder
+from danlu.models.hf_folder import resolve_folder
+from danlu.models.saving import save
+from danlu.recipe import Recipe, sections
+from danlu.stages.reader import tokenizer_of, tokenizer_path
+
+log = logging.getLogger(__name__)
+
+
+def write(
+    subject: Subject,
+    recipe: Recipe,
+    target: Path,
+    value: BoxValue | None,
+    *,
+    writes: bool,
+    score_head: nn.Linear | None = None,
+    adapter: str = TRAINED,
+) -> None:
+    """Writes a model (bfloat16 where it was trained in it, else float32), or the adapter that was trained on one.
+
+    value, writes: as in `models.saving.save`. score_head: of a model that classifies; one that writes texts is written
+    as the hidden states under it. adapter: the name of the one that is written.
+    """
+    template = recipe.model.chat_template
+    tokenizer_folder = _exported_tokenizer(subject, recipe) if writes else fast_tokenizer_folder(tokenizer_path(recipe))
+    task: Task = subject.model.config.task
+    if score_head is not None and task == "causal-lm":
+        task = "sequence-classification"
+    classifies = task != "causal-lm"
+    pad_token = _pad_token(subject, recipe) if writes and classifies else None
+    stop_ids = end_of_turn_ids(tokenizer_path(recipe), template) if writes and not classifies else ()
+    template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+    if subject.adapters is not None and subject.base is not None:
+        write_result(
+            subject.adapters,
+            subject.base,
+            target,
+            started_from=recipe.model.adapters,
+            quantization=recipe.quantization,
+            continued=isinstance(recipe.adapter, sections.Continue),
+            tokenizer_from=tokenizer_folder,
+            chat_template=template_text,
+            value=value,
+            writes=writes,
+            score_head=score_head if classifies else None,
+            pad_token=pad_token,
+            stop_ids=stop_ids,
+            name=adapter,
+            task=task,
+        )
+        return
+    save(
+        subject.model,
+        target,
+        dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
+        tokenizer_from=tokenizer_folder,
+        chat_template=template_text,
+        config=replace(subject.model.config, task=task),
+        value=value,
+        writes=writes,
+        score_head=score_head if classifies else None,
+        pad_token=pad_token,
+        stop_ids=stop_ids,
+        origin=None if recipe.model.path is None else resolve_folder(recipe.model.path),
+    )
+
+
+def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
+    """What transformers is to pad the result with, so that it scores answers at their last token."""
+    token = padding_token(tokenizer_of(recipe), subject.model.config.eos_token_ids)
+    if token is None:
+        log.warning(
+            "%s: this tokenizer has no special token but those that end answers, so the result has no pad_token_id: "
+            "transformers scores one row at a time with it",
+            tokenizer_path(recipe),
+        )
+    return token
+
+
+def _exported_tokenizer(subject: Subject, recipe: Recipe) -> Path:
+    """The folder of the tokenizer's files for the result, which is read by the type that its config.json says."""
+    config = subject.model.config
+    is_adapter = subject.adapters is not None and subject.base is not None
+    family = None if is_adapter else config.multimodal or config.family
+    path = tokenizer_path(recipe)
+    try:
+        export = exported_tokenizer(path, family)
+    except DanluError as error:  # nothing that has been trained may be lost for it
+        log.warning("%s: whether the result's tokenizer is read as the one trained with is not known: %s", path, error)
+        return fast_tokenizer_folder(path)
+    if not export.faithful:
+        log.warning(
+            "%s: beside a config.json of model_type %s, transformers (and danlu by it) reads another tokenizer from "
+            "these files than the one that was trained with. Use the model with the tokenizer's own folder",
+            path,
+            family,
+        )
+    return export.folder

@@ -1,0 +1,485 @@
+"""A decoder as it learns: micro-batches of packs, its outputs, and the objective over them, in every layout.
+
+T packed tokens · N trained targets
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from danlu.adapters.adapter_set import AdapterSet
+from danlu.assembly.parameter_roles import VALUE
+from danlu.core.layer_types import Attend
+from danlu.core.types import (
+    Batch,
+    CountingObjective,
+    Loss,
+    Objective,
+    Outputs,
+    Pack,
+    Role,
+    RoleObjective,
+    StepLogprobs,
+    StepObjective,
+    TargetSources,
+    Totals,
+)
+from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
+from danlu.data.context_batch import on_device, rows_of, share_of_batch
+from danlu.data.shares import shares
+from danlu.memory.activation_offload import ActivationOffload
+from danlu.memory.recomputed_function import recomputed_within
+from danlu.models.decoder import Decoder
+from danlu.models.load_balancing import Balancer, BatchTokens, merged_metrics
+from danlu.models.router_replay import replaying
+from danlu.objectives.branches import local_sum_by_branch
+from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.gradient_scale import scale_gradient
+from danlu.optim.clip import non_finite
+from danlu.parallel.context_attention import ContextGroups, context_attend_for
+from danlu.parallel.dealing import deal_by_tokens, deal_in_order
+from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.threads import Replicas, shares_of
+from danlu.stages.critic import Critic
+from danlu.stages.diagnosis import explain_non_finite
+from danlu.stages.moving import MovingWeights, moving_tensors
+from danlu.stages.no_grad_pass import no_grad_pass
+from danlu.stages.roles import DecoderRole, Forward, RoleOutputs, decoder_outputs, hidden_states
+from danlu.training.diagnosis import non_finite_on_any
+from danlu.training.learner import Activation, MicroStep
+from danlu.training.memory_parts import Activations
+from danlu.training.step import sum_losses
+
+
+@dataclass(frozen=True)
+class DecoderLearner:
+    """The `Learner` of a language model: where, in which type, through which (perhaps compiled) forward it learns."""
+
+    model: Decoder
+    model_forward: Forward  # the model itself, or its compiled form
+    device: torch.device
+    dtype: torch.dtype  # of activations; trained parameters are float32
+    micro: int  # packs in a micro-batch
+    objective: Objective = field(default_factory=CrossEntropy)
+    evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))  # what `assess` reports
+    adapters: AdapterSet | None = None  # with some, the model itself is frozen
+    roles: Mapping[Role, RoleOutputs] = field(default_factory=dict)  # beside the policy, without gradients
+    score_head: nn.Linear | None = None  # [labels, D] on the policy's hidden states
+    critic: Critic | None = None  # where values are not a head on the policy
+    activations: Activations | None = None  # None where the forward is compiled
+    parallel: StepParallel = field(default_factory=StepParallel)
+    offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
+    token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
+    source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
+    empty: Pack = EMPTY_PACK  # without targets, with the branches, columns and facts of the stage's items
+    moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights that follow the policy's
+    balancer: Balancer | None = None  # of a policy with experts
+    sequence_tokens: int | None = None
+    """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
+    exact: bool = False
+    """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
+    context: ContextGroups = field(default_factory=ContextGroups)
+    """Ranks that take different tokens of the same packs."""
+    drops_out: bool = True
+    """Whether steps have the dropout of their adapters."""
+    assessed_dropout: int | None = None
+    """The step whose dropout passes without gradients have; None: they have none."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
+        named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
+        named |= {} if self.critic is None else self.critic.tensors()
+        named |= moving_tensors(self.moving)
+        named |= {} if self.balancer is None else self.balancer.tensors()
+        return self.parallel.local_weights(named)
+
+    def totals(self, items: Sequence[Pack]) -> Totals:
+        """What a step of these packs consists of, with the divisors that objective and evaluation ask for."""
+        divisors: dict[str, float] = {}
+        if isinstance(self.evaluation, CountingObjective) and self.evaluation is not self.objective:
+            divisors |= self.evaluation.divisors(items)
+        if isinstance(self.objective, CountingObjective):
+            divisors |= self.objective.divisors(items)
+        return replace(Totals.of(items), divisors=divisors)
+
+    def micro_batches(self, items: Sequence[Pack]) -> Sequence[Sequence[int]]:
+        """The numbers of the packs in each micro-batch of this process: in order, or by tokens."""
+        parallel = self.parallel
+        if self.sequence_tokens is None:
+            staged, lengths = items[0].stage_length, self.model.staged_ropes
+            # As many tokens as `micro` packs of the longest stage have, for whose memory it was chosen.
+            micro = self.micro if staged is None else self.micro * max(lengths) // staged
+            return deal_in_order(items, parallel, micro)
+        data, capacity = parallel.ranks.data, self.micro * self.sequence_tokens
+        least, tokens = parallel.least_micro_batches(len(items)), [item.tokens for item in items]
+        dealt = deal_by_tokens(tokens, data.index, data.size, capacity, least=least)
+        return [*dealt, *[[]] * (parallel.fitting(len(dealt)) - len(dealt))]
+
+    def prepare(
+        self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Pack]:
+        """The packs as the objective wants them for its pass with gradients, where it has to see the whole step first.
+
+        It is shown the log-probabilities of all branches of the step, from a pass without gradients: the policy's with
+        the dropout of the step, the reference's without. Of a pipeline the stage with the last chunk tells the others.
+        """
+        if not isinstance(self.objective, StepObjective):
+            return items
+        viewed = self.objective.step_items(items)
+        counts = [sum(len(sample.branches) for sample in pack.samples) for pack in viewed]
+        starts = np.cumsum([0, *counts]).tolist()
+        has_reference = "reference" in self.roles
+
+        def sums_of(outputs: Mapping[Role, Outputs], batch: Batch) -> Tensor:
+            """[3, M] of policy, reference and targets: sums over those of this process, for all are added up below."""
+            policy = local_sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
+            reference = policy
+            if has_reference:
+                reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
+            return torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch)))
+
+        # They stay on the device until all are made.
+        asked = partial(self.judged_by, dropout_step=step)
+        own = [*no_grad_pass(asked, viewed, micro_batches, sums_of)]
+        sums = torch.zeros(3, starts[-1], dtype=torch.float64)
+        for numbers, values in own:
+            places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
+            sums[:, places] = values.double().cpu()[:, : len(places)]
+        sums = self.parallel.pipeline.from_last(self.parallel.all_reduce_data(sums))
+        facts = {
+            name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in viewed for sample in pack.samples]))
+            for name in viewed[0].samples[0].facts
+        }
+        logprobs = StepLogprobs(sums[0], sums[1] if has_reference else None, sums[2], facts)
+        return self.objective.prepared(items, logprobs, training=step is not None)
+
+    def end_step(self) -> Mapping[str, float]:
+        """How evenly the experts of each layer were loaded in the step."""
+        if self.balancer is None:
+            return {}
+        return merged_metrics(self.parallel.pipeline.all_gather(self.balancer.end_step(self.parallel.all_reduce_data)))
+
+    def updated(self, step: int) -> None:
+        """Models that move take up the policy's new weights, and routers move the biases of their choice."""
+        if self.balancer is not None:
+            self.balancer.updated()
+        for weights in self.moving.values():
+            weights.updated(step)
+
+    def collate(self, items: Sequence[Pack]) -> Batch:
+        """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
+        virtual_token_ids = () if self.adapters is None else self.adapters.virtual_token_ids
+        packs, is_cut = items or [self.empty], self.context.size > 1
+        device = "cpu" if is_cut else self.device
+        batch = collate(packs, device, virtual_token_ids=virtual_token_ids, source_names=self.source_names)
+        if not is_cut:
+            return batch
+        # A layer of width D multiplies a token with about 12 D^2 parameters, and a score with 2 D numbers.
+        token_cost = 6 * self.model.config.hidden_size
+        dealt = shares(batch.boundaries, self.context.size, trees=batch.trees, token_cost=token_cost)
+        return on_device(share_of_batch(batch, dealt, self.context.index, self.context.all_reduce), self.device)
+
+    def judged_by(self, evaluation: Objective, dropout_step: int | None = None) -> DecoderLearner:
+        """This learner with another objective for its passes without gradients, and the dropout of a step in them."""
+        return replace(self, evaluation=evaluation, assessed_dropout=dropout_step)
+
+    def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
+        """Dropout of adapters, where steps have it, by the micro-batch's place in the step; where their virtual tokens
+        are in it."""
+        if self.model.begin_pass is not None:
+            self.model.begin_pass(micro_step.batch.tokens)
+        step = self.assessed_dropout if micro_step.step is None else micro_step.step
+        return self._dropout(step if self.drops_out else None, micro_step.items, micro_step.batch)
+
+    @contextmanager
+    def _dropout(self, step: int | None, items: Sequence[tuple[int, Pack]], batch: Any) -> Iterator[None]:
+        """Dropout of adapters for packs, each with its number in the step, of which `batch` is made; none without a
+        step."""
+        if self.adapters is None or step is None:
+            yield
+            return
+        dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
+        packs = items or [(0, self.empty)]
+        lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
+        rows = rows_of(batch.shares[self.context.index]) if self.context.size > 1 else None
+        dropout_state.begin(step, lengths, rows)
+        try:
+            yield
+        finally:
+            dropout_state.end()
+
+    def forward(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation | Loss:
+        """The loss of a micro-batch; of a chunk before the last one hidden states [T', D], the policy's ([T'/tp, D]
+        where tensor ranks cut tokens) and those of the roles that the objective asks."""
+        batch, totals = micro_step.batch, micro_step.totals
+        if chunk < self.model.chunks.last:
+            return self._hidden_states(chunk, micro_step, x)
+        if micro_step.step is None:
+            return self.assess(batch, totals, x)
+        return self.losses(batch, totals, micro_step.gradient_scale, x)
+
+    @property
+    def trained_activations(self) -> int:
+        """The policy's, and those of the model of values where that is no head on the policy."""
+        return len(self._trained_models(self._roles_of(self.objective)))
+
+    def empty_activation(self, micro_step: MicroStep[Any]) -> Activation:
+        """[T', D] of each model in the type of activations; where tensor ranks cut tokens, as they do of what has
+        gradients, this one's."""
+        tokens = len(pad_to_bucket(micro_step.batch, self.token_multiple).tokens)
+        of_trained = tokens // (1 if micro_step.step is None else self.token_multiple)
+        asked = self._asked(micro_step)
+        shapes = [(of_trained, model.config.hidden_size) for model in self._trained_models(asked).values()]
+        shapes += [(tokens, role.model.config.hidden_size) for role in self._decoders(asked).values()]
+        return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+
+    def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
+        """The objective's loss of a micro-batch. x: as `forward` has it."""
+        with self._offloaded():
+            outputs = self.outputs(batch, gradient_scale, self._roles_of(self.objective), totals, x)
+            loss = self.objective(outputs, batch, totals)
+            return replace(loss, total=scale_gradient(loss.total, gradient_scale))
+
+    def assess(self, batch: Batch, totals: Totals, x: Activation | None = None) -> Loss:
+        """The evaluation's loss of a micro-batch, without gradients. x: as `forward` has it."""
+        with torch.no_grad():
+            return self.evaluation(self.outputs(batch, 1.0, self._roles_of(self.evaluation), x=x), batch, totals)
+
+    def _hidden_states(self, chunk: int, micro_step: MicroStep[Any], x: Activation | None) -> Activation:
+        trains, batch = micro_step.step is not None, micro_step.batch
+        filled = pad_to_bucket(batch, self.token_multiple)
+        attend = self._attend(filled)
+        asked = self._asked(micro_step)
+        decoders = self._decoders(asked)
+        before = {} if x is None else self._by_model(x, asked)
+        of_roles = [
+            role.hidden_states(batch, filled, attend, chunk, before.get(name)) for name, role in decoders.items()
+        ]
+        of_critic: list[Tensor] = []
+        if self.critic is not None and VALUE in asked:
+            with self._offloaded() if trains else torch.no_grad():
+                of_critic = [self.critic.hidden_states(batch, filled, attend, chunk, before.get(VALUE))]
+        routed = self._routed(filled, micro_step.totals if trains else None, micro_step.gradient_scale)
+        own = before.get("policy")
+        with self._offloaded() if trains else torch.no_grad(), routed:
+            of_policy = hidden_states(self.model, self.model_forward, self.dtype, batch, filled, attend, chunk, own)
+        return of_policy, *of_critic, *of_roles
+
+    def _offloaded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.offload is None else self.offload.active()
+
+    def _roles_of(self, objective: Objective) -> Collection[Role]:
+        return objective.roles if isinstance(objective, RoleObjective) else self.roles
+
+    def _asked(self, micro_step: MicroStep[Any]) -> Collection[Role]:
+        return self._roles_of(self.evaluation if micro_step.step is None else self.objective)
+
+    def _trained_models(self, roles: Collection[Role]) -> dict[Role, Decoder]:
+        """The policy, and the model of values where it is among `roles` and no head on the policy, in the order in
+        which their hidden states lie in an `Activation`, before those of `_decoders`."""
+        has_critic = self.critic is not None and VALUE in roles
+        return {"policy": self.model, **({VALUE: self.critic.model} if self.critic is not None and has_critic else {})}
+
+    def _by_model(self, x: Activation, roles: Collection[Role]) -> dict[Role, Tensor]:
+        """The tensors of an activation by the model whose hidden states they are."""
+        return dict(zip((*self._trained_models(roles), *self._decoders(roles)), x, strict=True))
+
+    def _decoders(self, roles: Collection[Role]) -> dict[Role, DecoderRole]:
+        """Those of `roles` that are decoders, in the order in which their hidden states lie in an `Activation`."""
+        return {role: each for role, each in self.roles.items() if role in roles and isinstance(each, DecoderRole)}
+
+    def outputs(
+        self,
+        batch: Batch,
+        gradient_scale: float,
+        roles: Collection[Role] | None = None,
+        totals: Totals | None = None,
+        x: Activation | None = None,
+    ) -> dict[Role, Outputs]:
+        """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the outputs of
+        the policy and of the critic carry gradients.
+
+        totals: of the step that the batch is trained on in; the load of the policy's experts is counted and balanced.
+        x: what the chunk before the last one has returned for the policy and these roles, where they are in several.
+
+        The policy sends tokens to the experts that the batch has recorded of its rollout. Other models choose their
+        own: theirs are other weights, of which the rollout knows nothing.
+        """
+        filled = pad_to_bucket(batch, self.token_multiple)
+        attend = self._attend(filled)
+        asked = (*self.roles, VALUE) if roles is None else roles
+        hidden = {} if x is None else self._by_model(x, asked)
+        beside: dict[Role, Outputs] = {
+            role: outputs_of(batch, filled, attend, hidden.get(role))
+            for role, outputs_of in self.roles.items()
+            if role in asked
+        }
+        if self.critic is not None and VALUE in asked:
+            beside[VALUE] = self.critic(batch, filled, attend, gradient_scale, hidden.get(VALUE))
+        with self._routed(filled, totals, gradient_scale):
+            policy = decoder_outputs(
+                self.model,
+                self.model_forward,
+                self.dtype,
+                batch,
+                filled,
+                attend,
+                gradient_scale,
+                self.score_head,
+                self.exact,
+                hidden.get("policy"),
+            )
+        return {**beside, "policy": policy}
+
+    def _attend(self, filled: Batch) -> Attend:
+        has_dropout = self.adapters is not None and self.adapters.build_context.dropout_state.active
+        recomputed_layers = self.model.recomputed_attention
+        if self.critic is not None:  # attends as the policy does
+            recomputed_layers |= self.critic.model.recomputed_attention
+        return context_attend_for(
+            filled,
+            self.context,
+            exact=self.exact,
+            sends_expanded=has_dropout,
+            recomputed_layers=recomputed_layers,
+        )
+
+    def _routed(self, filled: Batch, totals: Totals | None, gradient_scale: float) -> AbstractContextManager[None]:
+        """Within it, and where activations of it are recomputed, tokens go to the experts that are recorded of them; in
+        a step, whose `totals` are given, the policy's experts are counted and balanced.
+
+        The step divides by `totals.weight`, and what balances is a mean over tokens.
+        """
+        contexts: list[Callable[[], AbstractContextManager[None]]] = []
+        if self.balancer is not None and totals is not None:
+            factor = gradient_scale * totals.weight / sum(totals.document_lengths)
+            tokens = BatchTokens.of(filled.real, filled.boundaries, filled.packs, factor)
+            if filled.shares:
+                tokens = tokens.of_share(filled.shares, self.context.index, self.context.sum)
+            contexts.append(partial(self.balancer.active, tokens))
+        if filled.routes is not None:
+            contexts.append(partial(replaying, self.model, filled.routes))
+        return recomputed_within(partial(_all_of, contexts)) if contexts else nullcontext()
+
+    def explain(self, batch: Batch, step: int) -> Exception:
+        """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
+        of_critic = {} if self.critic is None else self.parallel.local_weights(self.critic.tensors())
+        named = [*self.model.named_parameters(), *of_critic.items()]
+        return self._explained(batch, step, non_finite_on_any(self.parallel.ranks.world, named))
+
+    def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
+        filled = pad_to_bucket(batch, self.token_multiple)
+        return explain_non_finite(self.model, batch, filled, self._attend(filled), self.dtype, step, names)
+
+
+@contextmanager
+def _all_of(contexts: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    """A context within all of them."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+@dataclass(frozen=True)
+class ReplicaBatches:
+    """A micro-batch dealt out to the replicas of one process."""
+
+    parts: tuple[Batch, ...]
+
+    @property
+    def weight(self) -> float:
+        """The sum over all targets."""
+        return sum(part.weight for part in self.parts)
+
+    @property
+    def targets(self) -> Tensor:
+        """[N], on the first device."""
+        return self._together([part.targets for part in self.parts])
+
+    @property
+    def weights(self) -> Tensor:
+        """[N], on the first device."""
+        return self._together([part.weights for part in self.parts])
+
+    @property
+    def target_sources(self) -> TargetSources | None:
+        """Each part tells its own; their losses are added up by name."""
+        return None
+
+    def _together(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.to(tensors[0].device) for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class ThreadedLearner(DecoderLearner):
+    """The same over replicas in one process: see `parallel.threads`."""
+
+    replicas: Replicas | None = None
+
+    def collate(self, items: Sequence[Pack]) -> Any:
+        """Each replica's part of a micro-batch, on its device."""
+        assert self.replicas is not None, "threads run replicas"
+        devices = self.replicas.devices
+        parts = zip(shares_of(items, len(devices)), devices, strict=True)
+        return ReplicaBatches(
+            tuple(collate(part or [self.empty], device, source_names=self.source_names) for part, device in parts)
+        )
+
+    def prepare(
+        self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+    ) -> Sequence[Pack]:
+        """As one process does it; the pass without gradients is on the first device alone."""
+        first = DecoderLearner(**{each.name: getattr(self, each.name) for each in fields(DecoderLearner)})
+        return first.prepare(items, micro_batches, step)
+
+    def losses(self, batch: Any, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
+        """The sum of all replicas' losses, on the first device."""
+        return self._on_replicas(
+            batch, lambda learner, part: DecoderLearner.losses(learner, part, totals, gradient_scale)
+        )
+
+    def assess(self, batch: Any, totals: Totals, x: Activation | None = None) -> Loss:
+        """The sum of all replicas' losses as evaluation reports them."""
+        return self._on_replicas(batch, lambda learner, part: DecoderLearner.assess(learner, part, totals))
+
+    def _on_replicas(self, batch: ReplicaBatches, loss_of: Callable[[DecoderLearner, Batch], Loss]) -> Loss:
+        assert self.replicas is not None, "threads run replicas"
+
+        def work(model: Any, part: Batch) -> Loss:
+            return loss_of(replace(self, model=model, model_forward=model, device=part.tokens.device), part)
+
+        return sum_losses(self.replicas.run(work, batch.parts), self.device)
+
+    def explain(self, batch: Any, step: int) -> Exception:
+        """Why a loss is not finite, for the first part of which it is not."""
+        return self._explained(batch.parts[0], step, non_finite(self.model.named_parameters()))
+
+
+def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:
+    """What training changes of a decoder, by name, live: all of it, or the adapter on top with its frozen parts."""
+    named = model.named_parameters() if adapters is None else adapters.tensors(adapters.active[-1]).items()
+    return {name: parameter.detach() for name, parameter in named}
+
+
+def objective_parameters(objective: Objective) -> dict[str, nn.Parameter]:
+    """The parameters of an objective that has some, by the names they have in optimizer and checkpoints."""
+    named = objective.named_parameters() if isinstance(objective, nn.Module) else ()
+    return {f"objective.{name}": parameter for name, parameter in named}
+
+
+def objective_tensors(objective: Objective) -> dict[str, Tensor]:
+    """Parameters and running statistics (buffers) of an objective by name, live and without autograd."""
+    buffers = objective.named_buffers() if isinstance(objective, nn.Module) else ()
+    return {
+        **{name: parameter.detach() for name, parameter in objective_parameters(objective).items()},
+        **{f"objective.{name}": buffer for name, buffer in buffers},
+    }

@@ -1,0 +1,61 @@
+"""Weights of a model beside the policy that follow the policy's: the moving reference of TR-DPO (arXiv:2404.09656)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from danlu.assembly.parallelize import Placed
+from danlu.core.types import Role
+from danlu.parallel.local_parameter import LocalParameter
+from danlu.parallel.step_parallel import StepParallel
+from danlu.stages.protocols import Mixing
+
+
+@dataclass(frozen=True)
+class MovingWeights:
+    """The weights of one role that moves, and the policy's. Both are placed alike: each process mixes what it has."""
+
+    policy: Mapping[str, Tensor]  # by name in the policy
+    own: Mapping[str, Tensor]  # of the same names, in float32
+    mixing: Mixing
+    parallel: StepParallel  # of the model that moves
+
+    @torch.no_grad()
+    def updated(self, step: int) -> None:
+        """Mixes the weights (equation 2) after a step whose number is a multiple of `mixing.every`."""
+        if step % self.mixing.every:
+            return
+        for name, tensor in self.own.items():
+            tensor.lerp_(self.policy[name], self.mixing.share)
+        self.parallel.reshard()
+
+
+def moving_weights(policy: Placed, model: Placed, mixing: Mixing) -> MovingWeights:
+    """The weights of a placed model that follow the policy's."""
+    own, followed = ({name: tensor.detach() for name, tensor in placed.parameters()} for placed in (model, policy))
+    return MovingWeights(followed, own, mixing, model.parallel)
+
+
+def moving_tensors(moving: Mapping[Role, MovingWeights]) -> dict[str, Tensor]:
+    """What a checkpoint has of models that move, live: "reference.NAME"."""
+    return {f"{role}.{name}": tensor for role, weights in moving.items() for name, tensor in weights.own.items()}
+
+
+def with_moving(parallel: StepParallel, moving: Mapping[Role, MovingWeights]) -> StepParallel:
+    """The step of the policy with the local parameters of models that move, which no optimizer changes."""
+
+    def reshard() -> None:
+        parallel.reshard()
+        for weights in moving.values():
+            weights.parallel.reshard()
+
+    local: dict[str, LocalParameter] = {
+        f"{role}.{name}": replace(parameter, name=f"{role}.{name}")
+        for role, weights in moving.items()
+        for name, parameter in weights.parallel.local_parameters.items()
+    }
+    return replace(parallel, local_parameters={**parallel.local_parameters, **local}, reshard=reshard)

@@ -1,0 +1,65 @@
+"""Stage distill with `on_policy`: the policy's own answers to a share of the rows, drawn while it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from danlu.core.line_log import OptionalLineLog
+from danlu.inference.cache_size import cache_gib
+from danlu.inference.chat_tokenizer import ChatTokenizer
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
+from danlu.stages.protocols import StoredRows
+from danlu.stages.reader import chat_tokenizer_of
+from danlu.stages.reinforcement import sampling_options
+from danlu.stages.rollout import engine_options, rollout_engine
+from danlu.training.position import ItemSource
+from danlu.training.run_folder import ROLLOUTS
+
+if TYPE_CHECKING:
+    from danlu.stages.placed import PlacedDecoder
+
+
+def on_policy_settings(recipe: Recipe, chat: ChatTokenizer) -> OnPolicySettings:
+    """Which rows the policy of a recipe answers itself, and how."""
+    rollout = recipe.rollout
+    stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
+    return OnPolicySettings(
+        share=float(recipe.on_policy),
+        per_step=recipe.batch.packs(recipe.data.max_length),
+        sampling=sampling_options(recipe),
+        max_new_tokens=rollout.max_new_tokens,
+        max_length=recipe.data.max_length,
+        stop_ids=chat.stop_ids | stop_ids,
+        stop_strings=tuple(stop_strings),
+        seed=recipe.seed,
+    )
+
+
+def longest_prompt(rows: StoredRows) -> int:
+    """Tokens of the longest prompt that the policy may have to answer. Raises DataError for a row without a prompt."""
+    samples = rows.train
+    return max(prompt_tokens(samples.sample(number)) for number in range(len(samples)))
+
+
+def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, folder: Path) -> OnPolicyRows:
+    """`rows` with the policy's own answers to a share of them; stored: the same rows, to be asked for by number."""
+    recipe = placed.recipe
+    config = placed.model.config
+    chat = chat_tokenizer_of(recipe, config)
+    settings = on_policy_settings(recipe, chat)
+    virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
+    if config.rotates_by_text_length:
+        settings = replace(settings, rotary_length=lambda tokens: min(virtual + tokens, config.context_length))
+    length = virtual + min(longest_prompt(stored) + settings.max_new_tokens, settings.max_length)
+    options = engine_options(recipe)
+    needed = cache_gib(
+        placed.model, DTYPES[recipe.precision], [length] * settings.per_step, options, placed.parallel.pipeline
+    )
+    engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
+    engine.sleep()
+    log = OptionalLineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None
+    return OnPolicyRows(rows, engine, settings, chat.decode, log)

@@ -1,0 +1,79 @@
+"""The policy's log-probabilities of given tokens as training computes them, beside those that a rollout has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from danlu.assembly.parallelize import Placed, token_shares
+from danlu.core.types import ROUTES, Batch, Outputs, Pack, Role, Sample
+from danlu.inference.recorded_routes import end_to_end
+from danlu.parallel.dealing import deal_by_tokens
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.rl.experience_trees import ROTARY_LENGTH
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.no_grad_pass import no_grad_pass
+from danlu.stages.roles import forward_of
+
+
+def policy_logprobs(
+    recipe: Recipe,
+    placed: Placed,
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    routes: Sequence[np.ndarray | None] = (),
+) -> list[list[float]]:
+    """The log-probability of each token behind the prompts, from packed sequences; all processes compute all of them,
+    stages of a pipeline together.
+
+    sequences: prompt and answer, without virtual tokens; prompt_lengths: tokens of each that are the prompt;
+    max_new_tokens: that the answers might have had, for LongRoPE chose its factors by these and the prompt's; routes:
+    of each sequence the experts of its tokens, as `Completion.routes`, which they go to again; without any, or with
+    None, routers choose.
+    """
+    model, adapters = placed.subject.model, placed.subject.adapters
+    learner = DecoderLearner(
+        model,
+        forward_of(model, compiled=recipe.compile),
+        model.input_device,
+        DTYPES[recipe.precision],
+        micro=1,
+        adapters=adapters,
+        parallel=placed.parallel,
+        token_multiple=token_shares(recipe, placed.parallel.ranks),
+        exact=recipe.numerics == "exact",
+    )
+    virtual_tokens = 0 if adapters is None else len(adapters.virtual_token_ids)
+    known = end_to_end(routes, [len(sequence) for sequence in sequences]) if routes else None
+    of_sequences = None if known is None else np.split(known, np.cumsum([len(each) for each in sequences])[:-1])
+    rows = [np.array(sequence, dtype=np.int32) for sequence in sequences]
+    logprobs: list[list[float]] = [[] for _ in rows]
+
+    def sample(number: int) -> Sample:
+        answered = np.arange(len(rows[number])) >= prompt_lengths[number]
+        text = virtual_tokens + prompt_lengths[number] + max_new_tokens
+        return Sample(
+            rows[number],
+            answered.astype(np.float32),
+            f"sample {number}",
+            columns={} if of_sequences is None else {ROUTES: of_sequences[number]},
+            facts={ROTARY_LENGTH: np.array([min(text, model.config.context_length)], np.float32)},
+        )
+
+    def logprobs_of(outputs: Mapping[Role, Outputs], batch: Batch) -> Tensor:
+        return outputs["policy"].logprobs(temperature=temperature).logprobs
+
+    # One that is longer than a packed sequence has one of its own, and leaves another empty.
+    dealt = [*filter(None, deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length))]
+    items = [Pack((sample(number),)) for number in range(len(rows))]
+    for numbers, values in no_grad_pass(learner.judged_by, items, dealt, logprobs_of):
+        counts = [len(rows[number]) - prompt_lengths[number] for number in numbers]
+        for number, own in zip(numbers, values.split(counts), strict=True):
+            logprobs[number] = own.tolist()
+    return placed.parallel.pipeline.from_last(logprobs)

@@ -1,0 +1,149 @@
+"""Stage `rl`: prompts as the rows of a run, and the builder of the decoder that answers them and learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from typing import TextIO
+
+import numpy as np
+import torch
+
+from danlu.assembly.recipe_adapters import max_sample_length
+from danlu.core.errors import DataError
+from danlu.data.prompts import Prompt, PromptOrder, PromptSpec, read_prompts
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tokenizing import tokenizer_info
+from danlu.data.tool_calls import unknown_form_line
+from danlu.parallel.ranks import Ranks
+from danlu.recipe import Recipe
+from danlu.recipe.sections import AgentSection, Tools
+from danlu.rewards.build import check_columns, check_first_tests, check_functions
+from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
+from danlu.stages.builder import DecoderBuilder
+from danlu.stages.distillation import check_teachers, with_teacher_notes
+from danlu.stages.placed import PlacedDecoder
+from danlu.stages.protocols import Material, Prompts
+from danlu.stages.reader import tokenizer_of, tokenizer_path
+from danlu.stages.reinforcement import empty_item, reward_parts
+from danlu.training.progress import RowProgress
+from danlu.training.run_folder import Start
+
+
+class PromptReader:
+    """A `Reader`: the prompts of stage rl."""
+
+    items = "prompts"
+    counted = "tokens"
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def read(self, stream: TextIO) -> Material:
+        """Every process reads and renders the prompts."""
+        recipe, model = self.recipe, self.recipe.model
+        spec = PromptSpec(
+            recipe.data,
+            tokenizer_path(recipe),
+            model.chat_template,
+            recipe.seed,
+            recipe.rollout.max_new_tokens,
+            model.chat_template_date,
+            tool_schemas(recipe.environment),
+        )
+        with closing(RowProgress(stream)) as progress:
+            prompts = read_prompts(spec, progress=progress)
+        parts = reward_parts(recipe)
+        everyone = (*prompts.train, *prompts.eval)
+        for prompt in everyone:
+            check_columns(parts, prompt.row, prompt.where)
+        positions = max_sample_length(model, recipe.adapter)
+        tokenizer = tokenizer_of(recipe)
+        return Material(
+            None,
+            len(prompts.train) * recipe.batch.passes,
+            None,
+            [
+                *prompts.lines(),
+                *position_lines(everyone, recipe.data.max_length, spec.max_new_tokens, positions),
+                *_call_lines(recipe, tokenizer),
+            ],
+            tokenizer=tokenizer_info(tokenizer),
+            empty=empty_item(recipe),
+            prompts=Prompts(PromptOrder(prompts.train, recipe.seed), prompts.train, prompts.eval),
+        )
+
+    def amount(self, items: int) -> str:
+        """So many prompts in words."""
+        return f"{items} prompts x {self.recipe.rollout.samples} answers"
+
+    def targets(self, items: int) -> int:
+        """The most targets that so many prompts have."""
+        rollout, environment = self.recipe.rollout, self.recipe.environment
+        longest = rollout.max_new_tokens
+        if environment is not None:
+            longest = min(longest * environment.max_turns, self.recipe.data.max_length)
+        return items * rollout.samples * longest
+
+
+def _call_lines(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    """The line on how calls of tools are read, where the recipe's environment has tools."""
+    if not isinstance(recipe.environment, Tools | AgentSection) or not tokenizer.has_template:
+        return []
+    line = unknown_form_line(tokenizer.template(tools=True))
+    return [] if line is None else [line]
+
+
+def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, positions: int) -> list[str]:
+    """What is to be told of prompts whose answers end where the model has no more positions.
+
+    positions: of the model, for a prompt and its answer. Raises DataError for a prompt that leaves no answer any room.
+    """
+    if max_length <= positions:
+        return []
+    advice = f"Set data.max_length to {positions}, or give the model more (max_position_embeddings, rope_scaling)"
+    lengths = np.array([len(prompt.tokens) for prompt in prompts])
+    too_long = np.flatnonzero(lengths >= positions)
+    if len(too_long):
+        first = prompts[too_long[0]]
+        raise DataError(
+            f"{first.where}: the prompt has {len(first.tokens):,} tokens, and the model has {positions:,} positions "
+            f"for it and its answer; {len(too_long):,} of {len(prompts):,} prompts are too long. {advice}"
+        )
+    limit = f"data.max_length: {max_length:,} is more than the {positions:,} positions that the model has"
+    cut = int((lengths > positions - max_new_tokens).sum())
+    if not cut:
+        return []
+    return [
+        f"{limit}: {cut:,} of {len(prompts):,} prompts leave less than rollout.max_new_tokens for answers. {advice}"
+    ]
+
+
+class RolloutBuilder(DecoderBuilder):
+    """A `ModelBuilder`: the decoder that answers and learns, and its teachers where it has some."""
+
+    def check(self, start: Start | None) -> None:
+        """Also raises a DanluError for rewards and environments that cannot be, and for teachers of other tokens."""
+        super().check(start)
+        check_teachers(self.recipe)
+        reward_parts(self.recipe)
+        if self.recipe.environment is not None:
+            check_environment(self.recipe.environment)
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+        """The decoder, and the models beside it, on the processes of a layout.
+
+        Also raises what loading rewards and an environment of the user's raises, and DataError for tests of programs
+        that the empty program passes, before any model is loaded.
+        """
+        ranks.world.from_first(partial(self._check_loading, material))
+        return with_teacher_notes(super().place(ranks, device, start, material))
+
+    def _check_loading(self, material: Material) -> None:
+        parts = reward_parts(self.recipe)
+        check_functions(parts, self.recipe.reward_limits)
+        if material.prompts is not None:
+            check_first_tests(parts, ((prompt.row, prompt.where) for prompt in material.prompts.train))
+        if self.recipe.environment is not None:
+            check_environment_code(self.recipe.environment)

@@ -1,0 +1,294 @@
+"""What a run asks of the parts of a stage: a reader of its rows, and a builder of the models it trains.
+
+`table.py` has a row for each stage; `run/train.py` looks the recipe's up and knows no more of it than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from danlu.assembly.memory_estimate import MemoryEstimate
+from danlu.core.errors import RecipeError
+from danlu.core.shard_box import BoxValue
+from danlu.core.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
+from danlu.data.column_store import ColumnType
+from danlu.data.prompts import Prompt, PromptOrder
+from danlu.data.samples import Samples
+from danlu.data.tokenizing import TokenizerInfo
+from danlu.optim.build import Optimizers
+from danlu.parallel.ranks import Ranks
+from danlu.parallel.step_parallel import StepParallel
+from danlu.planning.gemm import Peak
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Model, QuantizationSection
+from danlu.training.criterion import Criterion
+from danlu.training.executor import AnyLearner
+from danlu.training.memory_parts import MemoryParts
+from danlu.training.position import ItemSource, Stretch
+from danlu.training.remarks import Remark
+from danlu.training.run_folder import Start
+from danlu.training.state import Generate, Run
+from danlu.training.trained_roles import TrainedRoles
+
+Better = Literal["lower", "higher"]
+"""Which of two values of a metric is the better one."""
+
+LeastSeconds = Callable[[Sequence[int], int], float]
+"""(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
+
+
+HeldOut = Callable[[], Sequence[Item]]
+"""The items of an evaluation, asked for each time."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The rows of a run as samples that can be asked for by number, and how items are made of them."""
+
+    train: Samples
+    held_out: Samples | None
+    material: Callable[[Samples, Samples | None], Material]  # the same with these samples in their place
+    laid_out: Callable[[Sample], Sample] = lambda sample: sample
+    """A sample as it goes through a model: perhaps with copies of some tokens. Columns go with their tokens."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a policy is asked while it is trained."""
+
+    order: PromptOrder  # over those of an epoch
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is trained on."""
+
+    source: ItemSource | None  # None where models make the items of `prompts`
+    per_epoch: int | None  # items; None for a stream
+    held_out: Sequence[Item] | None
+    lines: Sequence[str]  # what became of the rows, for the console
+    late_lines: Callable[[], Sequence[str]] = tuple  # the same, of what is known only when all was read
+    close: Callable[[], None] = lambda: None
+    tokenizer: TokenizerInfo | None = None  # of rows of text, unless they are streamed
+    sources: tuple[str, ...] = ()  # names of the files or mixture parts whose losses are told apart
+    empty: Item | None = None  # without targets, like the others, for a process that has none; None: the usual one
+    stored: StoredRows | None = None  # None for what columns cannot be added to: a stream, images
+    prompts: Prompts | None = None  # that the policy answers itself
+    stretches: Sequence[Stretch] = ()  # of steps whose items differ, where they do
+
+    def items(self) -> tuple[ItemSource, HeldOut | None]:
+        """What steps take and evaluations judge, where that is read and not made by a model."""
+        held_out = self.held_out
+        assert self.source is not None, "rows were read"
+        return self.source, (None if not held_out else lambda: held_out)
+
+
+class Reader(Protocol):
+    """Reads the rows of a recipe; made of the recipe."""
+
+    @property
+    def items(self) -> str: ...  # what a batch is counted in: "packed sequences", "images"
+
+    @property
+    def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
+
+    def read(self, stream: TextIO) -> Material: ...  # showing its progress on `stream`
+
+    def amount(self, items: int) -> str: ...  # in words: "4 x 64 tokens", "128 images"
+
+    def targets(self, items: int) -> int: ...  # at most, of so many
+
+
+class PlacedModel(Protocol):
+    """The models of a stage on the processes of a run: all that is asked of them before training, and after."""
+
+    @property
+    def model(self) -> nn.Module: ...  # the policy
+
+    @property
+    def parallel(self) -> StepParallel: ...
+
+    @property
+    def name(self) -> str: ...  # for the console: "llama"
+
+    @property
+    def notes(self) -> Sequence[str]: ...  # for the console: what is worth knowing of how it was placed
+
+    def parameters(self) -> list[tuple[str, Parameter]]:
+        """What optimizer and average work on, by name: as much of each parameter as this process has."""
+
+    def base(self) -> Mapping[str, Any] | None: ...  # what tells the base of a trained adapter from another; JSON
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
+
+    def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
+
+    def learner(self, micro: int, sources: tuple[str, ...] = ()) -> AnyLearner: ...
+
+    def check_weights(self) -> None:
+        """Raises a DanluError for what cannot be trained on with the weights of the first step, which are there now."""
+
+    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
+        """What steps take, and what evaluations judge: those of `material`, or what the placed models make of it.
+
+        folder: of the run, for what is written of items that are made.
+        """
+
+    def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
+
+    def peak(self) -> Peak | None: ...  # what utilisation is measured against; None where that says nothing
+
+    def least_seconds(self) -> LeastSeconds | None: ...
+
+    def expected(self, run: Run) -> MemoryEstimate | None: ...  # what a step will hold in memory
+
+    def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
+
+    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+        """Writes the result; `value` and `writes` as in `models.saving.save`."""
+
+
+class ModelBuilder(Protocol):
+    """Builds and places the models of a stage; made of the recipe and the stage."""
+
+    def check(self, start: Start | None) -> None:
+        """Raises a DanluError for what can be wrong before any data is read, the stage's objective and models included.
+
+        start: as in `place`.
+        """
+
+    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+        """The rows with the columns of the stage, computed where they are not stored, showing the progress on `stream`.
+
+        Every process calls it, before models are placed: what is asked then is in memory alone.
+        """
+
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedModel:
+        """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
+
+    def unplaced(self, checkpoint: Path) -> PlacedModel: ...  # on the CPU, to load a checkpoint into and write it
+
+
+class Mixing(NamedTuple):
+    """A model's weights become share x policy + (1 - share) x its own, every so many steps."""
+
+    every: int
+    share: float
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A frozen model beside the policy: where its weights are from, and how they are stored."""
+
+    key: str  # of the section of the recipe that asks for it, for messages: "reference", "teacher.0"
+    section: Model
+    quantization: QuantizationSection | None = None  # of its linear layers; None: in the type of activations
+    mixing: Mixing | None = None
+    """How its weights follow the policy's: they are kept in float32 then, and have a place in checkpoints."""
+
+
+@dataclass(frozen=True)
+class PolicyWithoutAdapter:
+    """The policy without the adapter that is trained: a model that has no weights of its own."""
+
+
+@dataclass(frozen=True)
+class FromColumns:
+    """No model: what the role says was computed before training, and is in the columns of the rows."""
+
+    outputs: Callable[[Batch], Outputs]
+
+
+RoleSpec = ModelSpec | PolicyWithoutAdapter | FromColumns
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """Columns of the rows: values of each token that a model says once, before training, and that are kept on disk.
+
+    They are of the tokens that carry weight, and of all in branches that have a parent; 0 for others.
+    """
+
+    name: str  # leads the name of their folder: "reference"
+    model: ModelSpec | None  # None: the policy as the run starts it, with its new adapter
+    types: Mapping[str, ColumnType]  # by the columns' names
+    compute: Callable[[Outputs, Batch], Mapping[str, Tensor]]  # [N, ...] each, also of a batch without targets
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """What else than model, rows and numerics the values follow from; JSON."""
+
+
+def no_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
+    """The columns of a stage that computes none before training."""
+    return ()
+
+
+def policy_alone(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The models beside the policy of a stage that has none."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind of training: what reads its rows, the models beside the policy, and the objective over their outputs."""
+
+    reader: Callable[[Recipe], Reader]
+    builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
+    objective: Callable[[Recipe], Objective]
+    models: Callable[[Recipe], Mapping[Role, RoleSpec]] = policy_alone  # beside the policy, by role; none is trained
+    evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
+    """What held-out items are judged by, made of the recipe and the objective that is trained with."""
+    task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
+    """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
+    columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
+    objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0
+    """What the learning rate is multiplied by for the objective's own parameters and a model of values, which are an
+    optimizer group then."""
+    trained_roles: Callable[[Recipe], TrainedRoles | None] = lambda recipe: None
+    """Whose each trained parameter is, where a model beside the policy is trained too."""
+    metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
+    """What an evaluation of the recipe reports that a run can be judged by, by name: whether lower or higher is
+    better."""
+    remarks: Callable[[Recipe], Remark] = lambda recipe: lambda metrics: ()
+    """What is to be said of the metrics of logged steps."""
+
+    def criterion(self, recipe: Recipe) -> Criterion:
+        """What the recipe's evaluations are judged by. Raises RecipeError for what the stage does not report."""
+        metric, metrics = recipe.evaluation.metric, self.metrics(recipe)
+        if metric not in metrics:
+            known = ", ".join(f"{name} ({better} is better)" for name, better in metrics.items())
+            raise RecipeError(
+                f"evaluation.metric: {metric!r} is nothing that evaluations of this recipe report. They report {known}"
+            )
+        return Criterion(metric, metrics[metric] == "higher")
+
+    def objectives(
+        self, recipe: Recipe, offered: frozenset[str], model: str, *, offered_by_head: frozenset[str] = frozenset()
+    ) -> tuple[Objective, Objective]:
+        """(objective, evaluation); first values of their parameters follow from the seed, so they are alike anywhere.
+
+        offered: the methods of `Outputs` that a model has; offered_by_head: those that it has with a head of the
+        objective; model: its name in messages.
+        Raises RecipeError if an objective needs what is not offered.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            objective = self.objective(recipe)
+            evaluation = self.evaluation(recipe, objective)
+        if isinstance(objective, HeadObjective):
+            offered |= offered_by_head
+        if lacking := sorted((objective.needs | evaluation.needs) - offered):
+            raise RecipeError(
+                f"stage {recipe.stage}: its objective needs {', '.join(lacking)}, which {model} does not say; it says "
+                f"{', '.join(sorted(offered))}"
+            )
+        return objective, evaluation

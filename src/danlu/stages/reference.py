@@ -1,0 +1,65 @@
+"""The reference of stage `preference` as a model beside the policy, or as a column of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from danlu.core.types import Batch, Outputs, Role, TokenLogprobs
+from danlu.data.column_store import ColumnType
+from danlu.recipe import Recipe
+from danlu.recipe.reference import resolve_reference, starts_with_effect
+from danlu.recipe.sections import AdapterOff, Cached, Frozen, Model
+from danlu.stages.protocols import ColumnSpec, FromColumns, Mixing, ModelSpec, PolicyWithoutAdapter, RoleSpec
+
+REFERENCE: Role = "reference"
+
+
+def reference_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """What has the role of the reference in a recipe, if anything has."""
+    match resolve_reference(recipe):
+        case Cached():
+            return {REFERENCE: FromColumns(_from_column)}
+        case AdapterOff():
+            return {REFERENCE: PolicyWithoutAdapter()}
+        case Frozen() as frozen:
+            section = recipe.model if frozen.model is None else Model(path=frozen.model)
+            quantization = frozen.quantization or recipe.quantization
+            mixing = None if frozen.every is None else Mixing(frozen.every, frozen.mix)
+            return {REFERENCE: ModelSpec(REFERENCE, section, quantization, mixing)}
+    return {}
+
+
+def reference_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
+    """The column of a cached reference: what the policy, as the run starts it, says of each token of the answers.
+
+    That is a frozen model with the same weights, unless the adapter that is trained starts with an effect.
+    """
+    if not isinstance(resolve_reference(recipe), Cached):
+        return ()
+    alike = starts_with_effect(recipe) is None
+    model = ModelSpec(REFERENCE, recipe.model, recipe.quantization) if alike else None
+    return (ColumnSpec(REFERENCE, model, {REFERENCE: ColumnType("<f4")}, _logprobs),)
+
+
+def _logprobs(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+    return {REFERENCE: outputs.logprobs().logprobs}
+
+
+@dataclass(frozen=True)
+class ColumnLogprobs:
+    """What a cached reference says: the log-probabilities of the targets, of an `Outputs` that method alone."""
+
+    batch: Batch
+
+    def logprobs(self, *, temperature: float = 1.0, **others: Any) -> TokenLogprobs:
+        """The column `reference` [N]: of the unchanged distribution, without entropies."""
+        assert temperature == 1.0 and not any(others.values()), "only log-probabilities are cached"
+        return TokenLogprobs(self.batch.columns[REFERENCE])
+
+
+def _from_column(batch: Batch) -> Outputs:
+    return cast(Outputs, ColumnLogprobs(batch))  # objectives ask a reference for nothing else

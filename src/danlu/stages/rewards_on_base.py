@@ -1,0 +1,120 @@
+"""Reward models of stage rl that are adapters on the policy's own base: put upon that, which is not loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+from torch import nn
+
+from danlu.adapters.adapter_config import open_adapter
+from danlu.adapters.peft_folder import add_adapter
+from danlu.assembly.base_model import find_base
+from danlu.assembly.memory_estimate import activation_dtype
+from danlu.assembly.parallelize import Subject
+from danlu.assembly.parameter_roles import TRAINED, VALUE
+from danlu.assembly.score_head import required_score_head
+from danlu.inference.load_model import LoadedModel, load_chat_tokenizer
+from danlu.inference.resolve_model import ResolvedModel
+from danlu.models.rotation import same_rotation
+from danlu.parallel.ranks import Ranks
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.sections import ModelReward
+from danlu.stages.reward_model import RewardModel, resolve_reward_model
+from danlu.training.units import format_bytes
+
+_PLAIN_STARTS = (None, True, False, "gaussian")
+"""`init_lora_weights` of adapters whose start was not taken out of the base."""
+
+
+def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dict[str, RewardModel], list[str]]:
+    """(reward models by the path that the recipe has, lines for the console).
+
+    Their adapters are put into the policy's model, which is not placed yet: frozen, and switched on while they judge.
+    """
+    judges: dict[str, RewardModel] = {}
+    lines = []
+    for number, section in enumerate(recipe.rewards or ()):
+        if not isinstance(section, ModelReward) or section.path in judges:
+            continue
+        resolved = resolve_reward_model(section.path)
+        if not _has_base_of_policy(recipe, resolved):
+            continue
+        where = f"rewards.{number}: {section.path} is an adapter on the policy's base"
+        if (reason := _needs_base_of_its_own(recipe, subject, resolved, ranks)) is not None:
+            lines.append(f"{where}, which the first process loads once more: {reason}")
+            continue
+        judges[section.path], size = _judge(recipe, subject, resolved, len(judges))
+        lines.append(f"{where}: {format_bytes(size)} are put upon that, and it is not loaded again")
+    return judges, lines
+
+
+def _has_base_of_policy(recipe: Recipe, resolved: ResolvedModel) -> bool:
+    if recipe.adapter is None or recipe.model.path is None or len(resolved.stacks) != 1:
+        return False
+    return find_base(resolved.folder).fingerprint == find_base(recipe.model.path).fingerprint
+
+
+def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedModel, ranks: Ranks) -> str | None:
+    """Why a reward model cannot judge on the policy's base; None where it can."""
+    section, (stack,), adapters = recipe.parallel, resolved.stacks, subject.adapters
+    assert adapters is not None, "the recipe trains an adapter"
+    is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
+    if ranks.tensor.size > 1 or ranks.pipeline.size > 1 or is_sharded or section.workers == "threads":
+        return "the policy's is cut among processes or copied"
+    if any(added.base_changing_sites() for added in adapters.added.values()):
+        return "the policy's adapter took its start out of it"
+    if resolved.virtual_tokens_per_prompt or any(
+        adapter.values.get("init_lora_weights") not in _PLAIN_STARTS for adapter in stack
+    ):
+        return "its adapter is not one that can be switched (virtual tokens, or a start taken out of the base)"
+    if not same_rotation(subject.model.config, resolved.config):
+        return "it was trained with another rotary embedding of the base (long_context)"
+    quantization = None if recipe.quantization is None else recipe.quantization.model_dump(mode="json")
+    if stack[-1].quantization != quantization:
+        return "the policy's is held in other bits than when it was trained"
+    return None
+
+
+def _judge(recipe: Recipe, subject: Subject, resolved: ResolvedModel, number: int) -> tuple[RewardModel, int]:
+    """(a reward model on the policy's base, bytes of its adapters and its head)."""
+    adapters, model = subject.adapters, subject.model
+    assert adapters is not None and recipe.precision != "auto", "it trains one, and a run has chosen its precision"
+    (stack,) = resolved.stacks
+    names = [f"reward-{number}-{place}" for place in range(len(stack))]
+    with adapters.switched_to(()):
+        for name, folder in zip(names, stack, strict=True):
+            adapters.activate()  # copies of the base's parameters are not made of another adapter's copies
+            add_adapter(adapters, name, open_adapter(folder.path))
+    adapters.train_only(*(name for name in (TRAINED, VALUE) if name in adapters.added))
+    head: nn.Linear = required_score_head(resolved.folder, stack)
+    head.to(model.embed_tokens.weight.device).requires_grad_(False)
+    loaded = LoadedModel(
+        folder=resolved.folder,
+        model=model,
+        chat_tokenizer=load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder),
+        stop_ids=frozenset(),
+        dtype=DTYPES[recipe.precision],
+        score_head=head,
+    )
+    tensors = [*(tensor for name in names for tensor in adapters.tensors(name).values()), *head.parameters()]
+    switched_on = partial(adapters.switched_to, names)
+    judge = RewardModel(loaded, model.config.context_length, resolved.config.task, switched_on)
+    return judge, sum(tensor.nbytes for tensor in tensors)
+
+
+def own_reward_bytes(recipe: Recipe, judges: Collection[str]) -> int:
+    """Bytes of the reward models that the first process loads beside the policy, in the type of activations.
+
+    judges: the paths of those that need no base of their own.
+    """
+    paths = {section.path for section in recipe.rewards or () if isinstance(section, ModelReward)} - set(judges)
+    sizes = [resolve_reward_model(path).config.parameter_count() for path in paths]
+    return sum(sizes) * activation_dtype(recipe).itemsize
+
+
+def shared_rewards(recipe: Recipe) -> list[str]:
+    """The paths of reward models that are adapters on the policy's base, whether or not they can judge upon that."""
+    sections = [section for section in recipe.rewards or () if isinstance(section, ModelReward)]
+    return [each.path for each in sections if _has_base_of_policy(recipe, resolve_reward_model(each.path))]

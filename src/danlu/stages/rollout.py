@@ -1,0 +1,137 @@
+"""The rollout engine of a recipe, over the policy as it is placed on the processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from danlu.assembly.adapter_stacks import AdapterStacks
+from danlu.assembly.memory_estimate import gathered_element_bytes, processes_here
+from danlu.assembly.parallelize import Placed
+from danlu.core.dtensor import is_dtensor
+from danlu.core.terminal import print_status
+from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import DraftOptions, EngineAdapters, EngineOptions, RolloutEngine
+from danlu.inference.engine_adapters import StackedAdapters
+from danlu.inference.pipelined_decoder import PipelinedDecoder
+from danlu.inference.ranks import ParallelEngine
+from danlu.inference.sharded_weights import ShardedWeights
+from danlu.inference.stopping import Decode
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import resolve_folder
+from danlu.models.loading import load
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.routing_replay import replays_routes
+from danlu.recipe.sections import DraftModel, Ngram, Rollout
+from danlu.stages.served_policy import ServedPolicy
+
+POLICY = "policy"
+"""The name of the trained adapter, with those stacked below it; active where a request names none."""
+
+
+def rollout_engine(
+    recipe: Recipe, placed: Placed, *, decode: Decode | None = None, cache_gib: float | None = None
+) -> RolloutEngine:
+    """An engine that answers with the policy, dealt among the processes or on a server; all processes make one.
+
+    Asynchronous rollouts ask servers in a process of their own: what the trainer then answers itself it draws itself.
+
+    decode: token ids to text without special tokens; without it answers have no text. cache_gib: what the requests to
+    come need of the cache, where that is known: no more is taken.
+    Raises what making the engine raises: ResourceError for a cache that holds not one block, ModelError for a draft
+    model that is not there or has another vocabulary.
+    """
+    model, parallel = placed.subject.model, placed.parallel
+    ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
+    if recipe.rollout.engine != "embedded" and recipe.rollout.staleness == 0:
+        return ServedPolicy(recipe, placed).engine(decode)
+    options = engine_options(recipe)
+    if cache_gib is not None:
+        options = replace(options, cache_gib=min(options.cache_gib, cache_gib))
+    stages = None if parallel.pipeline.alone else PipelinedDecoder(model, parallel.pipeline)
+    engine = EmbeddedEngine(
+        model,
+        options,
+        dtype=dtype,
+        decode=decode,
+        adapters=policy_adapters(placed),
+        draft_model=draft_model(recipe.rollout, model.input_device, dtype),
+        stages=stages,
+    )
+    if ranks.alone:
+        return engine
+    return ParallelEngine.embedded(engine, ranks, stages or model, sharded_weights(recipe, placed))
+
+
+def engine_options(recipe: Recipe) -> EngineOptions:
+    """The settings of the embedded engine in a recipe."""
+    section = recipe.rollout
+    return EngineOptions(
+        block=section.block,
+        cache_gib=section.cache_gib,
+        packed_gib=section.packed_gib,
+        batch_tokens=section.batch_tokens,
+        sequences=section.sequences,
+        prefix_sharing=section.prefix_sharing,
+        draft=draft_options(section),
+        preempt=section.preempt,
+        swap_gib=section.swap_gib,
+        exact=recipe.numerics == "exact",
+        routes=replays_routes(recipe),
+    )
+
+
+def draft_options(section: Rollout) -> DraftOptions | None:
+    """What proposes tokens in speculative decoding, if anything does."""
+    match section.draft:
+        case Ngram() as ngram:
+            return DraftOptions("ngram", ngram.tokens, longest=ngram.longest)
+        case DraftModel() as draft:
+            return DraftOptions("model", draft.tokens, model=draft.model)
+    return None
+
+
+def draft_model(section: Rollout, device: torch.device, dtype: torch.dtype) -> Decoder | None:
+    """The model that proposes tokens, whole on each process, where one does."""
+    if not isinstance(section.draft, DraftModel):
+        return None
+    return load(resolve_folder(section.draft.model), dtype=dtype, device=device)
+
+
+def policy_adapters(placed: Placed) -> EngineAdapters | None:
+    """What requests may switch between: the adapters as they are trained, and the base without any."""
+    adapters = placed.subject.adapters
+    if adapters is None:
+        return None
+    stacks = AdapterStacks(adapters)
+    stacks.names.append(adapters.active)
+    return StackedAdapters(stacks, [POLICY])
+
+
+def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
+    """The policy's weights as a rollout reads them, where data ranks (and context ranks) shard them or have other
+    experts."""
+    model, ranks = placed.subject.model, placed.parallel.ranks
+    if ranks.dense_data.all.alone or (recipe.parallel.shard == "none" and ranks.expert.alone):
+        return None
+    whole_bytes = sum(
+        parameter.numel() * gathered_element_bytes(recipe, parameter)
+        for parameter in model.parameters()
+        if is_dtensor(parameter)
+    )
+    return ShardedWeights(
+        model,
+        recipe.parallel,
+        recipe.rollout,
+        ranks,
+        dtype=DTYPES[recipe.precision],
+        whole_bytes=whole_bytes,
+        processes_here=processes_here(ranks.world.size),
+        say=print_status if ranks.leads else _keep_to_oneself,
+    )
+
+
+def _keep_to_oneself(text: str) -> None:
+    """Another process tells it."""

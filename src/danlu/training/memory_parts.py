@@ -1,0 +1,108 @@
+"""Where a run's memory goes, part by part: what is counted, beside what the machine measured.
+
+Weights, gradients and optimizer state are counted by their bytes; activations by the tensors that autograd keeps in the
+first micro-batches, each storage once. Their sum is what tensors take at the peak of a step (on CUDA the allocator says
+the same). A process on a CPU holds more: the program itself, what the kernels generate, and what the system's allocator
+keeps of memory that was freed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from danlu.core.dtensor import local_tensor
+from danlu.training.metrics import peak_memory_bytes
+from danlu.training.units import format_bytes
+
+_MICRO_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of tensors at the peak of a training step; the field names are those of summary.json."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    average: int
+    activations: int
+    logits: int
+    packed: int = 0  # the dense copy of one matrix at a time of a quantized base
+    gathered: int = 0  # parameters that are all-gathered for a while, of shards
+    stash: int = 0  # versions of trained weights before the newest, for micro-batches in flight (PipeDream)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return sum(vars(self).values())
+
+    def line(self, program: int, measured: int) -> str:
+        """`memory: weights 111 MiB + adapter 2.38 MiB + ... = 299 MiB in tensors; at most 829 MiB were held, ...`.
+
+        Args:
+            program   bytes resident before there was a model, 0 on CUDA
+            measured  peak bytes of the process, or of the device
+        """
+        parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self).items() if value)
+        peak = f"at most {format_bytes(measured)} were held"
+        if program:
+            rest = format_bytes(max(0, measured - program - self.total))
+            peak += f" (program {format_bytes(program)}, kernels and freed memory {rest})"
+        return f"memory: {parts} = {format_bytes(self.total)} in tensors; {peak}"
+
+
+@dataclass
+class Activations:
+    """Counts the bytes that autograd saves between forward and backward of a micro-batch, weights left out."""
+
+    weights: frozenset[int]  # data pointers of storages that are no activations
+    peak_bytes: int = 0  # of the micro-batch that had the most
+    targets: int = 0  # of the micro-batch that had the most
+    micro_batches: int = 0  # counted so far
+    _saved_bytes: dict[int, int] = field(default_factory=dict)  # of the present micro-batch, by data pointer of storage
+
+    @classmethod
+    def beside(cls, tensors: Iterable[Tensor]) -> Activations:
+        """A counter that leaves out `tensors`: parameters and buffers, which autograd saves without a copy."""
+        local = map(local_tensor, tensors)
+        return cls(frozenset(tensor.untyped_storage().data_ptr() for tensor in local))
+
+    @contextmanager
+    def counted(self, targets: int) -> Iterator[None]:
+        """A context in which saved tensors are counted, for the first micro-batches; `targets`: of this one."""
+        if self.micro_batches >= _MICRO_BATCHES:
+            yield
+            return
+        self._saved_bytes = {}
+        with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
+            yield
+        self.peak_bytes = max(self.peak_bytes, sum(self._saved_bytes.values()))
+        self.targets = max(self.targets, targets)
+        self.micro_batches += 1
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # All-gathered by FSDP2 for a while.
+        gathered = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+        if storage.data_ptr() not in self.weights and not gathered:
+            self._saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # itself would hold the graph that holds it
+
+
+def resident_bytes(device: torch.device) -> int:
+    """Resident bytes of the process at present; 0 on CUDA. Where the system does not say, the peak so far."""
+    if device.type == "cuda":
+        return 0
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        return peak_memory_bytes(device)
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,55 @@
+"""A recorder that a run can do without: one that fails is switched off, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from danlu.core.types import StepMetrics
+from danlu.training.metrics import Recorder, Value
+
+
+class OptionalRecorder:
+    """A `Recorder` that passes everything on to another, until that one raises an error.
+
+    The error is said once, and nothing is passed on after it: metrics.jsonl has all the numbers.
+
+    Args:
+        name  of the other one, for the message
+        say   takes a line for the console
+    """
+
+    def __init__(self, recorder: Recorder, name: str, say: Callable[[str], None]) -> None:
+        self._recorder, self._name, self._say = recorder, name, say
+        self._is_on = True
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Passes a step on."""
+        self._attempt(lambda: self._recorder.step(metrics))
+
+    def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
+        """Passes an evaluation on."""
+        self._attempt(lambda: self._recorder.evaluation(step, values))
+
+    def event(self, step: int, event: str, **values: Value) -> None:
+        """Passes an event on."""
+        self._attempt(lambda: self._recorder.event(step, event, **values))
+
+    def close(self) -> None:
+        """Closes the other one, also where it has failed before; then what else it raises is no news."""
+        was_on = self._is_on
+        self._is_on = True
+        self._attempt(self._recorder.close, quiet=not was_on)
+
+    def _attempt(self, record: Callable[[], None], *, quiet: bool = False) -> None:
+        if not self._is_on:
+            return
+        try:
+            record()
+        except Exception as error:  # a package's own kinds, which have nothing in common
+            self._is_on = False
+            first = next((line for line in str(error).splitlines() if line.strip()), "")
+            if not quiet:
+                self._say(
+                    f"{self._name}: switched off for the rest of this run ({type(error).__name__}: "
+                    f"{first.rstrip('.')}). Training goes on, and metrics.jsonl has everything"
+                )

@@ -1,0 +1,179 @@
+"""The run folder: which files belong into it, whose it is, and from which checkpoint in it a run goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.core.errors import CheckpointError, RecipeError, ResourceError
+from danlu.core.output_folder import refuse_foreign_files
+from danlu.recipe import Change, Recipe, changes
+from danlu.recipe import load as load_recipe
+from danlu.training.checkpoints.folders import CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
+from danlu.training.checkpoints.loading import read_state
+from danlu.training.checkpoints.manifest import MARK
+from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.run_lock import LOCK_FILE
+from danlu.training.summary import SUMMARY
+from danlu.training.trackers import WANDB_ID_FILE
+
+RECIPE = "recipe.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+REPORT = "report.html"
+LONGROPE_SEARCH = "longrope_search.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+MODEL_EMA = "model-ema"
+ADAPTER = "adapter"
+ADAPTER_EMA = "adapter-ema"
+
+_OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
+    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
+    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint a run goes on from, and what its recipe has that the run's had not (nothing that matters)."""
+
+    path: Path
+    changes: Sequence[Change]
+
+
+def starting_point(
+    folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None], *, into: Path | None = None
+) -> Start | None:
+    """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's.
+
+    into: the folder that will be written to, where it is another, as in a dry run. It gets the metrics that belong to
+    the checkpoint.
+    """
+    start = _starting_point(folder, recipe, resume, say)
+    into = into or folder
+    if start is not None and into.resolve() != (run := start.path.resolve().parent.parent):
+        with suppress(FileNotFoundError):
+            shutil.copyfile(run / METRICS, into / METRICS)
+    return start
+
+
+def _starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None]) -> Start | None:
+    store = CheckpointStore(folder / CHECKPOINTS)
+    latest = store.latest()
+    if resume not in ("auto", "never"):
+        return _given_point(Path(resume).expanduser().resolve(), folder, recipe, latest)
+    for info in store.checkpoints():
+        if latest is None or info.step > latest.step:
+            say(f"{info.path.name} is half-written (the run was stopped while saving it) and is not used")
+    if latest is None:
+        return None
+    if resume == "never":
+        raise CheckpointError(
+            f"{folder}: holds a run (step {latest.step}). Choose another `output`, or leave out --resume never."
+        )
+    return Start(latest.path, _harmless_changes(folder, recipe))
+
+
+def resumed_run(folder: Path, resume: str) -> Path | None:
+    """The run folder whose checkpoint `starting_point` would go on from; None where it starts afresh, or refuses."""
+    if resume not in ("auto", "never"):
+        checkpoint = Path(resume).expanduser().resolve()
+        return checkpoint.parent.parent if is_checkpoint_folder(checkpoint) else None
+    return None if CheckpointStore(folder / CHECKPOINTS).latest() is None else folder
+
+
+def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInfo | None) -> Start:
+    """A checkpoint named by the user: of this folder, or of another that this one, still empty, branches off."""
+    if not is_checkpoint_folder(path):
+        raise CheckpointError(
+            f"{path}: no checkpoint. --resume takes auto, never, or a folder such as "
+            f"{folder / CHECKPOINTS / step_folder_name(100)}."
+        )
+    run = path.parent.parent
+    start = Start(path, _harmless_changes(run, recipe))
+    if run == folder.resolve():
+        return start
+    if latest is not None:
+        raise CheckpointError(
+            f"{folder}: holds a run of its own (step {latest.step}), and {path} is of another. Choose a new `output`."
+        )
+    return start
+
+
+def refuse_strangers(folder: Path) -> None:
+    """Raises ResourceError if a run would begin among things that are not a run's, or over a result."""
+    if not folder.is_dir() or list_checkpoints(folder / CHECKPOINTS):
+        return
+    advice = "Choose an empty or new `output`."
+    refuse_foreign_files(
+        folder,
+        lambda name: _OWN_FILES.fullmatch(name) is not None,
+        holds="the output folder holds other things",
+        advice=advice,
+    )
+    if results := [name for name in (MODEL, ADAPTER) if (folder / name).exists()]:
+        raise ResourceError(
+            f"{folder}: the output folder holds a trained {results[0]} but no checkpoint to go on from, and a new run "
+            "would replace it. Choose another `output`, or move the folder away."
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Raises ResourceError where a run could not write its folder, or make it; nothing is written."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "Permission denied" if existing.is_dir() else "Not a directory"
+        raise ResourceError(f"{folder}: the run folder cannot be written: {why}. Choose another `output`.")
+
+
+def run_recipe(run: Path) -> Recipe:
+    """The recipe of the run in a folder. Raises CheckpointError if it is missing or cannot be read."""
+    written = run / RECIPE
+    if not written.is_file():
+        raise CheckpointError(f"{written}: missing; without it nobody can tell which recipe the checkpoints belong to.")
+    try:
+        return load_recipe(written).recipe
+    except RecipeError as error:
+        lines = "\n  ".join(error.problems)
+        raise CheckpointError(f"{run}: the recipe of the run there does not hold any more:\n  {lines}") from error
+
+
+def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
+    """What differs from the run's recipe without mattering to its result.
+
+    Raises CheckpointError if something differs that matters, or the run's recipe cannot be read.
+    """
+    all_changes = changes(run_recipe(run), recipe)
+    different = [change for change in all_changes if change.matters]
+    if not different:
+        return [change for change in all_changes if change.key != "output"]
+    lines = "\n  ".join(str(change) for change in different)
+    advice = "To start anew, choose another `output`; to go on, undo the change."
+    if any(change.key in ("steps", "epochs") for change in different):
+        advice += f" To train a finished run further, start a new one from its result (model.path: {run / MODEL})."
+    raise CheckpointError(f"{run} holds a run of another recipe; what differs (there -> here):\n  {lines}\n{advice}")
+
+
+def result_names(recipe: Recipe) -> tuple[str, str]:
+    """Names in the run folder of the result and of its moving average: of models, or of adapters."""
+    return (MODEL, MODEL_EMA) if recipe.adapter is None else (ADAPTER, ADAPTER_EMA)
+
+
+def finished(start: Path, recipe: Recipe, folder: Path) -> tuple[Path, ...]:
+    """The model folders of a run that has nothing left to do; none where training or the export is not through."""
+    own, averaged = (folder / name for name in result_names(recipe))
+    results = (own,) if recipe.ema is None else (own, averaged)
+    if not read_state(start)["finished"]:
+        return ()
+    saved = (start / MARK).stat().st_mtime  # an export that is older is that of an earlier pass over these steps
+    files = (*results, folder / SUMMARY)
+    return results if all(path.exists() and path.stat().st_mtime >= saved for path in files) else ()

@@ -1,0 +1,166 @@
+"""The runs below a folder, from what is on disk: which are running, finished or stopped, and how far. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from danlu.core.file_lock import holder_of
+from danlu.training.checkpoints.folders import best_checkpoint, list_checkpoints
+from danlu.training.checkpoints.manifest import STATE
+from danlu.training.criterion import LOSS
+from danlu.training.run_lock import LOCK_FILE
+
+# As `run_folder` and `summary` have them, which load torch.
+RECIPE, ENVIRONMENT, METRICS = "recipe.yaml", "environment.json", "metrics.jsonl"
+CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
+
+MAX_DEPTH = 4  # levels of folders that are searched
+_BLOCK_BYTES = 1 << 16
+_MAX_BYTES = 16 << 20  # of a metrics file, from its end: an evaluation that is longer ago is not shown
+
+State = Literal["running", "finished", "stopped"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One run. Numbers that its files do not have are None."""
+
+    folder: Path
+    state: State
+    pid: int | None  # of the process that trains it
+    step: int  # that is behind; of a stopped run, the one it would go on from
+    steps: int | None  # in all
+    loss: float | None  # of the last step that was logged
+    evaluation_loss: float | None  # the last one
+    best_evaluation_loss: float | None
+    metric: str  # what evaluations are judged by
+    evaluation_value: float | None  # of the metric, the last one
+    best_evaluation_value: float | None
+    seconds: float | None  # of training and evaluation
+    changed: float  # seconds since the epoch: when something was written last
+
+
+def find_runs(folder: Path) -> list[RunInfo]:
+    """The run in `folder`, or those below it, by the time of the last change; links to folders are not followed."""
+    runs = [read_run(run) for run in _run_folders(folder)]
+    return sorted(runs, key=lambda info: (info.changed, str(info.folder)))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, by the files that every run begins with."""
+    return (folder / RECIPE).is_file() and (folder / ENVIRONMENT).is_file()
+
+
+def read_run(folder: Path) -> RunInfo:
+    """What the files of a run's folder say; those that are damaged or gone say nothing."""
+    holder = holder_of(folder / LOCK_FILE)
+    summary = {} if holder is not None else _json(folder / SUMMARY)
+    last, evaluation = _last_lines(folder / METRICS)
+    complete = [info for info in list_checkpoints(folder / CHECKPOINTS) if info.complete]
+    state_json = _json(complete[-1].path / STATE) if complete else {}
+    saved = complete[-1].step if complete else 0
+    judged = [info.loss for info in complete if info.loss is not None]
+    evaluations = summary.get("evaluation") or {}
+    metric = (state_json.get("run") or {}).get("best_metric", LOSS.metric)
+    named = evaluations if metric == LOSS.metric else summary.get("judged") or {}
+    best = best_checkpoint(complete)
+    state: State = "running" if holder is not None else "finished" if summary else "stopped"
+    return RunInfo(
+        folder=folder,
+        state=state,
+        pid=None if holder is None else holder.pid,
+        step=int(_number(last.get("step")) or saved) if state == "running" else int(summary.get("steps", saved)),
+        steps=_whole(state_json.get("total_steps")),
+        loss=_number(summary.get("loss", last.get("loss"))),
+        evaluation_loss=_number(evaluations.get("last", evaluation.get("eval_loss"))),
+        best_evaluation_loss=_number(evaluations.get("best", min(judged, default=None))),
+        metric=metric,
+        evaluation_value=_number(named.get("last", evaluation.get(f"eval_{metric}"))),
+        best_evaluation_value=_number(named.get("best", None if best is None else best.value)),
+        seconds=_number(summary.get("seconds", last.get("elapsed_s"))),
+        changed=max(map(_changed, (folder / METRICS, folder / SUMMARY, folder / RECIPE))),
+    )
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+        return
+    for path, folders, _ in os.walk(folder):
+        parent = Path(path)
+        runs = [name for name in folders if is_run(parent / name)]
+        yield from (parent / name for name in runs)
+        at_max_depth = len(parent.relative_to(folder).parts) + 1 >= MAX_DEPTH
+        folders[:] = [] if at_max_depth else [name for name in folders if name not in runs and not name.startswith(".")]
+
+
+def _last_lines(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The last step and the last evaluation of a metrics.jsonl, which may be written to meanwhile; {} for neither."""
+    step: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    for line in _lines_backwards(file):
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(fields, dict):
+            continue
+        if not evaluation and "eval_loss" in fields:
+            evaluation = fields
+        if not step and "loss" in fields:
+            step = fields
+        if step and evaluation:
+            break
+    return step, evaluation
+
+
+def _lines_backwards(file: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first, read block by block; those of its last `_MAX_BYTES` only."""
+    try:
+        with file.open("rb") as handle:
+            end = handle.seek(0, os.SEEK_END)
+            lowest, rest = max(0, end - _MAX_BYTES), b""
+            while end > lowest:
+                start = max(lowest, end - _BLOCK_BYTES)
+                handle.seek(start)
+                rest, *lines = (handle.read(end - start) + rest).split(b"\n")
+                yield from reversed(lines)
+                end = start
+            if not lowest:  # what is left is the first line, and whole
+                yield rest
+    except OSError:
+        return
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    """A number out of JSON, in which "nan" and "inf" stand for those that it does not have; None for anything else."""
+    try:
+        return None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None or not math.isfinite(number) else int(number)
+
+
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

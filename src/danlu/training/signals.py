@@ -1,0 +1,83 @@
+"""Stopping on a signal between two steps."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from danlu.core.errors import Stopped
+from danlu.core.stop_signals import INSISTENT_SIGNALS, heeded_signals
+from danlu.core.terminal import write_to_stderr
+
+TOGETHER_S = 1.0
+"""`together_s` of a StopRequest in processes that a launcher has started."""
+
+
+class StopRequest:
+    """While entered, each of `STOP_SIGNALS` asks the loop to stop after the step it is in; a second one stops at once.
+
+    The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. A second signal of
+    `INSISTENT_SIGNALS` (of either kind) raises Stopped wherever the program is; the others only ever ask. Handlers that
+    were there before return on exit. Only the main thread can handle signals: entering anywhere else raises
+    RuntimeError.
+
+    Args:
+        announce    is called with one line of text when the first signal comes, inside the signal handler
+        together_s  signals that come so soon after the first are the same request: a scheduler signals the launcher
+                    and all of its processes, and the launcher hands its own on to them
+
+    Attributes:
+        signal   the last one received; None before the first
+        at_once  the first signal raises Stopped too: there is nothing to be saved yet, or any more
+    """
+
+    def __init__(self, announce: Callable[[str], None] = write_to_stderr, *, together_s: float = 0.0) -> None:
+        self._announce = announce
+        self._together_s = together_s
+        self._insisted_at: float | None = None  # when the first came of those that can insist
+        self._previous: dict[signal.Signals, Any] = {}
+        self.signal: signal.Signals | None = None
+        self.at_once = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the last signal (130 for Ctrl-C); 0 when there was none."""
+        return 128 + self.signal if self.signal is not None else 0
+
+    def __enter__(self) -> StopRequest:
+        try:
+            for number in heeded_signals():
+                self._previous[number] = signal.signal(number, self._handle)
+        except ValueError as error:
+            raise RuntimeError("StopRequest works only in the main thread, where Python runs handlers") from error
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not installed from Python, and cannot be put back from it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_first, can_insist = not self.requested, number in INSISTENT_SIGNALS
+        self.signal = signal.Signals(number)
+        again = can_insist and self._insisted_at is not None
+        if self.at_once or (again and time.monotonic() >= (self._insisted_at or 0.0) + self._together_s):
+            raise Stopped(number)
+        if can_insist and not again:
+            self._insisted_at = time.monotonic()
+        if not is_first:
+            return
+        if can_insist:
+            key = "press Ctrl-C" if number == signal.SIGINT else f"send {self.signal.name}"
+            self._announce(f"stopping after this step; {key} again to stop at once")
+        else:
+            self._announce(f"{self.signal.name}: stopping after this step; press Ctrl-C twice to stop at once")

@@ -1,0 +1,84 @@
+"""Writes when this process of a pipeline did what in a step, which `danlu schedule --run` draws."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from danlu.core.line_log import OptionalLineLog
+from danlu.parallel.comm import ALONE, Group
+from danlu.parallel.schedules.action import Kind
+from danlu.parallel.timeline import TimelineEvent, timeline_events, timeline_line, timeline_name
+
+
+class TimelineWriter:
+    """The timeline of every so many steps, in the file of this rank; by default of none.
+
+    A pass begins when what it needs is here, so that waiting is no part of it. On a GPU each pass waits until the
+    device has done it, so such a step takes longer than others.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        every: int | None = None,
+        world: Group = ALONE,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  # no call that could give another one later
+    ) -> None:
+        """path: of the file. world: all ranks, whose clocks begin together."""
+        self._log = None if path is None else OptionalLineLog(path)
+        self._every, self._world, self._device = every, world, device
+        self._step: int | None = None  # that is being timed
+        self._events: list[TimelineEvent] = []
+        self._zero = 0.0
+
+    @classmethod
+    def in_folder(
+        cls, folder: Path, every: int | None, world: Group, device: torch.device, *, after_step: int
+    ) -> TimelineWriter:
+        """The writer of a run that goes on after a step: what it had written of later ones is dropped.
+
+        Raises DataError, with file and line, where there is something else in the file.
+        """
+        if every is None:
+            return cls()
+        writer = cls(folder / timeline_name(world.index), every, world, device)
+        assert writer._log is not None
+        steps = [step for step, _ in timeline_events(writer._log.path, world.index)]
+        writer._log.truncate(sum(step <= after_step for step in steps))
+        return writer
+
+    def begin(self, step: int) -> None:
+        """Begins a step; every process calls this."""
+        self._step, self._events = None, []
+        if self._every is not None and step % self._every == 0:
+            self._world.sum(torch.zeros(1, device=self._device))  # nobody goes on before all are here
+            self._zero = 0.0
+            self._step, self._zero = step, self._now()
+
+    @contextmanager
+    def timed(self, kind: Kind, chunk: int | None = None, micro: int | None = None) -> Iterator[None]:
+        """Around what the process does, in a step that is timed."""
+        if self._step is None:
+            yield
+            return
+        start = self._now()
+        yield
+        self._events.append(TimelineEvent(self._world.index, kind, chunk, micro, start, self._now()))
+
+    def end(self) -> None:
+        """Ends a step, with the update as its last event, and writes it."""
+        if self._step is None or self._log is None:
+            return
+        for event in self._events:
+            self._log.append(timeline_line(event, self._step))
+        self._step = None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - self._zero

@@ -1,0 +1,51 @@
+"""Several models trained in one run: whose each parameter is, and which are frozen while others learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from danlu.core.types import Role
+from danlu.optim.clip import HasGradient
+
+NORM = "grad_norm"
+"""`grad_norm/ROLE` is the norm of the gradient of one of several models."""
+
+
+@dataclass(frozen=True)
+class RoleGradients:
+    """What holds the gradients of a step."""
+
+    updated: Mapping[Role, Sequence[HasGradient]]
+    """By the role of the model that they are of, sorted."""
+    frozen: Sequence[HasGradient]
+    """Of models that are not updated in this step."""
+
+    def drop_frozen(self) -> None:
+        """Takes the gradients of models that are frozen away: they are neither clipped nor used."""
+        for holder in self.frozen:
+            holder.grad = None
+
+
+@dataclass(frozen=True)
+class TrainedRoles:
+    """The models of a run that trains several, by role: the gradient of each is clipped by itself.
+
+    role_of: from the name of a parameter. roles: those that are there also where this process, a stage of a pipeline,
+    has nothing that is trained of them. frozen: of a role the first steps in which its model is not updated.
+    """
+
+    role_of: Callable[[str], Role]
+    frozen: Mapping[Role, int] = field(default_factory=dict)
+    roles: Sequence[Role] = ()
+
+    def gradients(self, holders: Iterable[tuple[str, HasGradient]], step: int) -> RoleGradients:
+        """Whose gradients each of `holders`, with the name of its parameter, has in a step."""
+        by_role: dict[Role, list[HasGradient]] = {role: [] for role in self.roles}
+        for name, holder in holders:
+            by_role.setdefault(self.role_of(name), []).append(holder)
+        frozen = [role for role in by_role if step <= self.frozen.get(role, 0)]
+        return RoleGradients(
+            {role: by_role[role] for role in sorted(by_role) if role not in frozen},
+            [holder for role in frozen for holder in by_role[role]],
+        )

@@ -1,0 +1,307 @@
+"""What one process really sends in a step of a recipe, and what the formulas of `plan.traffic` say it would."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from danlu.adapters.adapter import Adapter
+from danlu.adapters.lora import LowRank
+from danlu.adapters.mora import Mora
+from danlu.adapters.slot import Slot
+from danlu.core.types import Item
+from danlu.data.batch import pad_to_bucket
+from danlu.memory.recompute import Plan
+from danlu.models.decoder import Decoder, Layer
+from danlu.models.experts import Experts, MoE
+from danlu.models.modules import Linear
+from danlu.parallel.collective_traffic import CollectiveTraffic
+from danlu.parallel.expert import Exchange, expert_names, mixtures_of
+from danlu.parallel.tensor import LINEAR_AXES
+from danlu.parallel.traffic_counter import TrafficCounter
+from danlu.planning.traffic import (
+    RowExchange,
+    TensorStep,
+    Weight,
+    data_traffic,
+    decoder_regions,
+    expert_traffic,
+    tensor_traffic,
+)
+from danlu.recipe.sections import Bottleneck
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.placed import PlacedDecoder
+from danlu.training.executor import Executor
+from danlu.training.learner import StepItems
+from danlu.verification.proxy import MicroBatches, ProxyTraining
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What one process sends in a step: one entry for each collective, group and purpose."""
+
+    counted: list[CollectiveTraffic]
+    predicted: list[CollectiveTraffic]
+
+
+def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> StepTraffic:
+    """Counts one step, like all others of a run.
+
+    Only forward and backward passes and the sums of gradients: the numbers computed may be meaningless (under
+    `fake_process_group`), so nothing is clipped or updated.
+    """
+    with TrafficCounter(training.ranks.layout) as traffic:
+        _forward_and_backward(training, items)
+    predicted = training.proxy.expected_traffic(training, list(_micro_batches(training, items)))
+    return StepTraffic(traffic.counted(), predicted)
+
+
+def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> None:
+    learner = training.learner
+    step_items = StepItems(items, learner.micro_batches(items), learner.totals(items), step=1)
+    Executor(learner, step_items).run(learner.parallel.actions(len(step_items.micro_batches)))
+    for _, parameter in training.placed.parameters():
+        parameter.grad = None
+
+
+def _forward(training: ProxyTraining, micro_batches: MicroBatches) -> None:
+    """The forward passes of micro-batches, as an evaluation makes them."""
+    learner = training.learner
+    items = [item for micro_batch in micro_batches for _, item in micro_batch]
+    numbers = iter(range(len(items)))
+    own = [[next(numbers) for _ in micro_batch] for micro_batch in micro_batches]
+    step_items = StepItems(items, own, learner.totals(items))
+    for actions, _ in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
+        Executor(learner, step_items).run(actions)
+
+
+def _micro_batches(training: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
+    """This process's micro-batches of a step; the last ones are empty where other ranks have more items."""
+    for numbers in training.learner.micro_batches(items):
+        yield [(number, items[number]) for number in numbers]
+
+
+def data_parallel_traffic(
+    training: ProxyTraining,
+    micro_batches: MicroBatches,
+    *,
+    gathered: torch.dtype,
+    experts: Collection[str] = (),
+) -> list[CollectiveTraffic]:
+    """What data ranks send by `plan.traffic`.
+
+    gathered: the type that parameters are gathered in. experts: names of parameters that are experts'.
+    """
+    section, layout = training.recipe.parallel, training.ranks.layout
+    chunks = len(training.learner.parallel.pipeline.chunks)
+    weights = [
+        Weight(
+            tuple(parameter.shape),
+            trained=parameter.requires_grad,
+            sharded=isinstance(parameter, DTensor),
+            of_experts=name in experts,
+            gathered_bytes=gathered.itemsize if parameter.is_floating_point() else parameter.element_size(),
+            # The root's own are gathered once for each chunk and micro-batch: the backward pass begins with them.
+            gathers=2 if name.startswith("layers.") else chunks,
+        )
+        for name, parameter in training.learner.model.named_parameters()
+    ]
+    return list(data_traffic(weights, layout, section, micro_batches=len(micro_batches)))
+
+
+def decoder_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
+    """What data ranks and tensor ranks of a decoder send by `plan.traffic`."""
+    placed, layout = training.placed, training.ranks.layout
+    assert isinstance(placed, PlacedDecoder), "that of a decoder"
+    gathered = placed.dtype if placed.placed.subject.adapters is None else torch.float32
+    model = placed.placed.subject.model
+    experts = expert_names(model)
+    traffic = data_parallel_traffic(training, micro_batches, gathered=gathered, experts=experts)
+    if layout.tensor > 1:
+        traffic += tensor_traffic(_tensor_step(training, micro_batches), layout, training.recipe.parallel)
+    if layout.expert > 1:
+        exchanges = _row_exchanges(training, micro_batches)
+        element_bytes = placed.dtype.itemsize
+        traffic += expert_traffic(exchanges, layout, hidden_size=model.config.hidden_size, element_bytes=element_bytes)
+    return traffic
+
+
+def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list[RowExchange]:
+    """What this rank exchanges in each layer with experts, by a forward pass that counts rows; all ranks make it."""
+    learner, placed = training.learner, training.placed
+    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
+    model, plan = learner.model, placed.placed.plan
+    rows: Counter[tuple[int, str]] = Counter()
+
+    def count(layer: int, experts: Experts) -> None:
+        exchange = experts.exchange
+        assert isinstance(exchange, Exchange), "where experts are distributed"
+        here = exchange.group.index
+        rows[layer, "sent"] += sum(exchange.sends) - exchange.sends[here]
+        rows[layer, "received"] += sum(exchange.receives) - exchange.receives[here]
+
+    mixtures = {int(name): moe for name, layer in model.layers.items() for moe in mixtures_of(layer)}
+    with ExitStack() as hooks, torch.no_grad():
+        for layer, moe in mixtures.items():
+            handle = moe.experts.register_forward_hook(lambda experts, *_, layer=layer: count(layer, experts))
+            hooks.callback(handle.remove)
+        _forward(training, micro_batches)
+    learner.parallel.reshard()
+    first_with_gradient, _ = first_half_with_gradient(training)
+    exchanges = []
+    for place, (entry, gives_input) in enumerate(zip(plan, gives_inputs(plan), strict=True)):
+        if entry.layer in mixtures:
+            experts = mixtures[entry.layer].experts
+            has_input_gradient = 2 * place + 1 >= first_with_gradient
+            trained = any(parameter.requires_grad for parameter in experts.parameters())
+            runs = 1 + (entry.kind == "full") + gives_input
+            exchanges.append(
+                RowExchange(
+                    sent_rows=rows[entry.layer, "sent"],
+                    received_rows=rows[entry.layer, "received"],
+                    num_experts=experts.num_experts,
+                    micro_batches=len(micro_batches),
+                    runs=runs,
+                    output_gradients=has_input_gradient or trained,
+                    input_gradients=has_input_gradient,
+                )
+            )
+    return exchanges
+
+
+def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> TensorStep:
+    learner, placed = training.learner, training.placed
+    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
+    config = learner.model.config
+    tokens = targets = 0
+    for micro_batch in micro_batches:
+        batch = learner.collate([item for _, item in micro_batch])
+        batch = pad_to_bucket(batch, learner.token_multiple)
+        tokens += len(batch.tokens)
+        targets += len(batch.targets) if learner.model.chunks.has_last else 0
+    partial: Counter[int] = Counter()  # numbers of gradients that tensor ranks sum, by the size of the group
+    for reduce_group, name in learner.parallel.partial_gradients:
+        parameter = learner.parallel.local_parameters[name].local
+        if parameter.requires_grad and set(reduce_group.ranks) <= set(training.ranks.tensor.ranks):
+            partial[reduce_group.size] += parameter.numel()
+    plan = placed.placed.plan
+    first_with_gradient, trained_between = first_half_with_gradient(training)
+    # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
+    keeping = [half for place, entry in enumerate(plan) if entry.kind != "full" for half in (2 * place, 2 * place + 1)]
+    regions = decoder_regions(
+        [(entry.kind, entry.segment) for entry in plan],
+        first_with_gradient=first_with_gradient,
+        trained_between=trained_between,
+        gathered_again=[n for n in keeping if n >= first_with_gradient and _needs_input(learner.model, n)],
+        to_the_end=any(kind.norms != "pre" for kind in config.kinds) or isinstance(training.recipe.adapter, Bottleneck),
+        has_embedding=learner.model.chunks.has_first,
+        has_head=learner.model.chunks.has_last,
+    )
+    return TensorStep(
+        tokens=tokens,
+        targets=targets,
+        hidden_size=config.hidden_size,
+        element_bytes=learner.dtype.itemsize,
+        regions=regions,
+        partial=partial,
+        row_norms=len(micro_batches) * _row_norms(learner.model, plan),
+        head_norms=tokens * head_norms(learner.model, plan, first_with_gradient),
+    )
+
+
+def _needs_input(model: Decoder, half: int) -> bool:
+    """Whether the gradient of what is trained in the first products of a half of a layer takes their input.
+
+    half: attention of the first layer here, its MLP, attention of the second one, and so on.
+    """
+    layer = list(model.layers.values())[half // 2]
+    assert isinstance(layer, Layer)
+    sublayer: Any = list(layer.sublayers.values())[half % 2]
+    if isinstance(sublayer, MoE):  # experts themselves take rows that were picked out of it
+        takers = (sublayer.router, sublayer.shared_gate)
+        if any(parameter.requires_grad for taker in takers if taker is not None for parameter in taker.parameters()):
+            return True
+    named = ((sublayer.get_submodule(name), role) for name, role in sublayer.tensor_roles.items())
+    entrance = [module for module, role in named if role != "row" and isinstance(module, Linear)]
+    return any(takes_input(module, linear) for linear in entrance for module in linear.modules())
+
+
+def takes_input(module: nn.Module, linear: nn.Module) -> bool:
+    """The same of one module of a linear layer: the layer itself, or a part of an adapter on it."""
+    slot = linear.adapter
+    if isinstance(module, LowRank) and module.dropout_p and isinstance(slot, Slot) and slot.stack()[0] is not module:
+        return False  # upon another adapter it takes what dropout has left
+    axes = LINEAR_AXES if isinstance(module, Linear) else module.tensor_axes if isinstance(module, Adapter) else {}
+    trained = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+    return any("inputs" in axes.get(name, ()) for name in trained) or (isinstance(module, Mora) and bool(trained))
+
+
+def _row_norms(model: Decoder, plan: Plan) -> int:
+    """`plan.traffic.TensorStep.row_norms` of a micro-batch."""
+    numbers = 0
+    for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
+        runs = 1 + (entry.kind == "full") + gives_input
+        for module in model.layers[str(entry.layer)].modules():
+            if (
+                isinstance(module, LowRank)
+                and module.tensor_group is not None
+                and module.lora_magnitude_vector is not None
+            ):
+                outputs, lora_rank = module.lora_B.shape
+                numbers += runs * (lora_rank * lora_rank + (outputs * lora_rank if module.exact_norm else outputs))
+                numbers += outputs if module.exact_norm else 0  # in the backward pass
+    return numbers
+
+
+def head_norms(model: Decoder, plan: Plan, first_with_gradient: int) -> int:
+    """`plan.traffic.TensorStep.head_norms` of one token."""
+    numbers = 0
+    for place, (entry, gives_input) in enumerate(zip(plan, gives_inputs(plan), strict=True)):
+        layer = model.layers[str(entry.layer)]
+        assert isinstance(layer, Layer)
+        for half, sublayer in enumerate(layer.sublayers.values(), 2 * place):
+            for norm, source in sublayer.tensor_norms.items():
+                if getattr(sublayer, norm).shard is None:
+                    continue
+                trained = any(parameter.requires_grad for parameter in getattr(sublayer, source).parameters())
+                has_gradient = half >= first_with_gradient or trained
+                numbers += 1 + gives_input + has_gradient + (has_gradient and entry.kind != "none")
+    return numbers
+
+
+def gives_inputs(plan: Plan) -> list[bool]:
+    """Whether each layer runs once more for the input of the next one: in a segment, all but the last."""
+    last_layers = {entry.segment: entry.layer for entry in plan}
+    return [entry.segment is not None and entry.layer != last_layers[entry.segment] for entry in plan]
+
+
+def first_half_with_gradient(training: ProxyTraining) -> tuple[int, bool]:
+    """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`, of the layers that are here."""
+    learner = training.learner
+    assert isinstance(learner, DecoderLearner), "that of a decoder"
+    chunks = learner.model.chunks
+    if not chunks.has_first:
+        return 0, False  # what comes from another stage always has a gradient
+    trained = [name for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
+
+    def any_in(prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in trained)
+
+    if any(not name.startswith(("layers.", "norm.", "lm_head.")) for name in trained):
+        return 0, False  # the embedding is trained, or something on it
+    halves = [(f"layers.{layer}", half) for layer in chunks.layers[0] for half in Layer.sublayer_names]
+    for number, (layer, half) in enumerate(halves):
+        if any_in(f"{layer}.{half}_norm."):
+            return number, True
+        if any_in(f"{layer}.{half}."):
+            return number + 1, False
+        if any_in(f"{layer}.after_{half}.") or any_in(f"{layer}.post_{half}_norm."):
+            return number + 1, True
+    return len(halves), True

@@ -1,0 +1,390 @@
+"""A recipe with a shrunken model: small in every size, the same in everything that decides how a layout cuts it.
+
+Kept are the family with its norms, biases, ties, windows and caps, whether and how often each size divides by the
+layout's degrees, the kind of adapter, packing, objective and optimizer. What is left runs in seconds on a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from danlu.assembly.stored_quantization import stored_quantization
+from danlu.core.types import Pack
+from danlu.models.config import ModelConfig
+from danlu.models.delta_spec import Delta
+from danlu.models.factorized_spec import Factorized
+from danlu.models.heads_spec import Heads
+from danlu.models.hf_folder import CONFIG
+from danlu.models.latent_spec import Latent
+from danlu.models.layer_spec import Feed, LayerSpec, Mixer
+from danlu.models.mlp_spec import Dense
+from danlu.models.rope_config import DynamicScaling, LongRopeScaling, Rope
+from danlu.parallel.layout import Layout
+from danlu.planning.activation_memory import ActivationPlan, activation_bytes
+from danlu.planning.pipeline_split import num_chunks
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe, sections
+from danlu.verification.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
+from danlu.verification.role_proxies import BLOCK, proxy_reference, small_blocks, write_model
+from danlu.verification.value_proxies import proxy_value
+
+MAX_LENGTH = 128  # tokens of a pack
+WINDOW = 24  # tokens, of sliding attention
+VOCAB_SIZE = 256
+EXPERTS, TOP_K, GROUPS = 8, 2, 4
+LENGTH_OF_ROUTES = 48
+"""Tokens of a pack of a model with experts: with fewer tokens more seeds have no two experts of almost one score."""
+CANDIDATES = 6
+"""Times as many items of a model with experts, from which those are chosen that rounding routes alike."""
+EPS = 1e-4
+"""Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
+its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-4."""
+CLIPPING = 0.1
+"""The limit of the global norm: that of a small model is 0.2 to 3, which the usual 1.0 would often leave alone."""
+LEAST_RATE = 2e-4  # learning rate: with less, as of most stages, a wrong weight decay is no larger than rounding
+_STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
+_FIRST_STAGE = 2**20  # key of the first stage of lengths
+_BUDGET_SHARE = 0.7
+"""Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
+of it a small Llama recomputes nothing."""
+
+
+def proxy_config(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    quantized: bool = False,
+    deep: bool = False,
+    other_width: int | None = None,
+    least_layers: int = 2,
+    trained_length: int | None = None,
+) -> ModelConfig:
+    """The config with small sizes; what of it divides by the layout's degrees does so still, and the rest does not.
+
+    quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them. other_width: of
+    a model that this one is not as wide as. least_layers: what the chunks of a pipeline need. trained_length: tokens of
+    a document from which it is rotated as one longer than the large model was trained at; None: as of the large one.
+    """
+    tensor = layout.tensor
+    large = _sample_layers(config.layers, max(least_layers, 4 if deep or len(config.kinds) > 1 else 2))
+    mixers = [_small_mixer(layer.mixer, tensor, quantized=quantized) for layer in large]
+    unit = BLOCK * tensor if quantized else 8
+    hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, unit)
+    hidden += unit if hidden == other_width else 0
+    inner_unit = unit if quantized else 4 * tensor
+    feeds = [_small_feed(layer.feed, hidden / config.hidden_size, inner_unit, layout.expert) for layer in large]
+    multiplier = config.embedding_multiplier
+    small = replace(
+        config,
+        vocab_size=_with_remainder(config.vocab_size, VOCAB_SIZE, layout.tensor * layout.data),
+        hidden_size=hidden,
+        layers=tuple(
+            replace(layer, mixer=mixer, feed=feed) for layer, mixer, feed in zip(large, mixers, feeds, strict=True)
+        ),
+        embedding_multiplier=math.sqrt(hidden) if multiplier == math.sqrt(config.hidden_size) else multiplier,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        pad_token_id=None,
+    )
+    return small if trained_length is None else _trained_at(small, trained_length)
+
+
+def _trained_at(config: ModelConfig, length: int) -> ModelConfig:
+    """The config as if rotations that follow lengths had been trained at documents of `length` tokens."""
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if isinstance(mixer, Delta) or mixer.rope is None:
+            return layer
+        return replace(layer, mixer=replace(mixer, rope=rope_trained_at(mixer.rope, length)))
+
+    small = config.with_layers(changed)
+    if not any(rope.follows_length for rope in small.ropes):
+        return small
+    return replace(small, max_position_embeddings=max(rope.max_position_embeddings for rope in small.ropes))
+
+
+def rope_trained_at(rope: Rope, length: int) -> Rope:
+    """A rotary embedding that begins to follow the length of a document, or a token's position, at `length` tokens."""
+    scaling, positions = rope.scaling, rope.max_position_embeddings
+    if isinstance(scaling, DynamicScaling):
+        positions = length
+    if isinstance(scaling, LongRopeScaling):
+        positions = max(length, round(length * positions / scaling.original_max_position_embeddings))
+        scaling = replace(scaling, original_max_position_embeddings=length)
+    temperature = None if rope.temperature is None else replace(rope.temperature, length=length)
+    return replace(rope, max_position_embeddings=positions, scaling=scaling, temperature=temperature)
+
+
+def trained_length(packs: Sequence[Pack]) -> int:
+    """Tokens that a small model is trained at, so that the longest documents of most of these packs are longer, and a
+    quarter of them, which a rank of two has of a document's beginning, is not."""
+    longest = sorted(max(len(sample.tokens) for sample in pack.samples) for pack in packs)
+    return max(2, longest[len(longest) // 2] // 2)
+
+
+def staged_ropes(
+    config: ModelConfig, small: ModelConfig, by_length: Mapping[int, Sequence[Rope]], length: int | None
+) -> dict[int, tuple[Rope, ...]]:
+    """The rotary embeddings of stages of lengths (`Decoder.staged_ropes`) of a small model, by a key of each stage.
+
+    Keys are alike in size: micro-batches of all stages have the same number of packs.
+
+    Args:
+        config: of the large model, at its longest stage, in the order of whose `ropes` those of `by_length` are.
+        length: as `trained_length`; None for the model as it is.
+    """
+    sampled = _sample_layers(config.layers, len(small.layers))
+    places = {
+        own: config.ropes.index(large.mixer.rope)
+        for own, large in zip((layer.mixer.rope for layer in small.layers), sampled, strict=True)
+        if own is not None and large.mixer.rope is not None
+    }
+
+    def of_stage(ropes: Sequence[Rope]) -> tuple[Rope, ...]:
+        own = [_small_rope(ropes[places[rope]], rope.dim) for rope in small.ropes]
+        return tuple(own if length is None else (rope_trained_at(rope, length) for rope in own))
+
+    return {_FIRST_STAGE + number: of_stage(ropes) for number, ropes in enumerate(by_length.values())}
+
+
+def _small_mixer(large: Mixer, tensor: int, *, quantized: bool) -> Mixer:
+    """The mixer of a layer with few and narrow heads, which tensor ranks share as they share the large ones."""
+    unit = 16 if quantized else 8  # of what is cut by blocks of quantized weights
+    match large:
+        case Delta():
+            return _small_delta(large, tensor, quantized=quantized)
+        case Heads():
+            return _small_heads(large, tensor, quantized=quantized)
+        case Latent():
+            heads = _queries_per_key(large.heads, 1, tensor)
+            return replace(
+                large,
+                heads=heads,
+                kv_lora_rank=4 * unit,
+                qk_nope_head_dim=unit,
+                v_head_dim=unit if large.v_head_dim == large.qk_nope_head_dim else 2 * unit,
+                q_lora_rank=None if large.q_lora_rank is None else 6 * unit,
+                rope=_small_rope(large.rope, unit),
+            )
+        case Factorized():
+            heads = _queries_per_key(large.heads, 1, tensor)
+            share = 1.0 if large.rope is None else large.rope.dim / large.head_dim
+            head_dim = _narrow_head(share, quantized=quantized)
+            return replace(
+                large,
+                heads=heads,
+                head_dim=head_dim,
+                query_rank=head_dim if large.query_rank == large.head_dim else 2 * head_dim,
+                rope=None if large.rope is None else _small_rope(large.rope, int(head_dim * share)),
+            )
+
+
+def _narrow_head(share: float, *, quantized: bool) -> int:
+    """A width of heads of which that share, when it is rotated, is an even number of features."""
+    return next(
+        size
+        for size in (8, 16, 32, 64, 128, 256)
+        if (turned := int(size * share)) and turned % 2 == 0
+        if size >= (16 if quantized else 8)
+    )
+
+
+def _small_delta(large: Delta, tensor: int, *, quantized: bool) -> Delta:
+    """Few and narrow heads of linear attention, several to a key head where there were."""
+    key_heads = min(large.key_heads, tensor * (2 if tensor <= 2 else 1))
+    shared = min(2, large.heads // large.key_heads)
+    width = 16 if quantized else 8
+    return replace(large, heads=key_heads * shared, key_heads=key_heads, key_dim=width, value_dim=width)
+
+
+def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
+    """Few and narrow heads that tensor ranks share as they share the large ones."""
+    kv_per_rank = 2 if tensor <= 2 else 1
+    kv_heads = large.kv_heads if large.kv_heads <= tensor else tensor * min(kv_per_rank, large.kv_heads // tensor)
+    queries = _queries_per_key(large.heads // large.kv_heads, kv_heads, tensor)
+    share = 1.0 if large.rope is None else large.rope.dim / large.head_dim
+    head_dim = _narrow_head(share, quantized=quantized)
+    return replace(
+        large,
+        heads=kv_heads * queries,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=None if large.rope is None else _small_rope(large.rope, int(head_dim * share)),
+        scale=None if large.scale is None else _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim)),
+        window=None if large.window is None else WINDOW,
+    )
+
+
+def _small_rope(large: Rope, dim: int) -> Rope:
+    """The rotary embedding of fewer features; of LongRoPE's factors as many as these have pairs, from all of them."""
+    scaling = large.scaling
+    if isinstance(scaling, LongRopeScaling):
+        places = [pair * (large.dim // 2) // (dim // 2) for pair in range(dim // 2)]
+        short, long = (tuple(each[place] for place in places) for each in (scaling.short_factor, scaling.long_factor))
+        scaling = replace(scaling, short_factor=short, long_factor=long)
+    return replace(large, dim=dim, scaling=scaling)
+
+
+def _small_feed(large: Feed, share: float, unit: int, expert: int) -> Feed:
+    """A feed-forward network of `share` of the width, in units; of experts a few, shared as all of them are."""
+    if isinstance(large, Dense):
+        return _small_dense(large, share, unit)
+    router = large.router
+    if router.groups > GROUPS:  # as many of them are left out, roughly, but always some where there were some
+        kept = max(1, round(GROUPS * router.top_groups / router.groups))
+        kept = min(kept, GROUPS - 1) if router.top_groups < router.groups else GROUPS
+        router = replace(router, groups=GROUPS, top_groups=kept)
+    # Groups are chosen by their two best experts, and each rank has as many experts as the others.
+    multiple = math.lcm(router.groups, expert)
+    least = max(2 * router.groups, min(EXPERTS, large.num_experts))
+    return replace(
+        large,
+        intermediate_size=_round_to(share * large.intermediate_size, unit),
+        num_experts=min(large.num_experts, -(-least // multiple) * multiple),
+        top_k=min(large.top_k, TOP_K),
+        router=router,
+        shared=None if large.shared is None else _small_dense(large.shared, share, unit),
+    )
+
+
+def _small_dense(large: Dense, share: float, unit: int) -> Dense:
+    return replace(large, intermediate_size=_round_to(share * large.intermediate_size, unit))
+
+
+def _as_one_over_a_root(scale: float) -> float:
+    """The scale to nine digits, as a config.json that has a number of whose root it is one over can say it."""
+    return 1 / math.sqrt(round(scale**-2, 9))
+
+
+def _queries_per_key(large: int, kv_heads: int, tensor: int) -> int:
+    """Query heads for each key/value head: the fewest that tensor ranks can share, but several where there were."""
+    fitting = [count for count in range(1, large + 1) if large % count == 0 and kv_heads * count % tensor == 0]
+    return min([count for count in fitting if count > 1] or fitting, default=large)
+
+
+def _round_to(size: float, unit: int) -> int:
+    """The multiple of `unit` nearest to `size`, at least one."""
+    return max(1, round(size / unit)) * unit
+
+
+def _with_remainder(size: int, small: int, degree: int) -> int:
+    """About `small`, with the remainder of `size` modulo `degree`: what was uneven for a layout stays uneven."""
+    if size <= small:
+        return size
+    return max(degree, small // degree * degree) + size % degree
+
+
+def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec, ...]:
+    """So many layers: the first ones, or, where those lack a kind that others have, spread over all."""
+    count = min(count, len(layers))
+    first = layers[:count]
+    if len(set(first)) == len(set(layers)):
+        return first
+    return tuple(layers[place * (len(layers) - 1) // max(1, count - 1)] for place in range(count))
+
+
+def proxy_recipe(
+    recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path, length: int
+) -> tuple[Recipe, ModelConfig, list[str]]:
+    """The recipe with a small model; where it starts from folders, of a model or adapters, small ones are written.
+
+    Args:
+        config: of the large model.
+        folder: where those are written.
+        length: as `trained_length`.
+
+    Returns (the recipe, the config of its model, notes of what is not as the recipe says beside sizes).
+    Raises ModelError for weights that are stored in a way that danlu does not read.
+    """
+    optimizer, notes = proxy_optimizer(recipe.optimizer)
+    section, stored = recipe.quantization, None
+    if recipe.model.path is not None:
+        stored = _stored_quantization(recipe.model.path)
+        if stored is not None:
+            section = stored
+            notes.append(f"the base is stored in {stored.kind}: a small one is packed when it is loaded")
+    deep = recipe.memory.recompute.kind in ("every", "planned")
+    pipeline = recipe.parallel.pipeline
+    if isinstance(pipeline.split, list):
+        pipeline = pipeline.model_copy(update={"split": "even"})
+        notes.append("parallel.pipeline.split: even, for the small model has few layers")
+    chunks = num_chunks(pipeline)
+    small = proxy_config(
+        config,
+        layout,
+        quantized=section is not None,
+        deep=deep,
+        least_layers=max(2, chunks),
+        trained_length=length,
+    )
+    if any(rope.follows_length or rope.temperature is not None for rope in small.ropes):
+        notes.append(f"rotations by length as of a model that was trained at {length} tokens")
+    changes: dict[str, object] = {
+        "parallel": recipe.parallel.model_copy(update={"pipeline": pipeline}),
+        "adapter": None if recipe.adapter is None else proxy_section(recipe.adapter, config, small),
+        "quantization": small_blocks(section),
+        "optimizer": optimizer,
+        "memory": _small_budget(recipe, small, layout),
+        "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, MAX_LENGTH)}),
+    }
+    if recipe.model.path is not None or recipe.stage in _STAGES_THAT_READ_THE_POLICY:
+        write_model(small, folder / "model", recipe.seed)
+        start: dict[str, object] = {"path": str(folder / "model"), "preset": None, "config": None}
+        if recipe.model.adapters:
+            start["adapters"], kinds = proxy_adapter_folders(
+                recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed
+            )
+            notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
+        changes["model"] = recipe.model.model_copy(update=start)
+    reference, reference_notes = proxy_reference(recipe, small, folder)
+    value, value_notes = proxy_value(recipe, config, small, folder)
+    changes |= {**reference, **value}
+    notes += [*reference_notes, *value_notes]
+    return recipe.model_copy(update=changes), small, notes
+
+
+def _stored_quantization(path: str) -> sections.QuantizationSection | None:
+    """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError."""
+    folder = Path(path).expanduser()
+    return stored_quantization(folder) if (folder / CONFIG).is_file() else None
+
+
+def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> sections.Memory:
+    """For planned recompute, a memory budget with which some activations are recomputed and some kept."""
+    memory, micro, cut = recipe.memory, recipe.batch.micro, layout.tensor
+    if memory.recompute.kind != "planned":
+        return memory
+    assert isinstance(micro, int), "the recipe's rules ask for it"
+    local_width = small.hidden_size // (cut if recipe.parallel.sequence else 1)
+    lengths, element_bytes = [min(recipe.data.max_length, MAX_LENGTH)] * micro, DTYPES[recipe.precision].itemsize
+    activations = activation_bytes(
+        replace(small, hidden_size=local_width), lengths, element_bytes, ActivationPlan(tensor=cut)
+    )
+    kept = _BUDGET_SHARE * activations.kept / 2**30
+    return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
+
+
+def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
+    """Blocks and ranks that fit small matrices, `eps` and learning rate above what rounding makes of gradients and
+    weights.
+
+    Returns (the section, notes of what is not as the recipe says beside sizes).
+    """
+    given = getattr(section, "eps", None)
+    match section:
+        case sections.AdamW8bit():
+            section = section.model_copy(update={"block": 32, "smallest": min(section.smallest, 256)})
+        case sections.GaLore():
+            section = section.model_copy(update={"rank": min(section.rank, RANK), "update_every": 2})
+    changes, notes = dict[str, float](), list[str]()
+    if given is not None and given < EPS:
+        changes["eps"] = EPS
+        notes.append(f"optimizer.eps {EPS:g}, so that rounding alone turns no update round")
+    if section.learning_rate < LEAST_RATE:
+        changes["learning_rate"] = LEAST_RATE
+        notes.append(f"optimizer.learning_rate {LEAST_RATE:g}, so that an update is larger than rounding")
+    return section.model_copy(update=changes), notes

@@ -1,0 +1,127 @@
+"""The models beside the policy in a verification: small ones in their place, and the columns that they would fill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from danlu.core.types import Pack, Sample
+from danlu.data.batch import collate, pad_to_bucket
+from danlu.models.attend import attend_for
+from danlu.models.config import ModelConfig
+from danlu.models.initialize import initialize, named_generator
+from danlu.models.loading import build
+from danlu.models.saving import save
+from danlu.parallel.ranks import Ranks
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.recipe.reference import resolve_reference
+from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection
+from danlu.stages.columns import all_answers
+from danlu.stages.frozen_models import place_frozen
+from danlu.stages.protocols import ColumnSpec, ModelSpec, Stage
+from danlu.stages.reference import REFERENCE
+from danlu.stages.roles import FrozenDecoder
+
+BLOCK, GROUP = 32, 16  # of quantized weights: the smallest in 4 bits, and of integers
+_PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
+_MOVES_EVERY = 2  # steps at most, so that a moving reference moves in a verification
+
+
+def write_model(
+    config: ModelConfig, folder: Path, seed: int, *, logit_scale: float = 1.0, tokenizer_from: Path | None = None
+) -> None:
+    """Writes a small model with random numbers, also in norms and biases.
+
+    logit_scale: its head is multiplied by it. tokenizer_from: a folder whose tokenizer is put beside it.
+    """
+    model = build(config)
+    initialize(model, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                noise = torch.empty_like(parameter).normal_(
+                    generator=named_generator(seed, f"{name} stirred")  # the name is the seed: it stays
+                )
+                parameter.add_(noise, alpha=_PERTURBATION)
+        if config.task == "causal-lm":  # others have no such head
+            model.head_weight.mul_(logit_scale)
+    save(model, folder, tokenizer_from=tokenizer_from)
+
+
+def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """(what changes of the recipe, notes): a reference in memory is a small model with other weights than the policy.
+
+    Else nothing would be seen of it in the first step, where a reference says what the policy says.
+
+    config: of the small policy. folder: where models are written.
+    """
+    match resolve_reference(recipe):
+        case Frozen() as section:
+            write_model(config, folder / REFERENCE, recipe.seed + 1)
+            changes: dict[str, Any] = {
+                "model": str(folder / REFERENCE),
+                "quantization": small_blocks(section.quantization),
+            }
+            notes = ["the reference is another small model than the policy"]
+            if section.every is not None:
+                changes["every"] = min(section.every, _MOVES_EVERY)
+                notes.append(f"the reference moves every {changes['every']} steps")
+            return {"reference": section.model_copy(update=changes)}, notes
+        case Cached() as section:
+            write_model(config, folder / REFERENCE, recipe.seed + 1)
+            return {"reference": section}, ["the cached reference is another small model than the policy"]
+        case section:
+            return {"reference": section}, []
+
+
+def has_frozen_models(recipe: Recipe) -> bool:
+    """Whether models of their own, which are not trained, stand beside the policy."""
+    in_memory = any(not teacher.cache for teacher in recipe.teacher or ())
+    return in_memory or isinstance(resolve_reference(recipe), Frozen)
+
+
+def small_blocks(section: QuantizationSection | None) -> QuantizationSection | None:
+    """Quantization in blocks that fit small matrices."""
+    match section:
+        case Nf4() | Fp4():
+            return section.model_copy(update={"block": BLOCK})
+        case Int8() | Int4():
+            return section.model_copy(update={"group": min(section.group, GROUP)})
+    return section
+
+
+def with_columns(
+    items: Sequence[Pack], recipe: Recipe, stage: Stage, folder: Path | None, vocab_size: int
+) -> Sequence[Pack]:
+    """The items with the columns that a stage computes before training.
+
+    folder: of small models, by the names of the columns; None for the recipe's own.
+    """
+    for spec in stage.columns(recipe):
+        model = spec.model or ModelSpec(spec.name, recipe.model, recipe.quantization)
+        if folder is not None and spec.name == REFERENCE:  # the recipe names no model of its own for it
+            model = ModelSpec(spec.name, Model(path=str(folder / REFERENCE)))
+        frozen = place_frozen(recipe, model, vocab_size, Ranks(), torch.device("cpu")).subject.model
+        outputs = FrozenDecoder(frozen, frozen, DTYPES[recipe.precision], recipe.numerics == "exact")
+        items = [Pack(tuple(_with_column(sample, spec, outputs) for sample in pack.samples)) for pack in items]
+    return items
+
+
+@torch.no_grad()
+def _with_column(sample: Sample, spec: ColumnSpec, outputs: FrozenDecoder) -> Sample:
+    asked = all_answers(sample)
+    batch = collate([Pack((asked,))])
+    filled = pad_to_bucket(batch)
+    computed = spec.compute(outputs(batch, filled, attend_for(filled, exact=outputs.exact)), batch)
+    places = torch.from_numpy(asked.weights).nonzero().squeeze(1)
+    columns = {}
+    for name, of_targets in computed.items():
+        column = of_targets.new_zeros(len(sample.tokens), *of_targets.shape[1:])
+        column[places] = of_targets[: len(places)]
+        columns[name] = column.numpy()
+    return replace(sample, columns={**sample.columns, **columns})

@@ -1,0 +1,555 @@
+"""What a step is expected to hold in memory, from shapes alone, against the parts of runs and what autograd keeps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from builders.expert_folder import EXPERTS, expert_folder
+from builders.peak_memory import peak_in
+from builders.placed_decoder import config_of, placed_of
+from builders.preference_samples import tree
+from builders.tiny_world import CONFIG, World, danlu
+
+from danlu.assembly import memory_estimate, parallelize
+from danlu.assembly.memory_estimate import MemoryEstimate, estimate_of, expected_lines, find_micro_batch, keeps_scores
+from danlu.assembly.parallelize import optimizer_of, place, subject_of
+from danlu.assembly.quantizing import quantize
+from danlu.core.errors import ModelError, RecipeError
+from danlu.core.types import Pack, Sample
+from danlu.data.batch import empty_like
+from danlu.data.tokenizing import TokenizerInfo
+from danlu.models.adapter_sites import adapter_sites
+from danlu.models.config import parameter_shapes
+from danlu.models.heads_spec import Heads
+from danlu.models.hf_config import read_config_values
+from danlu.models.hf_folder import read_config
+from danlu.models.initialize import initialize
+from danlu.models.loading import build
+from danlu.models.rope_config import Rope
+from danlu.models.saving import save
+from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.ranks import Ranks
+from danlu.planning.device_map import Device
+from danlu.recipe import Recipe, load, sections
+from danlu.run import memory_preview, train
+from danlu.run.memory_preview import estimate_from_config
+from danlu.run.memory_report import MemoryReport
+from danlu.stages.builder import placed_decoder
+from danlu.stages.table import STAGES
+from danlu.training import loop
+from danlu.training.memory_parts import MemoryParts
+from danlu.training.step import accumulate
+
+CPU = torch.device("cpu")
+LORA = {"kind": "lora", "targets": ["all-linear", "lm_head"], "modules_to_save": ["norm"]}
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, 8-bit Adam, average": {"optimizer": "adamw8bit", "ema": 0.9},
+    "full, galore": {"optimizer": {"kind": "galore", "rank": 4}},
+    "lora": {"adapter": LORA},
+    "dora": {"adapter": "dora"},
+    "pissa": {"adapter": "pissa"},
+    "vera": {"adapter": {"kind": "vera", "rank": 16}},
+    "prefix": {"adapter": {"kind": "prefix", "tokens": 3, "projection": 8}},
+    "prompt": {"adapter": {"kind": "prompt", "tokens": 3}},
+    "bottleneck": {"adapter": {"kind": "bottleneck", "width": 8}},
+    "nf4": {"adapter": "lora", "quantization": "nf4"},
+    "int4": {"adapter": "lora", "quantization": {"kind": "int4", "group": 12}},
+    "elementwise": {"memory": "elementwise"},
+    "selective": {"memory": "selective"},
+    "every": {"memory": {"recompute": "every"}},
+}
+
+
+def recipe_of(world: World, folder: Path, changes: Mapping[str, Any]) -> Recipe:
+    adapted = {"model": {"path": str(world.base), "config": None, "tokenizer": None}} if "adapter" in changes else {}
+    return load(world.recipe(folder / "run", **{**adapted, **changes})).recipe
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path: Path, name: str) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {"precision": "bf16", **RUNS[name]})
+    placed = placed_of(recipe)
+    optimizer = optimizer_of(placed.parameters(), recipe, CPU)
+    held = placed.estimate(optimizer, 2)
+    config = placed.model.config
+    foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=2)
+    assert vars(foreseen.parts) == vars(held.parts)
+    assert foreseen.offloaded_bytes == held.offloaded_bytes == 0
+    more = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=3)
+    assert more.parts.activations > held.parts.activations  # control
+
+
+@pytest.mark.parametrize("name", ["full, 8-bit Adam, average", "lora", "nf4", "every"])
+def test_each_device_of_a_map_is_told_by_itself(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of a model on two devices (the CPU by two names) each has what its parameters take, and its layers' activations;
+    the parts of all together are those of one device."""
+    monkeypatch.setattr(parallelize, "visible_devices", lambda device: (Device("cpu:0", 1), Device("cpu:1", 1)))
+    changes = {"precision": "bf16", "parallel": {"device_map": "balanced"}, **RUNS[name]}
+    recipe = recipe_of(tiny_world, tmp_path, changes)
+    config = read_config(tiny_world.base)
+    loss_device = torch.device("cpu:1")
+    subject = subject_of(recipe, config, loss_device, ranks=Ranks())
+    placed = place(subject, recipe, Ranks(), loss_device)
+    decoder = placed_decoder(recipe, STAGES["sft"], placed, config, loss_device)
+    held = decoder.estimate(optimizer_of(decoder.parameters(), recipe, CPU), 2)
+    foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=2)
+    assert [vars(own.parts) for own in foreseen.by_device] == [vars(own.parts) for own in held.by_device]
+    first, second = held.by_device
+    assert (first.device, second.device) == ("cpu:0", "cpu:1")
+    for part in ("weights", "adapter", "gradients", "optimizer", "average"):
+        whole = getattr(held.parts, part)
+        assert abs(getattr(first.parts, part) + getattr(second.parts, part) - whole) <= 1, part
+    tensors = [*decoder.model.named_parameters(), *decoder.model.named_buffers()]
+    on_first = sum(each.nbytes for name, each in tensors if name.startswith(("embed_tokens", "layers.0.")))
+    assert abs(first.parts.weights + first.parts.adapter - on_first) <= 1
+    assert first.parts.logits == 0 < second.parts.logits == held.parts.logits
+    assert 0 < first.parts.activations < held.parts.activations + held.parts.logits
+    lines = expected_lines(held, is_placed=True)
+    assert [line.partition(": ")[0] for line in lines if "expected" in line] == [
+        "memory expected on cpu:0",
+        "memory expected on cpu:1",
+    ]
+    without = recipe.model_copy(update={"parallel": sections.Parallel()})  # control: on one device
+    alone = estimate_from_config(without, config, layout=Layout(), device_type="cpu", micro=2)
+    assert not alone.by_device and vars(alone.parts) == vars(held.parts)
+
+
+def test_a_micro_batch_fits_into_each_device(tiny_world: World, tmp_path: Path) -> None:
+    changes = {"batch": {"sequences": 64, "micro": "auto", "memory": 0.02}, "data": {"max_length": 32}}
+    recipe = recipe_of(tiny_world, tmp_path, changes)
+    parts = MemoryParts(0, 0, 0, 0, 0, 0, 0)
+    config = config_of(recipe)
+
+    def estimate(weights: int, **more: Any) -> MemoryEstimate:
+        fixed = replace(parts, weights=weights)
+        return estimate_of(recipe, config, fixed, plan=[], micro=1, device_type="cpu", **more)
+
+    light, heavy = (estimate(weights, device=f"cpu:{number}") for number, weights in enumerate((0, 15 << 20)))
+    both = replace(light, by_device=(light, heavy))
+    assert find_micro_batch(both, 64) == find_micro_batch(heavy, 64) < find_micro_batch(light, 64)
+    with pytest.raises(RecipeError, match=r"batch.memory: 0.02 GiB of cpu:1 do not hold one packed sequence"):
+        find_micro_batch(replace(light, by_device=(light, replace(heavy, parts=replace(parts, weights=30 << 20)))), 64)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "gib", "machine"),
+    [
+        (None, 1, "this GPU has"),
+        ("auto", 2, "cuda:0 and cuda:1 have"),
+        ({"": 1}, 1, "cuda:1 has"),
+        ({"": "cpu", "head": 0}, 5, "cpu and cuda:0 have"),
+    ],
+)
+def test_a_model_may_be_as_large_as_all_devices_together(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_map: Any, gib: int, machine: str
+) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {})
+    recipe = recipe.model_copy(update={"parallel": sections.Parallel(device_map=device_map)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setattr(memory_estimate, "host_memory_bytes", lambda: 4 * 2**30)
+    need = gib * 2.0**30
+    monkeypatch.setattr(memory_estimate, "least_weight_bytes", lambda *_: need)
+    memory_estimate.check_size(recipe, config_of(recipe), "base", 1)
+    need += 1
+    with pytest.raises(ModelError, match=f"base: .* {gib}.0 GiB here; {machine} {gib}.0 GiB"):
+        memory_estimate.check_size(recipe, config_of(recipe), "base", 1)
+
+
+def test_what_ran_out_is_told_of_each_device(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tiny_world, tmp_path, {})
+    parts = MemoryParts(0, 0, 0, 0, 0, 0, 0)
+    names = ("cpu", "cuda:0", "cuda:1")
+    own = [estimate_of(recipe, config_of(recipe), parts, plan=[], micro=1, device_type="cpu", device=x) for x in names]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, (5 + device.index) * 2**30))
+    for name in ("memory_reserved", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    report = MemoryReport(recipe, torch.device("cuda"))
+    report._estimate = replace(own[0], by_device=tuple(own))
+    told = report._room()
+    assert "This process holds" in told and "Of 5.00 GiB on GPU (cuda:0)" in told and "6.00 GiB on GPU (cuda:1)" in told
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 7 * 2**30))
+    report._estimate = own[0]  # control: on one device
+    assert report._room().startswith("Of 7.00 GiB on GPU this process has")
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["quantized while read", "stored"])
+def test_shapes_alone_tell_what_quantized_experts_hold(tiny_world: World, tmp_path: Path, is_stored: bool) -> None:
+    folder = expert_folder(tiny_world)
+    if is_stored:
+        quantize(folder, tmp_path / "nf4", sections.Nf4(), experts=False)
+        shutil.copytree(tiny_world.tokenizer, tmp_path / "nf4", dirs_exist_ok=True)
+    path = tmp_path / "nf4" if is_stored else folder
+    changes: dict[str, Any] = {
+        "model": {"path": str(path), "config": None, "tokenizer": None},
+        "adapter": "lora",
+        **({} if is_stored else {"quantization": "nf4"}),
+    }
+    recipe = load(tiny_world.recipe(tmp_path / "run", precision="bf16", **changes)).recipe
+    placed = placed_of(recipe)
+    held = placed.estimate(optimizer_of(placed.parameters(), recipe, CPU), 1)
+    config = placed.model.config
+
+    def foreseen(layout: Layout, device_type: str = "cpu") -> MemoryParts:
+        return estimate_from_config(recipe, config, layout=layout, device_type=device_type, micro=1).parts
+
+    alone, distributed = foreseen(Layout()), layout_of(sections.Parallel(expert=2), 2)
+    assert vars(alone) == vars(held.parts)
+    experts = [site for site in adapter_sites(placed.model) if site.experts is not None]
+    count = sum(site.shape[0] * site.shape[1] * EXPERTS["n_routed_experts"] for site in experts)  # type: ignore[operator]
+    own = 2 * count if is_stored else sum(site.module.quantized.stored_bytes() for site in experts)
+    assert alone.weights - foreseen(distributed).weights == own // 2
+    # A GPU makes all experts of a matrix dense at once, of those that a rank has.
+    largest = max(site.shape[0] * site.shape[1] * EXPERTS["n_routed_experts"] for site in experts)  # type: ignore[operator]
+    if not is_stored:
+        assert foreseen(Layout(), "cuda").packed == 2 * largest == 2 * foreseen(distributed, "cuda").packed
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("name", ["full", "lora", "nf4"])
+def test_a_run_holds_what_was_counted(tiny_world: World, tmp_path: Path, name: str) -> None:
+    base = {"model": {"config": None, "tokenizer": None, "path": str(tiny_world.base)}, "precision": "bf16", "steps": 2}
+    file = tiny_world.recipe(tmp_path / "run", **base, **RUNS[name])
+    assert danlu("train", file) == 0
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
+    config = read_config(tiny_world.base)
+    estimate = estimate_from_config(load(file).recipe, config, layout=Layout(), device_type="cpu", micro=1)
+    counted = vars(estimate.parts)
+    assert all(measured[part] == counted[part] for part in ("weights", "adapter", "gradients", "optimizer"))
+    if name == "full":  # 16 bytes a parameter, and a step counter for each tensor
+        parts = ("weights", "gradients", "optimizer")
+        expected = 16 * config.parameter_count() + 4 * len(parameter_shapes(config))
+        assert sum(measured[part] for part in parts) == expected
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "none": {},
+    "elementwise": {"memory": "elementwise"},
+    "selective": {"memory": "selective"},
+    "full": {"memory": "full"},
+    "every": {"memory": {"recompute": "every"}},
+    "offload": {"memory": {"offload": ["activations"]}},
+    "full, offload": {"memory": {"recompute": "full", "offload": ["activations"]}},
+    "lora": {"adapter": "lora"},
+    "lora, selective": {"adapter": "lora", "memory": "selective"},
+    "lora, full": {"adapter": "lora", "memory": "full"},
+}
+WIDE = {**CONFIG, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 400}
+LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def wide_base(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide") / "base"
+    config = read_config_values({**WIDE, "max_position_embeddings": LENGTH})
+    model = build(config)
+    initialize(model, 0)
+    save(model, folder, dtype=torch.float32, tokenizer_from=tiny_world.base)
+    return folder
+
+
+def measured_step(
+    world: World,
+    folder: Path,
+    base: Path,
+    changes: Mapping[str, Any],
+    *,
+    micro: int,
+    length: int,
+    row: int | None = None,
+) -> tuple[int, MemoryEstimate]:
+    """The most bytes that a step of one micro-batch allocates, and what is expected of it."""
+    settings = {"batch": {"sequences": micro, "micro": micro}, "data": {"max_length": length}, "precision": "bf16"}
+    model = {"model": {"path": str(base), "config": None, "tokenizer": None}}
+    if "offload" in (memory := changes.get("memory", {})):
+        changes = {**changes, "memory": {**memory, "folder": str(folder)}}
+    recipe = load(world.recipe(folder / "run", **{**model, **settings, **changes})).recipe
+    placed = placed_of(recipe)
+    compute, optimizer = placed.learner(micro), optimizer_of(placed.parameters(), recipe, CPU)
+    placed.model.embed_tokens.sparse_gradient = False
+    row = row or length
+    tokens, weights = np.ones(row, dtype=np.int32), np.ones(row, dtype=np.float32)
+    weights[0] = 0
+    packs = [Pack((Sample(tokens, weights, "row"),) * (length // row))] * micro
+    placed = replace(placed, lengths=np.full(9 * micro, row))
+    accumulate(compute, packs, step=1, clip=None)
+    optimizer.zero_grad()
+    peak = peak_in(lambda: accumulate(compute, packs, step=2, clip=None))
+    return peak, placed.estimate(optimizer, micro)
+
+
+def fast(names: Iterable[str], *fast_ones: str) -> list[Any]:
+    """Names as parameters, of which few are of the fast tests: bfloat16 is slow on a CPU that has no products of it."""
+    return [name if name in fast_ones else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", fast(KEPT, "none", "every", "lora, full"))
+def test_what_is_expected_is_the_peak_of_a_step_and_not_much_more(
+    tiny_world: World, tmp_path: Path, wide_base: Path, name: str
+) -> None:
+    peak, estimate = measured_step(tiny_world, tmp_path, wide_base, KEPT[name], micro=2, length=LENGTH)
+    expected = estimate.parts.activations + estimate.parts.logits + estimate.parts.gradients
+    assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
+
+
+@pytest.mark.parametrize("name", ["none", pytest.param("full", marks=pytest.mark.slow), "lora, full"])
+def test_short_rows_in_long_packs_are_expected_with_their_probabilities(
+    tiny_world: World, tmp_path: Path, name: str
+) -> None:
+    """Attention keeps probabilities of short documents alone, so a pack of them takes more than one long document."""
+    length, rows = 1536, 512
+    base = tmp_path / "base"
+    model = build(read_config_values({**WIDE, "num_hidden_layers": 2, "max_position_embeddings": length}))
+    initialize(model, 0)
+    save(model, base, dtype=torch.float32, tokenizer_from=tiny_world.base)
+    peak, estimate = measured_step(tiny_world, tmp_path, base, KEPT[name], micro=1, length=length, row=rows)
+
+    def expected(lengths: list[int]) -> int:
+        parts = estimate_of(
+            estimate.recipe,
+            estimate.config,
+            estimate.parts,
+            plan=estimate.plan,
+            micro=1,
+            device_type="cpu",
+            lengths=np.array(lengths),
+        ).parts
+        return parts.activations + parts.logits + parts.gradients
+
+    assert peak <= expected([rows] * 9) <= 1.5 * peak, f"{expected([rows] * 9) / peak:.2f}"
+    assert expected([length] * 9) < peak  # control: the longest row alone
+    assert expected([length] * 9 + [rows] * 9) == expected([rows] * 9)
+
+
+def test_two_answers_of_full_length_are_expected_where_they_are_one_item(
+    tiny_world: World, tmp_path: Path, wide_base: Path
+) -> None:
+    model = {"path": str(wide_base), "config": None, "tokenizer": None}
+    batch = {"sequences": None, "pairs": 2, "micro": 1}
+    changes = {"stage": "orpo", "data": {"max_length": LENGTH}, "precision": "bf16", "batch": batch, "model": model}
+    recipe = load(tiny_world.recipe(tmp_path / "run", **changes)).recipe
+    placed = placed_of(recipe)
+    answer = [7] * (LENGTH - 2)
+    items = [tree([1, 2], [answer, answer], [1, 1], label=[np.nan, 1, 0], margin=[np.nan] * 3)]
+    placed = replace(placed, empty=empty_like(items[0].samples[0]))
+    compute, optimizer = placed.learner(1), optimizer_of(placed.parameters(), recipe, CPU)
+    placed.model.embed_tokens.sparse_gradient = False
+    accumulate(compute, items, step=1, clip=None)
+    optimizer.zero_grad()
+    peak = peak_in(lambda: accumulate(compute, items, step=2, clip=None))
+    parts = placed.estimate(optimizer, 1).parts
+    expected = parts.activations + parts.logits + parts.gradients
+    assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
+    of_one = estimate_from_config(
+        recipe.model_copy(update={"stage": "sft", "objective": None}),
+        placed.model.config,
+        layout=Layout(),
+        device_type="cpu",
+        micro=1,
+    ).parts
+    assert of_one.activations + of_one.logits + of_one.gradients < peak  # control
+
+
+def test_a_reward_model_is_expected_without_a_head_over_the_vocabulary(tiny_world: World, tmp_path: Path) -> None:
+    changes = {"stage": "reward", "batch": {"sequences": None, "pairs": 2, "micro": 1}}
+    recipe = recipe_of(tiny_world, tmp_path, changes)
+    told = TokenizerInfo(400, None, None, None, ())
+    config = memory_preview._config(recipe, told)
+    assert config is not None and config.task == "sequence-classification"
+    held = placed_of(recipe, config)
+    optimizer = optimizer_of(held.parameters(), recipe, CPU)
+    parts = held.estimate(optimizer, 1).parts
+    foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=1).parts
+    head = 4 * config.hidden_size  # bytes of the one row of the score head, which a config does not have
+    assert (parts.weights - foreseen.weights, parts.gradients - foreseen.gradients) == (head, head)
+    assert (foreseen.activations, foreseen.logits) == (parts.activations, 0)
+    language = replace(config, task="causal-lm")
+    with_logits = estimate_from_config(recipe, language, layout=Layout(), device_type="cpu", micro=1).parts
+    assert with_logits.logits > 0  # control
+
+
+@pytest.mark.parametrize("name", fast(["full", "every", "offload", "full, offload"], "full"))
+def test_a_step_that_fits_only_with_recompute_or_offload_is_not_refused(
+    tiny_world: World, tmp_path: Path, wide_base: Path, name: str
+) -> None:
+    """An eighth more than a step takes is enough for `batch.memory`: the loss's workspace is free before the first
+    layer recomputes."""
+    peak, estimate = measured_step(tiny_world, tmp_path, wide_base, KEPT[name], micro=1, length=4 * LENGTH)
+    parts, recipe = estimate.parts, estimate.recipe
+    need = parts.total - parts.activations - parts.logits - parts.gradients + peak
+    batch = recipe.batch.model_copy(update={"micro": "auto", "memory": 1.125 * need / 2**30})
+    tight = replace(estimate, recipe=recipe.model_copy(update={"batch": batch}))
+    assert find_micro_batch(tight, 4) == 1
+    keeps_all = replace(tight, plan=[], recipe=tight.recipe.model_copy(update={"memory": type(recipe.memory)()}))
+    with pytest.raises(RecipeError, match=r"do not hold one packed sequence"):  # control
+        find_micro_batch(keeps_all, 4)
+
+
+def test_a_step_that_fits_only_with_tensor_parallelism_is_not_refused(tiny_world: World, tmp_path: Path) -> None:
+    def of_degree(degree: int, gib: float) -> MemoryEstimate:
+        changes = {"parallel": {"tensor": degree}} if degree > 1 else {}
+        batch = {"sequences": 4, "micro": "auto", "memory": gib}
+        recipe = load(tiny_world.recipe(tmp_path / "run", data={"max_length": 4096}, batch=batch, **changes)).recipe
+        layout = layout_of(recipe.parallel, degree)
+        config = read_config_values({**WIDE, "num_hidden_layers": 20})
+        return estimate_from_config(recipe, config, layout=layout, device_type="cuda", micro=1)
+
+    whole, half = (of_degree(degree, 1.0).step_memory().of_smallest for degree in (1, 2))
+    assert half < 0.75 * whole
+    between = (whole + half) / 2 / 2**30
+    assert find_micro_batch(of_degree(2, between), 4) == 1
+    with pytest.raises(RecipeError, match=r"do not hold one packed sequence"):
+        find_micro_batch(of_degree(1, between), 4)
+
+
+def test_what_is_offloaded_or_sharded_is_not_on_the_device(tiny_world: World, tmp_path: Path) -> None:
+    config = read_config_values(WIDE)
+    shared = {"parallel": {"shard": "zero3", "data": 4}}
+    found = {}
+    for name, changes in {
+        "whole": {},
+        "shared": shared,
+        "offloaded": {**shared, "memory": {"offload": ["parameters", "optimizer"]}},
+        "optimizer": {"memory": {"offload": ["optimizer"]}},
+    }.items():
+        recipe = load(tiny_world.recipe(tmp_path / name, **changes)).recipe
+        layout = layout_of(recipe.parallel, 4 if "parallel" in changes else 1)
+        found[name] = estimate_from_config(recipe, config, layout=layout, device_type="cuda", micro=1)
+    whole, shares = found["whole"].parts, found["shared"].parts
+    assert whole.gathered == 0 and shares.gathered > 0
+    assert whole.weights / 4 < shares.weights < whole.weights / 3.9  # norms are whole on each
+    assert whole.optimizer / 4 < shares.optimizer < whole.optimizer / 3.9
+    assert found["offloaded"].parts.weights == found["offloaded"].parts.optimizer == 0
+    assert found["offloaded"].parts.gathered == shares.gathered
+    assert found["offloaded"].offloaded_bytes > shares.weights + shares.optimizer
+    assert found["optimizer"].offloaded_bytes == whole.optimizer and found["optimizer"].parts.optimizer == 0
+
+
+def test_flash_kernels_keep_no_scores() -> None:
+    def mixer(window: int | None = None, softcap: float | None = None) -> Heads:
+        return Heads(heads=4, kv_heads=2, head_dim=8, rope=Rope(1e4, 8, 512), window=window, softcap=softcap)
+
+    cpu, cuda = keeps_scores("cpu"), keeps_scores("cuda")
+    assert cpu(512, mixer()) and cpu(4096, mixer(1024)) and not cpu(4096, mixer()) and not cpu(4096, mixer(8192))
+    assert cpu(4096, mixer(softcap=30.0))
+    assert not cuda(512, mixer(softcap=30.0)) and not cuda(4096, mixer(1024))
+
+
+def test_a_budget_that_holds_no_pack_is_told_with_the_recompute_that_would(tiny_world: World, tmp_path: Path) -> None:
+    def one_pack(gib: float = 1.0, **changes: Any) -> MemoryEstimate:
+        data = {"data": {"max_length": 4096}, "batch": {"sequences": 4, "micro": "auto", "memory": gib}}
+        recipe = load(tiny_world.recipe(tmp_path / "run", **data, **changes)).recipe
+        config = read_config_values({**WIDE, "num_hidden_layers": 20})
+        return estimate_from_config(recipe, config, layout=Layout(), device_type="cuda", micro=1)
+
+    def budget(*kinds: str) -> float:
+        """Halfway between what a pack needs with two kinds, in GiB."""
+        needs = [one_pack(memory={"recompute": kind}).step_memory().of_smallest for kind in kinds]
+        return sum(needs) / len(needs) / 2**30
+
+    short = budget("none", "selective")
+    with pytest.raises(RecipeError, match=r"do not hold one packed sequence: .* need about [\d.]+ GiB") as told:
+        find_micro_batch(one_pack(short), 4)
+    assert f"batch.memory: {short} GiB" in str(told.value)
+    assert "With memory: {recompute: selective} they need about" in str(told.value)
+    assert find_micro_batch(one_pack(short, memory="selective"), 4) == 1
+    assert find_micro_batch(one_pack(8 * short), 4) == 4
+    with pytest.raises(RecipeError, match=r"With memory: \{recompute: full\}"):
+        find_micro_batch(one_pack(budget("selective", "full")), 4)
+    with pytest.raises(RecipeError, match="Give more, or lower data.max_length"):
+        find_micro_batch(one_pack(0.01), 4)
+
+
+def test_more_than_there_is_is_told_with_what_to_set(tiny_world: World, tmp_path: Path) -> None:
+    recipe = load(tiny_world.recipe(tmp_path / "run", batch={"sequences": 4, "micro": 4})).recipe
+    config = read_config_values(WIDE)
+    found = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=4)
+    assert len(found.lines(None)) == len(found.lines(2**40)) == 1
+    first, second = found.lines(2**20)
+    assert first.startswith("memory expected: weights ") and "activations" in first
+    assert "are more than the 1.00 MiB that are free. Set " in second
+    assert "batch.micro: 2 (is 4; the result is the same)" in second or "adamw8bit" in second
+
+
+@pytest.mark.usefixtures("tokenising_here")
+@pytest.mark.parametrize("where", ["the third step", "the optimizer"])
+def test_memory_that_runs_out_is_told_with_what_took_it_and_what_to_set(
+    tiny_world: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    if where == "the optimizer":
+        monkeypatch.setattr(train, "optimizer_of", lambda *_, **__: torch.empty(2**50, dtype=torch.uint8))
+    else:
+        accumulate = loop.accumulate
+
+        def lacking(*arguments: Any, **options: Any) -> Any:
+            if options["step"] == 3:
+                torch.empty(2**50, dtype=torch.uint8)
+            return accumulate(*arguments, **options)
+
+        monkeypatch.setattr(loop, "accumulate", lacking)
+    assert danlu("train", tiny_world.recipe(tmp_path / "run", batch={"sequences": 4, "micro": 4})) == 6
+    said = capsys.readouterr().err
+    error = said[said.index("error: ") :]
+    assert "out of memory when 1024 TiB more were asked for. This process holds " in error
+    assert "Traceback" not in error and "Set " in error and "memory: {recompute: selective}" in error
+    if where == "the optimizer":
+        assert "nothing was saved yet" in error
+        return
+    assert "a step takes weights 173 KiB + " in error and "activations " in error
+    assert "batch.micro: 2 (is 4; the result is the same)" in error
+    assert "step 2 is saved; the same command, with the change, goes on from there" in error
+    monkeypatch.undo()
+    again = tiny_world.recipe(tmp_path / "run", batch={"sequences": 4, "micro": 2})
+    assert danlu("train", again) == 0
+
+
+@pytest.mark.slow
+def test_preview_and_train_say_what_a_step_will_hold(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenising_here: None
+) -> None:
+    recipe = tiny_world.recipe(tmp_path / "run", steps=2, schedule={"warmup": 1})
+    assert danlu("preview", recipe) == 0
+    foreseen = capsys.readouterr().out
+    assert danlu("train", recipe) == 0
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("memory expected: ")]
+    assert line.removeprefix("memory ") in foreseen
+    assert said.index("memory expected") < said.index("memory: weights")  # before the first step, and at the end
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipedream_s_first_stage_keeps_a_version_for_each_of_the_others(
+    tiny_world: World, tmp_path: Path, stages: int
+) -> None:
+    config = read_config_values({**CONFIG, "num_hidden_layers": 4, "vocab_size": 400, "tie_word_embeddings": False})
+
+    def parts(name: str, **changes: Any) -> MemoryParts:
+        pipeline = {"stages": stages, "schedule": name}
+        recipe = recipe_of(tiny_world, tmp_path, {"parallel": {"pipeline": pipeline}, **changes})
+        layout = layout_of(recipe.parallel, stages)
+        return estimate_from_config(recipe, config, layout=layout, device_type="cpu", micro=2).parts
+
+    synchronous = parts("1f1b", batch={"sequences": 4, "micro": 2})
+    stashing = parts("pipedream", batch={"sequences": 2, "micro": 2})
+    assert stashing == replace(synchronous, stash=(stages - 1) * synchronous.gradients)  # all weights are trained
+    assert synchronous.stash == 0
