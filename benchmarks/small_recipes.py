@@ -1,4 +1,4 @@
-"""Small recipes of many kinds with synthetic rows, for `same_bits.py` and `operators.py`.
+"""Small recipes of many kinds with synthetic rows, for `same_bits.py`, `bits.py` and `operators.py`.
 
 They use only what a user sees (recipe keys, the command line), so that they run in any checkout; nothing of danlu is
 imported.
@@ -76,9 +76,29 @@ CASES = {
     "classify": Case({"stage": "classify", "model": {"preset": "lenet5"}, "loss": {"label_smoothing": 0.1}}),
 }
 
+_REWARDS = {"rewards": [{"kind": "format", "pattern": "[aeiou]", "weight": 0.5}, {"kind": "length", "most": 6}]}
+_ROLLOUT = {"batch": {"prompts": 4, "micro": 2}, **_REWARDS, "rollout": {"samples": 3, "max_new_tokens": 8}}
+_PAIRS = {"batch": {"pairs": 4, "micro": 2}}
+STAGE_CASES = {
+    "pretrain": CASES["pretrain"],
+    "sft": CASES["sft"],
+    "classify": CASES["classify"],
+    "reward": Case({"stage": "reward", **_PAIRS}, on_base=True),
+    "dpo": Case({"stage": "dpo", **_PAIRS}, on_base=True),
+    "kto": Case({"stage": "kto", **_PAIRS}, on_base=True),
+    "distill": Case({"stage": "distill", "teacher": {"model": "BASE"}}, on_base=True),
+    "grpo": Case({"stage": "grpo", **_ROLLOUT}, on_base=True),
+    "grpo-exact": Case({"stage": "grpo", **_ROLLOUT, "numerics": "exact"}, on_base=True),
+    "ppo": Case({"stage": "ppo", **_ROLLOUT, "value": {"share": "policy"}}, on_base=True),
+    "online-dpo": Case({"stage": "online-dpo", **_ROLLOUT}, on_base=True),
+}
+"""One recipe for each stage; "BASE" in it is the model folder that the case "pretrain" has trained."""
+ROWS = {"sft": "chat", "distill": "chat", "pretrain": "text", "reward": "pairs", "dpo": "pairs", "kto": "judged"}
+"""The file of rows of a stage; the others read prompts.jsonl."""
+
 
 def write_inputs(folder: Path) -> None:
-    """Writes tokenizer/, text.jsonl, chat.jsonl and images/ of fixed seeds, unless they are there."""
+    """Writes tokenizer/, images/ and the files of rows with fixed seeds, unless they are there."""
     if folder.is_dir():
         return
     folder.mkdir(parents=True)
@@ -94,7 +114,18 @@ def write_inputs(folder: Path) -> None:
         }
         for _ in range(80)
     ]
-    for name, rows in (("text", [{"text": text} for text in texts]), ("chat", chats)):
+
+    def words(most: int) -> str:
+        return " ".join(generator.choices(WORDS, k=generator.randint(1, most)))
+
+    rows_of: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": text} for text in texts],
+        "chat": chats,
+        "pairs": [{"prompt": words(8), "chosen": words(10), "rejected": words(10)} for _ in range(60)],
+        "judged": [{"prompt": words(8), "completion": words(10), "label": number % 3 > 0} for number in range(60)],
+        "prompts": [{"question": words(8)} for _ in range(60)],
+    }
+    for name, rows in rows_of.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _write_images(folder / "images")
 
@@ -140,7 +171,7 @@ def _write_images(folder: Path) -> None:
 def write_recipe(file: Path, case: Case, inputs: Path, output: Path, base: Path, cache: Path) -> None:
     """Writes the recipe of a case. base: the model folder for cases that start from one; cache: for its tokens."""
     stage = case.changes.get("stage", "sft")
-    rows = {"sft": "chat.jsonl", "pretrain": "text.jsonl", "classify": "images"}[stage]
+    rows = "images" if stage == "classify" else f"{ROWS.get(stage, 'prompts')}.jsonl"
     values: dict[str, Any] = {
         "stage": "sft",
         "model": {"path": str(base)} if case.on_base else {},
@@ -156,6 +187,10 @@ def write_recipe(file: Path, case: Case, inputs: Path, output: Path, base: Path,
         "output": str(output),
         **case.changes,
     }
+    if "teacher" in values:
+        values["teacher"] = {"model": str(base)}
+    if rows == "prompts.jsonl":
+        values["data"]["prompt"] = "{question}"
     if stage != "classify":
         values["data"] |= {"max_length": 64, "cache": str(cache), "workers": 1}
         if not case.on_base:

@@ -160,7 +160,7 @@ def test_danlu_writes_through_these_functions_alone() -> None:
 
 LASTING = """
 import os, sys
-from danlu.terminal import drop_failed_writes
+from danlu.core.terminal import drop_failed_writes
 drop_failed_writes("stderr", "stdout")
 file = sys.argv[1]
 if file == "pipe":

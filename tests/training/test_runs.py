@@ -120,7 +120,7 @@ def test_looking_disturbs_nobody(tmp_path: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from danlu.file_lock import holder_of
+from danlu.core.file_lock import holder_of
 print("looking", flush=True)
 while True:
     holder_of(Path({str(lock)!r}))
