@@ -85,8 +85,8 @@ def refused(one: str, others: str, message: str, test: str = "") -> list[Pair]:
     return [Pair(one, other, test.format(one, other), message) for other in others.split(", ")]
 
 
-UPON = "rollout/test_adapter_pairs.py::test_an_adapter_upon_an_attention[{0}-{1}]"
-NO_PLACE = "rollout/test_adapter_pairs.py::test_an_adapter_that_an_attention_has_no_place_for[{0}-{1}]"
+UPON = "inference/test_adapter_pairs.py::test_an_adapter_upon_an_attention[{0}-{1}]"
+NO_PLACE = "inference/test_adapter_pairs.py::test_an_adapter_that_an_attention_has_no_place_for[{0}-{1}]"
 CONTEXT = "parallel/test_context.py::test_context_ranks_are_one_process"
 ATTENDED = "parallel/test_context_attention.py::test_context_ranks_are_one_process"
 PIPELINE = "parallel/test_pipeline.py::test_stages_are_one_process"
