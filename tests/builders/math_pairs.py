@@ -203,6 +203,8 @@ f'(x) | f(x)
 CAB | ABC
 """
 DATA_SETS_EQUAL = r"""
+2\pi i | 2i\pi
+yi+x | x+iy
 3\pi | $3\pi$
 073 | 73
 73 | 073

@@ -209,6 +209,7 @@ def test_wordings(template):
         ("Answer: $x=2$ or $x=3$.", "x=2, x=3"),
         ("The answer is\n\\[\n x = 1\n\\]\nas before.", "x = 1"),
         ("The correct option is (B).", "(B)"),
+        (r"\( \( 5 \)", "5"),
         (r"The answer is $\$5$", r"\$5"),
         ("The area is 12 cm^2 in all, and no more than that", "12"),
         (r"So the probability is $\frac{3}{4}$, as before.", r"\frac{3}{4}"),

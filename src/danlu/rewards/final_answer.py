@@ -17,6 +17,8 @@ from danlu.rewards.plain_numbers import numbers_in
 
 LONGEST_MARKED = 500
 """Characters behind "the answer is"."""
+MOST_STATEMENTS = 100
+"""That are looked at, the last ones of a text."""
 LONGEST_BARE = 200
 """Characters of a text that is its own answer as a whole, if nothing in it says where the answer is."""
 
@@ -43,7 +45,7 @@ NAMED = re.compile(
     re.IGNORECASE,
 )
 FORMULA = re.compile(
-    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)\$|\\\(((?:[^\\\n]|\\(?!\)))++)\\\)|\\\[((?:[^\\]|\\(?!\]))++)\\\]"
+    r"\$\$([^$]++)\$\$|(?<!\\)\$((?:\\\$|[^$\n])++)\$|\\\(((?:[^\\\n]|\\(?![()]))++)\\\)|\\\[((?:[^\\]|\\\\|\\(?![\[\]]))++)\\\]"
 )
 _LEADING_FORMULA = re.compile(rf"(?:\*\*|[ \t])*+(?:{FORMULA.pattern})")
 _TOGETHER = re.compile(
@@ -193,7 +195,7 @@ def _marked(text: str) -> Iterator[str]:
 def _phrased(text: str) -> list[re.Match[str]]:
     """The last statement first; in one line "the answer is" before what it is the result of."""
     ranked, line, place = list[tuple[int, bool, int, re.Match[str]]](), 0, 0
-    for match in PHRASED.finditer(text):
+    for match in deque(PHRASED.finditer(text), maxlen=MOST_STATEMENTS):
         line, place = line + text.count("\n", place, match.start()), match.start()
         ranked.append((line, match["minor"] is None, match.start(), match))
     return [match for *_, match in sorted(ranked, reverse=True)]
