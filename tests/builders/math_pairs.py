@@ -82,6 +82,15 @@ UNITS_DIFFERENT = r"""
 6\pi cm | 6\pi m
 2 ft 3 in | 2 ft 5 in
 8 am | 8 pm
+5 degrees 3 radians | 8
+5 degrees 3 radians | 8 degrees
+5 degrees 3 radians | 4 degrees 4 radians
+5 degrees 3 radians | 15
+20 celsius 3 fahrenheit | 23
+5 mph 3 kmh | 8 mph
+5 am 3 pm | 8
+5 euros 3 yen | 8
+5 euros 3 yen | 4 euros 4 yen
 7 in the morning | 7 inches
 4g^2 | 4
 3m+5 | 3m-7

@@ -27,6 +27,16 @@ from datetime import datetime, time, timezone
 assert f() == (datetime(2020, 1, 1, tzinfo=timezone.utc), time(1, tzinfo=timezone.utc))
 """,
     ),
+    "operators of an object of the tests": (
+        "def f(x): return x + 2, x[1], 3 in x, 4 in x",
+        """
+class Forty:
+    def __add__(self, other): return 40 + other
+    def __getitem__(self, place): return -place
+    def __contains__(self, item): return item == 3
+assert f(Forty()) == (42, -1, True, False)
+""",
+    ),
     "sort in place": (
         "def sort(x): x.sort()",
         """

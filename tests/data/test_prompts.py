@@ -19,6 +19,7 @@ from danlu.core.errors import CheckpointError, DataError
 from danlu.data import prepare as prepare_module
 from danlu.data import prompts as prompts_module
 from danlu.data.prepare import DatasetSpec, prepare
+from danlu.data.prompt_encoding import shorten_text
 from danlu.data.prompts import (
     Prompt,
     PromptOrder,
@@ -306,6 +307,16 @@ def test_a_text_loses_its_beginning(read: Read, folders: dict[str, Path], kind: 
     (whole,) = read({"prompt": prompt.prompt}, kind=kind).train  # the template stands around what is left
     assert whole.tokens == prompt.tokens
     assert read({"prompt": long}, kind=kind).statistics.shortened.total() == 0
+
+
+def test_a_text_is_shortened_without_another_look_at_all_of_it() -> None:
+    """The caller has found that it does not fit, and to render it again takes longest."""
+    for length in range(1, 9):
+        text, asked = "abcdefgh"[:length], []
+        for longest in range(length):
+            short = shorten_text(text, lambda end: asked.append(end) or len(end) <= longest)  # noqa: B023
+            assert short == (text[-longest:] if longest else None)
+        assert text not in asked
 
 
 def test_a_conversation_loses_whole_exchanges_first(read: Read) -> None:

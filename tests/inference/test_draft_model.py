@@ -184,7 +184,7 @@ def test_exact_numerics_make_answers_with_drafts_equal_to_the_last_bit(small_dec
 
 
 def draft_sequence(number, tokens, limit=3, options=GREEDY, virtual=0):
-    return DraftSequence(number, tokens, 2 + virtual, limit, DrawRow(options, number, 0, len(tokens)), virtual)
+    return DraftSequence(number, tokens, 2 + virtual, limit, DrawRow(options, number, 0, len(tokens)), virtual, 0)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SamplingOptions(seed=2)], ids=["greedy", "sampled"])

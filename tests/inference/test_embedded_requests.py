@@ -14,7 +14,9 @@ from danlu.core.errors import DataError, ModelError
 from danlu.inference.blocks import BlockPool
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
+from danlu.inference.ranks import ParallelEngine
 from danlu.inference.request import Request, SamplingOptions
+from danlu.parallel.ranks import Ranks
 from danlu.recipe import sections
 
 DRAWN = SamplingOptions(seed=3)
@@ -113,6 +115,16 @@ def test_pause_and_resume(small_decoder):
     assert [(one.tokens, one.finish) for one in aborted] == [(one.tokens[:1], "abort") for one in expected]
     engine.resume()
     assert engine.step() == [] and engine.unfinished == 0
+
+
+def test_a_pause_ends_on_every_process(small_decoder):
+    model = small_decoder()
+    engine = ParallelEngine.embedded(EmbeddedEngine(model), Ranks(), model)
+    submitted(engine, requests(count=6)).step()
+    assert engine.pause("keep") == engine.step() == [] and engine.unfinished == 4
+    engine.resume()
+    check_same(finish(engine), EmbeddedEngine(model).generate(requests(count=6)))
+    ParallelEngine.remote(None, Ranks()).resume()  # another process has the engine
 
 
 def test_sleep_gives_memory_back_and_loses_nothing(small_decoder):

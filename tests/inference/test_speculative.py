@@ -85,7 +85,7 @@ def speculatively(table, prompt, options, number, length, proposer, *, limit=3, 
     speculation, tokens, rounds = Speculation(proposer), list(prompt), 0
     while len(tokens) < length:
         row = next_row(options, number, prompt, tokens)
-        sequence = DraftSequence(number, list(tokens), len(prompt), min(limit, length - len(tokens) - 1), row)
+        sequence = DraftSequence(number, list(tokens), len(prompt), min(limit, length - len(tokens) - 1), row, 0, 0)
         checked = None if cut is None else cut(rounds)
         proposed: list[int] = []
         if len(tokens) > len(prompt) and (checked is None or checked >= 0):
@@ -174,7 +174,7 @@ def test_tokens_with_a_draft_model_follow_the_distribution(options, wrong, monke
         monkeypatch.setattr("danlu.inference.sampling.rejection_sample", keep_all)
     table, prompt, n = chain(0), [1, 2], 1500
     speculation = Speculation(ChainProposer(chain(0, distance=0.5)))
-    sequences = [DraftSequence(i, prompt, 1, 2, next_row(options, i, prompt, prompt)) for i in range(n)]
+    sequences = [DraftSequence(i, prompt, 1, 2, next_row(options, i, prompt, prompt), 0, 0) for i in range(n)]
     proposed = speculation.propose(sequences)
     logits = torch.cat([logits_behind(table, [*prompt, *tokens], 3) for tokens in proposed])
     drawn = speculation.draw(logits, list(zip(sequences, proposed, strict=True)))
@@ -183,7 +183,7 @@ def test_tokens_with_a_draft_model_follow_the_distribution(options, wrong, monke
         tokens = part.tokens
         if len(tokens) == 1:  # the second comes of the next round
             after = [*prompt, *tokens]
-            sequence = DraftSequence(i, after, 1, 0, next_row(options, i, prompt, after))
+            sequence = DraftSequence(i, after, 1, 0, next_row(options, i, prompt, after), 0, 0)
             tokens = tokens + speculation.draw(logits_behind(table, after, 1), [(sequence, [])])[0].tokens
         counts[tokens[0] * V + tokens[1]] += 1
     probabilities = pair_probabilities(table, prompt, options)
@@ -222,7 +222,7 @@ def test_what_is_said_of_each_token_is_the_models(kind, options):
 
 def test_ngrams_follow_what_came_before():
     def proposed(tokens, limit=3, longest=3):
-        sequence = DraftSequence(0, tokens, 0, limit, DrawRow(GREEDY, 0, 0, len(tokens)))
+        sequence = DraftSequence(0, tokens, 0, limit, DrawRow(GREEDY, 0, 0, len(tokens)), 0, 0)
         return [token.token for token in NgramProposer(longest).propose([sequence])[0]]
 
     assert proposed([1, 2, 3, 4, 1, 2]) == [3, 4, 1]
@@ -239,9 +239,9 @@ def test_ngrams_are_indexed_as_the_text_grows_and_forgotten():
     text = torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     proposer = NgramProposer(3)
     for length in (3, 4, 9, 60, 61, 200):
-        sequence = DraftSequence(1, text[:length], 0, 4, DrawRow(GREEDY, 0, 0, length))
+        sequence = DraftSequence(1, text[:length], 0, 4, DrawRow(GREEDY, 0, 0, length), 0, 0)
         assert proposer.propose([sequence]) == NgramProposer(3).propose([sequence])
-    other = DraftSequence(1, [1, 2, 3, 1], 0, 2, DrawRow(GREEDY, 0, 0, 4))
+    other = DraftSequence(1, [1, 2, 3, 1], 0, 2, DrawRow(GREEDY, 0, 0, 4), 0, 0)
     proposer.forget(1)
     assert [token.token for token in proposer.propose([other])[0]] == [2, 3]
     proposer.reset()
@@ -251,7 +251,7 @@ def test_ngrams_are_indexed_as_the_text_grows_and_forgotten():
 def test_rows_behind_proposals_have_seen_them():
     generated = TokenCounts(np.array([5]), np.array([2]))
     row = DrawRow(SamplingOptions(repetition_penalty=2.0), 4, 1, 10, np.array([3, 5]), generated=generated)
-    rows = DraftSequence(0, [3, 5], 0, 2, row).rows([7, 5])
+    rows = DraftSequence(0, [3, 5], 0, 2, row, 0, 0).rows([7, 5])
     assert [row.position for row in rows] == [10, 11, 12]
     assert [list(row.seen) for row in rows] == [[3, 5], [3, 5, 7], [3, 5, 7, 5]]
     counts = [dict(zip(*map(np.ndarray.tolist, row.generated), strict=True)) for row in rows]

@@ -163,4 +163,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_demo_data.py",
         only="in_nine",
     ),
+    Mutation(
+        "data/prompt_encoding.py",
+        "fewest, most = 1, len(text)",
+        "fewest, most = 0, len(text)",
+        "data/test_prompts.py",
+        only="another_look",
+    ),
 )

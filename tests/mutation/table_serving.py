@@ -274,4 +274,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "inference/test_chat_tokenizer.py",
         only="half_a_character",
     ),
+    # -- drawn at random by a tool
+    Mutation(
+        "serving/rollout_endpoints.py",
+        "if (body.folder is None) == (body.upload is None):",
+        "if (body.folder is None) != (body.upload is None):",
+        "remote_engines/test_danlu_server.py",
+        only="or_were_sent",
+    ),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,8 @@ from danlu.remote_engines.detect import Demands, detect_server
 from danlu.remote_engines.hand_over import AdapterHandOver, FolderHandOver, HandOver, folder_weights
 from danlu.remote_engines.http_engine import HTTPEngine
 from danlu.remote_engines.server_interface import Continuation, ServerOptions
+from danlu.serving.openai_api import ApiError
+from danlu.serving.rollout_endpoints import RolloutEndpoints
 
 pytestmark = pytest.mark.usefixtures("torch_products")
 
@@ -408,6 +412,25 @@ def test_no_control_takes_what_a_page_in_a_browser_can_send(tiny_world: World) -
         assert not HTTPClient(served.root, 20).get("/rollouts/info")["paused"]
         assert ask(f"{served.root}/rollouts/sleep", b"{}", Content_Type="application/json")[0] == 200  # control
         assert HTTPClient(served.root, 20).get("/rollouts/info")["paused"]
+
+
+def test_weights_lie_in_a_folder_or_were_sent(tmp_path: Path) -> None:
+    """Not both, and not neither."""
+
+    async def done(load: Any, *, paused: bool | None = None) -> Any:
+        return load()
+
+    (tmp_path / "sent").mkdir()
+    endpoints: Any = SimpleNamespace(_uploads=tmp_path, _do=done, _allowed_folder=lambda name: Path(name))
+
+    def loaded(**where: str | None) -> Any:
+        body: Any = SimpleNamespace(**{"folder": None, "upload": None, **where})
+        return asyncio.run(RolloutEndpoints._load(endpoints, body, lambda folder: folder))
+
+    assert loaded(folder="/a") == Path("/a") and loaded(upload="sent") == tmp_path / "sent"
+    for where in ({}, {"folder": "/a", "upload": "sent"}):
+        with pytest.raises(ApiError, match="either a folder or an upload"):
+            loaded(**where)
 
 
 def test_folders_are_read_below_the_root_of_weights_alone(tiny_world: World, tmp_path: Path) -> None:

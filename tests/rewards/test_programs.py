@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import posix
+import shutil
 import socket
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from builders.deceiving_programs import DECEIVING
 from builders.programs import CLOSE, CLOSE_TESTS, FORGED, HONEST, LIMITED
 
 from danlu.core.errors import ResourceError
-from danlu.rewards.programs import sandbox
+from danlu.rewards.programs import pod, sandbox
 from danlu.rewards.programs.blocks import code_of
+from danlu.rewards.programs.proxies import Answer
 from danlu.rewards.programs.sandbox import KINDS, find_sandbox
 from danlu.rewards.programs.session import judge_program
 from danlu.rewards.programs.test_forms import parse_tests
@@ -121,6 +126,51 @@ def test_without_a_sandbox_limits_hold_all_the_same():
     verdicts = judged("none", "def add(a, b): return a + b", [ADD, "assert add(1, 1) == 3"])
     assert [each.passed for each in verdicts] == [True, False]
     assert not judged("none", "def add(a, b): return bytearray(9 << 30)", ADD)[0].passed
+
+
+def test_a_test_that_ends_its_process_has_failed():
+    (verdict,) = judged("none", "x = 1", "import os\nos._exit(0)")
+    assert (verdict.passed, verdict.reason) == (False, "the test ended the process that ran it")
+
+
+def test_an_answer_does_with_objects_of_the_tests_what_is_listed_alone():
+    class Forty:
+        def __add__(self, other):
+            return 40 + other
+
+    answer = Answer(-1, lambda reason: pytest.fail(reason))
+    answer._exported.append(Forty())
+    assert answer._done(0, "__add__", [2]) == 42
+    for operation, *values in (("__setattr__", "x", 1), ("__reduce__",), ("__init_subclass__",)):
+        with pytest.raises(AttributeError, match=operation):
+            answer._done(0, operation, values)
+
+
+def test_a_program_is_a_plain_child_where_it_can_have_no_namespaces(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pod, "limit", lambda limits: None)
+    monkeypatch.setattr(pod, "serve", lambda descriptor, folder: posix._exit(posix.write(descriptor, folder.encode())))
+    programs = pod.Programs({}, 2**20)
+    programs.libc = SimpleNamespace(unshare=lambda flags: -1)
+    ours, child_socket = socket.socketpair()
+    control, _ = socket.socketpair()
+    with ours, child_socket, control, _:
+        programs.start(child_socket.fileno(), control)
+        child_socket.close()
+        assert ours.recv(16) == b"1" and programs.libc is None
+        programs.end()
+
+
+def test_where_users_may_mount_the_sandbox_of_system_calls_works():
+    """The tests of each kind pass over one that does not work, so they would be silent on one that is broken."""
+    root = "mount -t tmpfs none /tmp && cd /tmp && mkdir old && pivot_root . old"
+    new = ["--user", "--map-root-user", "--mount", "--pid", "--fork", "--net", "--ipc", "--uts"]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(["unshare", *new, "sh", "-c", root], capture_output=True).returncode
+    ):
+        pytest.skip("users may not mount here")
+    assert find_sandbox("unshare") == "unshare"
 
 
 def test_a_sandbox_that_has_ended_serves_no_other_answer(monkeypatch):

@@ -242,12 +242,10 @@ class Scheduler:
     def _plan_reading(self, sequence: SequenceState, builder: _PlanBuilder) -> bool:
         """As much of the rest as budget and free blocks allow. False where blocks were lacking."""
         self._cut_drafts(sequence)
-        while True:
-            room = (len(sequence.blocks) + self.pool.free) * self.block - sequence.computed
-            if room > 0 or builder.chunks:
-                break
-            # Nothing else would go on. This is the first of those that run, and others have the missing blocks.
-            self._preempt(self.running[-1], builder)
+        room = (len(sequence.blocks) + self.pool.free) * self.block - sequence.computed
+        # Without a chunk so far all that run are being read. `_admit` saw blocks for all that these know, and what
+        # others took since then they have given back.
+        assert room > 0 or builder.chunks, "nothing goes on: the blocks that a sequence was let in for are gone"
         wanted = len(sequence.tokens) + len(sequence.drafts) - sequence.computed
         stop = sequence.without_a_part_of_the_drafts(sequence.computed + min(wanted, room, builder.budget))
         if stop > sequence.computed:

@@ -38,9 +38,9 @@ class DraftSequence:
     """The most proposals to check. It follows from the sequence alone."""
     row: DrawRow
     """Of the next token."""
-    virtual_tokens: int = 0
+    virtual_tokens: int
     """Tokens before the prompt, which only the model that is drawn from knows."""
-    rotary_length: int = 0
+    rotary_length: int
     """As in `Chunk`, with virtual tokens."""
 
     def rows(self, proposed: Sequence[int]) -> list[DrawRow]:

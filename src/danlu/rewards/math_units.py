@@ -52,6 +52,8 @@ _UNITS: dict[str, tuple[str, str, Fraction]] = {
     for other in (name, *others.split())
     for spelling in ({other, f"{other}s"} if other.isalpha() and len(other) > 1 else {other})
 }
+_ADDED = {"length", "volume", "mass", "time", "money"}
+"""Quantities with units that add up, as 5 feet 6 inches do; scales of the others compare a unit with itself alone."""
 _LETTERS = {"m", "g", "s", "h", "L", "l"}
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _ANY_UNIT = {"unit", "units"}
@@ -132,7 +134,8 @@ def compound(text: str) -> tuple[Fraction, Fraction, str] | None:
         place = match.end()
         if text[place:].strip() == "":
             break
-    if len(terms) < 2 or len({unit.quantity for _, unit in terms}) > 1 or len({unit.name for _, unit in terms}) == 1:
+    quantities = {unit.quantity for _, unit in terms}
+    if len(quantities) > 1 or not quantities <= _ADDED or len({unit.name for _, unit in terms}) < 2:
         return None
     total = sum((value * unit.scale for value, unit in terms), Fraction(0))
     return total, total / terms[0][1].scale, terms[0][1].quantity
