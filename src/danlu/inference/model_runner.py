@@ -263,6 +263,8 @@ class ModelRunner:
         scores, drawn = outcome() if self._stages is None else self._stages.on_last(outcome)
         failed: dict[int, tuple[Answer, ModelError]] = {}
         for chunk, of_chunk in zip(plan.chunks, scores, strict=True):
+            if not of_chunk:  # the usual case: a pass that only draws
+                continue
             answer = answers_by_sequence[chunk.sequence]
             first = answer.prompt_to_score(chunk.start, chunk.stop).start + 1
             if problem := self._problem(answer, [(score.logprob,) for score in of_chunk], first):
