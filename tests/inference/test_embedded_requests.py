@@ -123,7 +123,8 @@ def test_a_pause_ends_on_every_process(small_decoder):
     submitted(engine, requests(count=6)).step()
     assert engine.pause("keep") == engine.step() == [] and engine.unfinished == 4
     engine.resume()
-    check_same(finish(engine), EmbeddedEngine(model).generate(requests(count=6)))
+    done = [one for _ in range(5) for one in engine.step()]
+    check_same(sorted(done, key=lambda one: one.number), EmbeddedEngine(model).generate(requests(count=6)))
     ParallelEngine.remote(None, Ranks()).resume()  # another process has the engine
 
 

@@ -45,7 +45,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'yield _number(f"updates of the {label}", "saved average, loaded", updates, float(was[0].updates), 0.0)',
         'yield _number(f"updates of the {label}", "saved average, loaded", updates, updates[0], 1e9)',
         "verification/test_comparison.py",
-        only="surrounds",
+        only="count_anew",
     ),
     Mutation(
         "verification/comparison.py",

@@ -392,6 +392,15 @@ def test_a_mistake_of_one_process_in_what_surrounds_a_step_is_found(
     assert first is not None and (first.stage, first.name) == (stage, name)
 
 
+def test_an_average_that_all_processes_count_anew_is_found() -> None:
+    """Processes that agree with each other are compared with one process all the same."""
+    traces = with_state()
+    for trace in traces.by_rank:
+        average_counted_anew(trace)
+    first = compare(traces, 1e-6).first_failure()
+    assert first is not None and first.stage == "updates of the average of one process's checkpoint in the layout"
+
+
 def test_each_tensor_of_the_result_has_to_be_the_same_to_the_last_bit() -> None:
     for exported in (
         {"model/lm_head.weight": torch.nextafter(torch.ones(6, 4), torch.tensor(2.0))},
