@@ -289,6 +289,17 @@ def test_numbers_and_faults_are_read_alike_wherever_a_piece_ends(family: str) ->
             assert read(answer, FORMS[family], size) == whole, (number, size)
 
 
+def test_a_number_in_a_call_without_a_mark_may_end_a_piece() -> None:
+    """No mark says that a call has begun, so an answer that seems to be no JSON half way would come as text."""
+    for number in ("2.5", "-0.25", "1e5", "-3.0E-7", "12"):
+        answer = f'{{"name": "now", "parameters": {{"wind": {number}}}}}'
+        for size in range(1, len(answer) + 1):
+            assert read(answer, FORMS["llama-3"], size) == ("", [ToolCall("now", {"wind": float(number)})]), (
+                number,
+                size,
+            )
+
+
 def test_text_that_is_no_number_of_json_stays_text() -> None:
     inside = "<arg_key>wind</arg_key><arg_value>nan</arg_value><arg_key>x</arg_key><arg_value>NaN</arg_value>"
     read_calls = AnswerReader.whole(f"<tool_call>get_weather{inside}</tool_call>", FORMS["glm-4.5"], TOOLS)[1]

@@ -128,8 +128,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "verification/clear_routes.py",
         "            if margin_of(before, self._candidates[number]) >= LEAST_MARGIN:",
         "            if margin_of(before, self._candidates[number]) >= 0:",
-        "verification/test_experts.py",
-        only="sigmoid",
+        "verification/test_clear_routes.py",
     ),
     Mutation(
         "verification/verification.py",
