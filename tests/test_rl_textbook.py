@@ -25,9 +25,9 @@ from builders.token_mdp import (
     walk_return,
     write_words,
 )
+from textbook.planning import value_iteration
 from torch import Tensor
 
-from danlu.basics.planning import value_iteration
 from danlu.core.types import Pack
 from danlu.data.prompts import Prompt
 from danlu.inference.embedded import EmbeddedEngine

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from textbook.markov_decision_process import MarkovDecisionProcess
+from textbook.planning import value_iteration
+from textbook.policy_gradient import expected_return, policy_gradient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from builders.reference_attention import ReferenceAttention
-from danlu.basics.markov_decision_process import MarkovDecisionProcess
-from danlu.basics.planning import value_iteration
-from danlu.basics.policy_gradient import expected_return, policy_gradient
 from danlu.models.decoder import Decoder
 
 WORDS = ("stop", "left", "right", "wait", "harbour", "island")

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from textbook import policy_gradient
 
-from danlu.basics import policy_gradient
 from danlu.objectives.advantages import (
     answer_advantages,
     combined_advantages,

@@ -1,7 +1,7 @@
 """How much better an answer, or a token, was than what was to be expected: the advantages of policy gradients.
 
 Rewards are few, so all is float64 on the host. A reward that is NaN was not given: it is left out of every mean, and
-the answer gets the advantage 0. `danlu.basics` is the textbook of the ideas, and the oracle of the tests.
+the answer gets the advantage 0. The tests compare with exact values (`tests/textbook`).
 
 M answers · R rewards of an answer · N tokens of all answers, one behind the other
 """

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from danlu.basics.markov_chain import MarkovChain
-from danlu.basics.markov_decision_process import MarkovDecisionProcess
-from danlu.basics.markov_reward_process import MarkovRewardProcess, discounted_return
-from danlu.basics.planning import (
+from textbook.markov_chain import MarkovChain
+from textbook.markov_decision_process import MarkovDecisionProcess
+from textbook.markov_reward_process import MarkovRewardProcess, discounted_return
+from textbook.planning import (
     evaluate_policy,
     evaluate_policy_iteratively,
     policy_iteration,
     uniform_policy,
     value_iteration,
 )
-from danlu.basics.policy_gradient import (
+from textbook.policy_gradient import (
     advantages,
     expected_return,
     generalized_advantages,

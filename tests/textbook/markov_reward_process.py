@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from danlu.basics.markov_chain import MarkovChain
+from textbook.markov_chain import MarkovChain
 
 
 def discounted_return(rewards: Sequence[float] | np.ndarray, discount: float) -> float:

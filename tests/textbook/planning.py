@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from danlu.basics.markov_decision_process import MarkovDecisionProcess
+from textbook.markov_decision_process import MarkovDecisionProcess
 
 # How much better an action has to be before a policy changes its mind: equally good ones would be swapped for ever.
 TIE = 1e-12

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from danlu.basics.markov_decision_process import Episode, MarkovDecisionProcess
-from danlu.basics.planning import evaluate_policy
+from textbook.markov_decision_process import Episode, MarkovDecisionProcess
+from textbook.planning import evaluate_policy
 
 
 def softmax_policy(preferences: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from danlu.basics.markov_chain import MarkovChain, check_distributions
-from danlu.basics.markov_reward_process import MarkovRewardProcess
+from textbook.markov_chain import MarkovChain, check_distributions
+from textbook.markov_reward_process import MarkovRewardProcess
 
 
 @dataclass(frozen=True)
