@@ -32,6 +32,26 @@ def test_tables_are_those_of_the_types(name: str, is_so: str) -> None:
     assert tables.written(outdated) == page
 
 
+def test_the_list_of_files_is_that_of_the_package() -> None:
+    files = script("file_list")
+    assert files.PAGE.read_text(encoding="utf-8") == files.written(), "out of date: python docs/scripts/file_list.py"
+    lines = [line for line in files.written().splitlines() if line.startswith("- `")]
+    assert "- `loop.py`: " in files.written() and [line for line in lines if line.endswith(": ")] == []
+
+
+def test_files_that_the_map_names_exist() -> None:
+    page = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| to change | open |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]*(?:\.py)?)`", table))
+    assert len(named) > 60
+
+    def is_there(name: str) -> bool:
+        return (TOP / ("" if name.startswith(("tests/", "docs/")) else "src/danlu") / name).exists()
+
+    assert [name for name in sorted(named) if not is_there(name)] == []
+    assert not is_there("rollout/engine.py")  # control
+
+
 def test_every_key_is_in_the_tables() -> None:
     from danlu.recipe.explanation import keys
 

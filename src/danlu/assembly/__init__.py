@@ -1,1 +1,1 @@
-"""Parts of layer 1 put together: a base in the type or the few bits that are wanted, with adapters in its slots."""
+"""Models put together from parts: a quantized base with adapters, a decoder placed on processes, expected memory."""

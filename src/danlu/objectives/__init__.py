@@ -1,0 +1,1 @@
+"""Losses as pure functions of model outputs: likelihood, preferences, rewards, distillation, policy gradients."""

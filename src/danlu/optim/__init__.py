@@ -1,0 +1,1 @@
+"""Optimizers behind one interface, parameter groups, learning-rate schedules, clipping, moving averages."""

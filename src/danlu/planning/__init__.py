@@ -1,0 +1,1 @@
+"""FLOPs, memory, traffic and pipeline schedules in closed form, without torch."""

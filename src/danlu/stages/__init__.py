@@ -1,1 +1,1 @@
-"""Language models in a stage: how rows become packs, and how a decoder is placed, learns and is written."""
+"""The stages of training: a table of their readers, builders and objectives, and the models that they train."""
