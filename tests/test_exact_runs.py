@@ -56,7 +56,7 @@ def test_the_check_has_the_type_of_activations_and_the_tokens_of_adapters(
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "danlu.stages.placed.check_exact", lambda model, dtype, **more: calls.append({"dtype": dtype, **more})
+        "danlu.inference.self_check.check_exact", lambda model, dtype, **more: calls.append({"dtype": dtype, **more})
     )
     changes = {"model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
     adapter = {"kind": "prompt", "tokens": 3}

@@ -1,7 +1,6 @@
 """The names that danlu looks up at run time, as strings: the table of contents of what is imported only when used.
 
-One broken or missing module hurts only its own name. Variants inside a room (optimizers, model families) are plain
-dictionaries there, because that room is imported as a whole anyway.
+One broken or missing module hurts only its own name. `stages/table.py` names the parts of stages in the same way.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from danlu.assembly.frozen_base import (
     adapters_of,
     check_frozen,
     load_frozen,
-    model_bytes,
     quantize_stack,
     quantize_weight,
 )
+from danlu.assembly.parameter_count import model_bytes
 from danlu.assembly.quantization_error import quantization_errors
 from danlu.assembly.quantizing import quantize
 from danlu.core.errors import ModelError

@@ -21,7 +21,8 @@ from danlu.models import tiled_attention
 from danlu.models.attention_kernels import Kernels
 from danlu.parallel import ring_attention
 from danlu.parallel.comm import Group, new_group
-from danlu.parallel.context_attention import ContextAttention, ContextGroups, Transport
+from danlu.parallel.context_attention import ContextAttention
+from danlu.parallel.context_groups import ContextGroups, Transport
 from danlu.parallel.layout import Layout
 from danlu.parallel.traffic_counter import TrafficCounter
 

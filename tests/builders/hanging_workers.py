@@ -18,7 +18,7 @@ from builders.fork_server import SERVER
 from danlu.parallel import process_group
 from danlu.parallel.comm import Group
 from danlu.parallel.gradient_buckets import GradientBuckets
-from danlu.parallel.watchdog import PHASE, track_modules
+from danlu.parallel.phase import PHASE, track_modules
 
 
 def begin(worker: Callable[..., Any], size: int, timeout_s: float, *args: Any) -> Callable[[], list[Any]]:

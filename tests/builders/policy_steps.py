@@ -20,7 +20,7 @@ from danlu.objectives.policy import PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import ImportanceBounds
 from danlu.objectives.value import PpoObjective
 from danlu.parallel.comm import world_size
-from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.data import replicated_step
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of, replicated_parameter

@@ -16,7 +16,7 @@ from danlu.models.decoder import Decoder
 from danlu.objectives.branches import CHOSEN, labelled, sum_by_branch
 from danlu.objectives.preference import preference_objective
 from danlu.parallel.comm import world_size
-from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.data import replicated_step
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of

@@ -24,9 +24,9 @@ from danlu.recipe import Recipe, load
 from danlu.run import train as run
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.placed import PlacedDecoder
+from danlu.stages.preference import preference
 from danlu.stages.protocols import Material, Stage, StoredRows
 from danlu.stages.reference import reference_columns, reference_models
-from danlu.stages.table import preference
 
 PAIRS = 16
 TOKENIZER = TokenizerInfo(400, None, None, None, ())
@@ -107,7 +107,7 @@ class ReferenceReader(TreePairReader):
             len(train),
             [Pack((held_out.sample(number),)) for number in range(len(held_out))],
             [],
-            empty=empty_like(run.sample(0)),
+            empty=empty_like(train.sample(0)),
             tokenizer=TOKENIZER,
             stored=StoredRows(train, held_out, partial(self.material)),
         )

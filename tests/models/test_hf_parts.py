@@ -14,7 +14,7 @@ from torch import Tensor
 from danlu.core.shard_box import ShardBox
 from danlu.models import hf_layout, initialize, saving, tensor_reader
 from danlu.models.decoder import Decoder
-from danlu.models.families import FAMILIES
+from danlu.models.families import llama
 from danlu.models.families.family import LLAMA_MODULES, Stored
 from danlu.models.hf_folder import read_tensors
 from danlu.models.hf_parts import HFTensor
@@ -113,7 +113,7 @@ def layout(
         "attention.k_proj": "self_attn.k_proj",
         **modules,
     }
-    monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], modules=own))
+    monkeypatch.setitem(llama.FAMILIES, "llama", replace(llama.FAMILIES["llama"], modules=own))
     monkeypatch.setattr(hf_layout, "parameter_shapes", lambda config: SHAPES)
     return hf_layout.hf_tensors(tiny_model("llama-2").config), expected
 

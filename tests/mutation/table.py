@@ -1137,12 +1137,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="formulas",
     ),
     Mutation(
-        "stages/table.py",
+        "stages/policy_objective.py",
         "zip(section.vespo_shapes, section.vespo_rates, strict=True)",
         "zip(section.vespo_rates, section.vespo_shapes, strict=True)",
         "stages/test_reinforcement.py",
     ),
-    Mutation("stages/table.py", "sapo_temperatures=section.sapo_temperatures,", "", "stages/test_reinforcement.py"),
+    Mutation(
+        "stages/policy_objective.py", "sapo_temperatures=section.sapo_temperatures,", "", "stages/test_reinforcement.py"
+    ),
     Mutation(
         "objectives/policy.py",
         'if importance is not None and settings.loss != "vespo":',

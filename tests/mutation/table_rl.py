@@ -567,7 +567,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_a_family_without_a_class_for_scores_is_refused_before_rows_are_read",
     ),
     Mutation(
-        "stages/critic.py",
+        "stages/value_model.py",
         "if saves_value_model and recipe.adapter is None:",
         "if recipe.adapter is None:",
         "test_critic_runs.py",

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from builders.hanging_workers import begin, crossing, late, marked, skipping, slow
 from torch import nn
 
-from danlu.parallel.watchdog import PhaseTracker, Watchdog, track_modules
+from danlu.parallel.phase import PhaseTracker, track_modules
+from danlu.parallel.watchdog import Watchdog
 
 Groups = dict[str, list[Any]]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from danlu.core.errors import RecipeError
-from danlu.recipe import explain, load
-from danlu.recipe.explanation import keys
+from danlu.recipe import load
+from danlu.recipe.explanation import explain, keys
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.type_hints import field_types, subsection_types

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from danlu.recipe import Recipe, library, resolved_yaml, schema
+from danlu.recipe import Recipe, library, resolved_yaml
+from danlu.recipe.json_schema import schema
 from danlu.recipe.yaml_reader import parse
 from tests.recipe.strategies import RECIPES
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from danlu.core.errors import RecipeError
-from danlu.recipe import Recipe, load, resolved_yaml, schema
+from danlu.recipe import Recipe, load, resolved_yaml
 from danlu.recipe.default_mappings import with_default_mappings
+from danlu.recipe.json_schema import schema
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.rules import language_stage
 from danlu.recipe.sections import (

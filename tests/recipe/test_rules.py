@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from danlu.core.errors import RecipeError
-from danlu.recipe import explain as look_up
 from danlu.recipe import load
+from danlu.recipe.explanation import explain as look_up
 from danlu.recipe.explanation import keys
 from danlu.recipe.rules import is_local, notes
 

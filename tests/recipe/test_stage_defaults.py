@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from danlu.recipe import explain, load
+from danlu.recipe import load
+from danlu.recipe.explanation import explain
 from danlu.recipe.loading import load_resolved
 from danlu.recipe.resolved_yaml import resolved_yaml
 from danlu.recipe.sections import AdamW, Grpo, Recipe, Schedule

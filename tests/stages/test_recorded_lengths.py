@@ -13,7 +13,7 @@ from builders.small_config import small_config
 from builders.tiny_world import World
 
 from danlu.assembly.parallelize import Placed, Subject
-from danlu.core.types import Pack, Sample
+from danlu.core.types import ROTARY_LENGTH, Pack, Sample
 from danlu.data.batch import collate
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.request import Request, SamplingOptions
@@ -22,7 +22,6 @@ from danlu.models.initialize import initialize
 from danlu.models.rope_config import LongRopeScaling
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import load
-from danlu.rl.experience_trees import ROTARY_LENGTH
 from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.policy_logprobs import policy_logprobs

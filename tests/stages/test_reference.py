@@ -18,8 +18,8 @@ from builders.reference_stage import STAGE, loss_of, place_stage, recipe_file, t
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 
-from danlu.assembly.frozen_base import model_bytes
 from danlu.assembly.parallelize import optimizer_of
+from danlu.assembly.parameter_count import model_bytes
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack
 from danlu.models.loading import load as load_model
@@ -290,7 +290,7 @@ def test_no_model_is_loaded_where_the_cache_is_whole(
 ) -> None:
     file = recipe_file(tiny_world, tmp_path, "run", reference={"kind": "cached"}, steps=3)
     assert train([file]) == [0]
-    monkeypatch.setattr("danlu.stages.builder.place_frozen", lambda *_: pytest.fail("everything is cached"))
+    monkeypatch.setattr("danlu.stages.frozen_models.place_frozen", lambda *_: pytest.fail("everything is cached"))
     shutil.rmtree(tmp_path / "run")
     assert train([file]) == [0]
     blocks = sorted((tmp_path / "cache").glob("reference-*/*.bin"))

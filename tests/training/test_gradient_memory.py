@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from danlu.models.decoder import Decoder
 from danlu.stages.learner import DecoderLearner
-from danlu.training import step
+from danlu.training import gradient_memory, step
 from danlu.training.gradient_memory import move_out_of_the_heap
 
 
@@ -32,12 +32,12 @@ def test_a_step_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         moved_at.append(len(parameters))
         move_out_of_the_heap(parameters)
 
-    monkeypatch.setattr(step, "move_out_of_the_heap", watched)
+    monkeypatch.setattr(gradient_memory, "move_out_of_the_heap", watched)
     model, moved = gradients_of_micro_batches(2)
     assert moved_at == [len(list(model.parameters()))]
     gradients_of_micro_batches(1)
     assert len(moved_at) == 1, "one micro-batch has no next one that gradients are in the way of"
-    monkeypatch.setattr(step, "move_out_of_the_heap", lambda parameters: None)
+    monkeypatch.setattr(gradient_memory, "move_out_of_the_heap", lambda parameters: None)
     _, left = gradients_of_micro_batches(2)
     assert moved.keys() == left.keys() and all(torch.equal(moved[name], left[name]) for name in moved)
 
@@ -46,7 +46,7 @@ def test_a_step_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
             assert parameter.grad is not None
             parameter.grad *= 2
 
-    monkeypatch.setattr(step, "move_out_of_the_heap", doubled)
+    monkeypatch.setattr(gradient_memory, "move_out_of_the_heap", doubled)
     _, wrong = gradients_of_micro_batches(2)
     assert not all(torch.equal(wrong[name], left[name]) for name in left), "the comparison sees nothing"
 

@@ -11,17 +11,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.models import load_balancing
+from danlu.data import context_batch
+from danlu.models import load_balancing, router_replay
 from danlu.models.decoder import Decoder
 from danlu.models.experts import RowOrder
-from danlu.models.load_balancing import Balancer
+from danlu.models.load_balancing import Balancer, BatchTokens
 from danlu.models.modules import RMSNorm
 from danlu.models.router import Router
 from danlu.optim import clip
 from danlu.optim.build import Optimizers
 from danlu.parallel import local_parameter, ring_attention, step_parallel
 from danlu.parallel.comm import Group
-from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.layout import Layout
 from danlu.parallel.pipeline import Pipeline
@@ -29,7 +30,7 @@ from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import load
-from danlu.stages import builder, learner
+from danlu.stages import frozen_models, learner
 from danlu.stages.learner import DecoderLearner
 from danlu.training import loop, step
 from danlu.training import state as state_module
@@ -53,23 +54,23 @@ TOUCHED = [
     (DecoderLearner, "at"),
     (Pipeline, "actions"),
     (learner, "context_attend_for"),
-    (learner, "share_of_batch"),
+    (context_batch, "share_of_batch"),
     (ContextGroups, "sum"),
     (ring_attention, "as_rows"),
     (ring_attention, "finished"),
     (ring_attention, "tiles_between"),
     (learner, "deal_by_tokens"),
     (AdapterSet, "without"),
-    (builder, "place_frozen"),
+    (frozen_models, "place_frozen"),
     (RMSNorm, "forward"),
     (StepParallel, "norm_weights"),
     (RowOrder, "weighted_sum"),
     (Router, "eligible"),
-    (builder, "Balancer"),
+    (load_balancing, "Balancer"),
     (Balancer, "end_step"),
     (load_balancing, "is_recomputing"),
-    (learner, "BatchTokens"),
-    (learner, "replaying"),
+    (BatchTokens, "of"),
+    (router_replay, "replaying"),
     (Optimizers, "step"),
     (WeightStash, "_copy_parameters"),
     (state_module, "load_checkpoint"),

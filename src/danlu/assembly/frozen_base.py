@@ -15,7 +15,6 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
 from danlu.assembly.stored_quantization import refuse_quantized
-from danlu.core.dtensor import local_tensor
 from danlu.core.shard_box import ShardBox
 from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig, is_matrix
@@ -165,12 +164,6 @@ def check_frozen(folder: Path, quantization: Any = None, config: ModelConfig | N
         config or read_config(folder),
         lambda name, tensors, where: FourBitWeight.from_tensors(name, tensors, where=where).shape,
     )
-
-
-def model_bytes(model: Decoder) -> int:
-    """Bytes that this process holds of a model: weights, codes and adapters; a tied matrix counts once."""
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 def quantize_weight(weight: Tensor, section: Any, name: str = "a matrix") -> QuantizedWeightModule:

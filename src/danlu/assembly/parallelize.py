@@ -12,51 +12,46 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.assembly.adapter_training import adapted_model, merged_model
-from danlu.assembly.base_model import Base
-from danlu.assembly.frozen_base import Adapted
 from danlu.assembly.parameter_roles import VALUE, role_of
-from danlu.assembly.value_adapter import value_on_base
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
-from danlu.memory import activation_offload, recompute, recompute_planner
+from danlu.memory import recompute
 from danlu.memory.available_memory import available_bytes
-from danlu.memory.paged_state import paged_state
-from danlu.memory.parameter_offload import offload_parameters
 from danlu.models.attend import attend_for
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.device_map import DeviceMap
 from danlu.models.hf_folder import resolve_folder
-from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
 from danlu.models.modules import RMSNorm
-from danlu.models.router import Router
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
+from danlu.optim.moments import StatePages, TensorSpecs
 from danlu.parallel import data, tensor
-from danlu.parallel.device_map import allocate, move_activations, move_parameters, move_part
 from danlu.parallel.expert import ExpertDistributor, expert_names
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.pipeline_split import StageParameters, split
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.parallel.threads import NOTE
-from danlu.planning.device_map import Device
-from danlu.planning.device_map import device_map_of as make_device_map
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import named_devices
 from danlu.recipe.value import value_adapter, value_adapter_folder
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_set import AdapterSet
+    from danlu.assembly.base_model import Base
+    from danlu.assembly.frozen_base import Adapted
+    from danlu.models.device_map import DeviceMap
+    from danlu.planning.device_map import Device
 
 
 @dataclass(frozen=True)
@@ -111,6 +106,9 @@ def subject_of(
     if ranks is not None:
         device = loading_device(recipe, ranks, device)
     if recipe.adapter is not None:
+        from danlu.assembly.adapter_training import adapted_model
+        from danlu.assembly.value_adapter import value_on_base
+
         placer: LayerPlacer | None = None
 
         def layer_hook_factory(loading: Adapted) -> LayerPlacer:
@@ -134,6 +132,8 @@ def subject_of(
         )
         return Subject(adapted.model, adapted.adapters, base, placer)
     if recipe.model.adapters and not resumed:
+        from danlu.assembly.adapter_training import merged_model
+
         return Subject(merged_model(recipe.model, device=device, config=config))
     if ranks is not None and (not ranks.alone or recipe.parallel.device_map is not None):
         return Subject(meta_decoder(config))
@@ -141,6 +141,8 @@ def subject_of(
         return Subject(build(config, device=device))
     if recipe.model.path is not None:
         return Subject(load(resolve_folder(recipe.model.path), device=device, config=config))
+    from danlu.models.initialize import initialize
+
     model = build(config, device=device)
     initialize(model, recipe.seed)
     return Subject(model)
@@ -181,6 +183,8 @@ class LayerPlacer:
         self.cut_layer(name)
         self.shard_layer(name)
         if self.device_map is not None:
+            from danlu.parallel.device_map import move_part
+
             move_part(self.model.layers[name], self.device_map.layers[int(name)])
         if self.adapters is not None:
             self.adapters.refresh_copies()
@@ -238,6 +242,8 @@ def visible_devices(device: str) -> tuple[Device, ...]:
 
     device: `recipe.device`.
     """
+    from danlu.planning.device_map import Device
+
     if device == "cpu" or not torch.cuda.is_available():
         return (Device("cpu", available_bytes(torch.device("cpu"))),)
     names = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -267,6 +273,8 @@ def device_map_of(
     section = recipe.parallel.device_map
     if section is None:
         return None
+    from danlu.planning.device_map import device_map_of as make_device_map
+
     name = None if loss_device is None else str(loss_device)
     return make_device_map(section, config, visible_devices(recipe.device), loss_device=name)
 
@@ -307,7 +315,10 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     )
     recompute.wrap(model, plan, gathered=token_shares(recipe, ranks) > 1)
     notes = [recompute.describe(plan)] if recipe.memory.recompute.kind != "none" else []
-    notes += [NOTE] if section.workers == "threads" else []
+    if section.workers == "threads":
+        from danlu.parallel.threads import NOTE
+
+        notes.append(NOTE)
     notes += offload_notes(recipe, device)
     if section.shard != "none" and ranks.dense_data.all.alone:
         notes.append(
@@ -320,6 +331,8 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         placer.sharder.rest(*(model.layers_of(chunk) for chunk in model.chunks.local))
     device_map = placer.device_map
     if device_map is not None:
+        from danlu.parallel.device_map import allocate, move_activations, move_parameters
+
         notes.append(f"device_map: {device_map}")
         if len(device_map.devices) == 1:
             notes.append("parallel.device_map changes nothing with one device")
@@ -346,6 +359,8 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
     offloaded = None
     if "parameters" in recipe.memory.offload and folder is not None and device.type == "cpu":
+        from danlu.memory.parameter_offload import offload_parameters
+
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
         local = {} if ranks.alone else local_parameters()  # their memory is in the file now
     partial_gradients = [
@@ -397,8 +412,11 @@ def offload_notes(recipe: Recipe, device: torch.device) -> list[str]:
     section = recipe.memory
     folder = None if section.folder is None else Path(section.folder).expanduser()
     notes = []
-    if "activations" in section.offload and (note := activation_offload.unused_note(device, folder)) is not None:
-        notes.append(note)
+    if "activations" in section.offload:
+        from danlu.memory.activation_offload import unused_note
+
+        if (note := unused_note(device, folder)) is not None:
+            notes.append(note)
     unmoved = [part for part in section.offload if part != "activations"]
     if unmoved and device.type == "cpu" and folder is None:
         notes.append(
@@ -417,10 +435,14 @@ def _cheapest_plan(
     micro-batches of full packs of one document each, padded as in a step. All processes measure, for layers that are
     cut communicate, and the numbers of the first one with the same layers make the plan of all that have them.
     """
+    from danlu.memory import recompute_planner
+
     model, section, micro = subject.model, recipe.memory.recompute, recipe.batch.micro
     assert isinstance(micro, int) and section.budget is not None, "the recipe's rules ask for both"
     shares = token_shares(recipe, ranks)
     if any(parameter.is_meta for parameter in model.parameters()):
+        from danlu.models.initialize import initialize
+
         config = replace(model.config, layers=model.config.kinds)
         probe = build(config, device=device)
         initialize(probe, recipe.seed)
@@ -494,9 +516,15 @@ def optimizer_of(
         offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
         folder=memory.folder,
         paged_state=partial(
-            paged_state, field="memory.folder" if _is_offloaded_to_folder(recipe) else "optimizer.folder"
+            _paged_state, field="memory.folder" if _is_offloaded_to_folder(recipe) else "optimizer.folder"
         ),
     )
+
+
+def _paged_state(specs: Mapping[nn.Parameter, TensorSpecs], folder: str | None, *, field: str) -> StatePages:
+    from danlu.memory.paged_state import paged_state
+
+    return paged_state(specs, folder, field=field)
 
 
 def _is_offloaded_to_folder(recipe: Recipe) -> bool:
@@ -525,7 +553,12 @@ def kept_whole(model: Decoder) -> set[str]:
     They are the weights of norms and routers, which are few and used in float32, and parameters that adapters of
     several layers share, for FSDP2 shards a parameter with one layer.
     """
-    modules = (module for module in model.modules() if isinstance(module, RMSNorm | Router))
+    kinds: tuple[type[nn.Module], ...] = (RMSNorm,)
+    if model.config.has_experts:
+        from danlu.models.router import Router
+
+        kinds = (RMSNorm, Router)
+    modules = (module for module in model.modules() if isinstance(module, kinds))
     in_float32 = {weight for module in modules for weight in module.parameters()}
     layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())
     named = model.named_parameters(remove_duplicate=False)
@@ -540,5 +573,7 @@ def fill(local: Mapping[str, LocalParameter], recipe: Recipe, config: ModelConfi
         targets = {name: (parameter.local, parameter.box) for name, parameter in local.items()}
         load_boxes(resolve_folder(recipe.model.path), config, targets)
         return
+    from danlu.models.initialize import initial_value
+
     for name, parameter in local.items():
         parameter.local.copy_(initial_value(config, name, parameter.box, recipe.seed))

@@ -1,4 +1,4 @@
-"""How many parameters a placed model has in all, and how many of them are trained, over all processes."""
+"""How many parameters a placed model has in all, how many of them are trained, and how many bytes a process holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from types import MappingProxyType
 
 from torch import nn
 
+from danlu.core.dtensor import local_tensor
 from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
 from danlu.parallel.local_parameter import LocalParameter
+
+
+def model_bytes(model: Decoder) -> int:
+    """Bytes that this process holds of a model: weights, codes and adapters; a tied matrix counts once."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 def parameters_of(model: nn.Module, local: Mapping[str, LocalParameter] = MappingProxyType({})) -> int:

@@ -17,3 +17,8 @@ def role_of(name: str) -> Role:
     Of values are the score head, what begins with `value.`, and what the adapter `value` has in any module.
     """
     return VALUE if name.startswith(_SCORE_HEAD) or VALUE in name.split(".") else "policy"
+
+
+def own_name(name: str) -> str:
+    """What a parameter of a decoder of values is called in optimizer and checkpoints."""
+    return f"{VALUE}.{name}"

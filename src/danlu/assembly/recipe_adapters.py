@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from danlu.adapters.adapter_config import CONFIG, WEIGHTS, AdapterFolder, adapter_stack, open_adapter, resolve_adapter
-from danlu.adapters.targets import choose
 from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import read_header
@@ -17,9 +15,10 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
-from danlu.models.long_context import with_long_context
-from danlu.models.presets import from_scratch
 from danlu.recipe import sections
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_config import AdapterFolder
 
 
 def check_adapters(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
@@ -34,6 +33,8 @@ def check_adapters(model: sections.Model, adapter: sections.AdapterSection | Non
     if isinstance(adapter, sections.Continue):
         take_last(below, model.adapters)
     elif adapter is not None:
+        from danlu.adapters.targets import choose
+
         choose(config_sites(read_config(base.folder)), adapter)
 
 
@@ -43,8 +44,12 @@ def check_without_weights(model: sections.Model, adapter: sections.AdapterSectio
         check_adapters(model, adapter)
         return
     for folder in named_stack(model.adapters):
+        from danlu.adapters.adapter_config import open_adapter
+
         open_adapter(folder.path)
     if adapter is not None and not isinstance(adapter, sections.Continue):
+        from danlu.adapters.targets import choose
+
         choose(config_sites(find_config(model.path)), adapter)
 
 
@@ -56,7 +61,11 @@ def max_sample_length(
     adapter: section of the recipe, or None. long_context: scales the model, for documents of `max_length` tokens.
     Raises ModelError for a config that danlu cannot read or scale.
     """
-    config = with_long_context(_config_of(model), long_context, max_length)
+    config = _config_of(model)
+    if long_context is not None:
+        from danlu.models.long_context import with_long_context
+
+        config = with_long_context(config, long_context, max_length)
     return config.context_length - _virtual_tokens(model, adapter)
 
 
@@ -85,7 +94,11 @@ def base_config(model: sections.Model) -> ModelConfig:
 
 
 def _config_of(model: sections.Model) -> ModelConfig:
-    return base_config(model) if model.path is not None else from_scratch(model, vocab_size=1)
+    if model.path is not None:
+        return base_config(model)
+    from danlu.models.presets import from_scratch
+
+    return from_scratch(model, vocab_size=1)
 
 
 def _virtual_tokens(model: sections.Model, adapter: Any) -> int:
@@ -107,6 +120,8 @@ def base_identity(model: sections.Model) -> dict[str, Any]:
     config = json.loads(json.dumps(config_values(base_config(model), torch_dtype="float32")))
     below = {}
     for folder in named_stack(model.adapters):
+        from danlu.adapters.adapter_config import CONFIG, WEIGHTS
+
         digest = blake2b((folder.path / CONFIG).read_bytes(), digest_size=16)
         digest.update(tensors_fingerprint(read_header(folder.path / WEIGHTS)).encode())
         below[str(folder.path.resolve())] = digest.hexdigest()
@@ -167,6 +182,8 @@ def doubts(model: sections.Model) -> list[str]:
 
 def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
     """Opens the adapters at `paths`, with those below them, and checks that they fit the base. Raises ModelError."""
+    from danlu.adapters.adapter_config import WEIGHTS, open_adapter
+
     folders = [open_adapter(folder.path) for folder in named_stack(paths)]
     for folder in folders:
         check_base(folder, base)
@@ -176,12 +193,18 @@ def open_named(paths: Sequence[str], base: Base) -> list[AdapterFolder]:
 
 def named_stack(paths: Sequence[str]) -> list[AdapterFolder]:
     """The adapters at `paths`, each with the adapters below it, lowest first and none twice."""
+    if not paths:
+        return []
+    from danlu.adapters.adapter_config import adapter_stack
+
     folders = {folder.path.resolve(): folder for path in paths for folder in adapter_stack(path)}
     return list(folders.values())
 
 
 def take_last(stack: list[AdapterFolder], paths: Sequence[str]) -> AdapterFolder:
     """Removes the adapter of `paths[-1]` from the stack and returns it. Raises ModelError if it is not on top."""
+    from danlu.adapters.adapter_config import resolve_adapter
+
     last = resolve_adapter(paths[-1])
     if stack[-1].path.resolve() != last.resolve():
         raise ModelError(

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from danlu.core.errors import RecipeError
 from danlu.core.terminal import printable
-from danlu.recipe import Chain, Explanation, Loaded, Recipe, load, load_chain
-from danlu.recipe import explain as look_up
+from danlu.recipe import Chain, Loaded, Recipe, load, load_chain
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
+from danlu.recipe.explanation import Explanation
+from danlu.recipe.explanation import explain as look_up
 from danlu.recipe.messages import first_sentence
 
 

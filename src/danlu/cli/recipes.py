@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from danlu.core.terminal import echo, wrap_to_terminal
-from danlu.recipe import library, schema
+from danlu.recipe import library
+from danlu.recipe.json_schema import schema
 
 app = typer.Typer(help="Recipes that come with danlu.", no_args_is_help=True, add_completion=False)
 

@@ -42,6 +42,9 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
+ROTARY_LENGTH = "rotary_length"
+"""The fact of a branch: tokens that the text might have at last when an answer was drawn, by which LongRoPE chose its
+factors."""
 ROUTES = "routes"
 """The column [S, layers with experts, experts of a token] int16 of `Batch.routes`."""
 

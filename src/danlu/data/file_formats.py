@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 from danlu.core.errors import DataError
 from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
-from danlu.data.columnar_rows import numbered_rows
 from danlu.data.compressed_files import DECOMPRESSORS, first_line, open_decompressed
 from danlu.data.raw_rows import BadRow, LocatedContent, decode_utf8, json_row, not_utf8_error, require_object
 
@@ -247,6 +246,8 @@ def _read_parquet(file: Path, name: str) -> Iterator[LocatedContent]:
     import pyarrow
     import pyarrow.parquet
 
+    from danlu.data.columnar_rows import numbered_rows
+
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             yield from numbered_rows(name, parquet.iter_batches(BATCH_ROWS))
@@ -257,6 +258,8 @@ def _read_parquet(file: Path, name: str) -> Iterator[LocatedContent]:
 def _read_arrow(file: Path, name: str) -> Iterator[LocatedContent]:
     # Imported here: 60 ms and 40 MiB that other kinds of files do not need.
     import pyarrow
+
+    from danlu.data.columnar_rows import numbered_rows
 
     try:
         with pyarrow.memory_map(str(file)) as mapped:

@@ -13,9 +13,7 @@ import numpy as np
 from danlu.core.errors import DataError
 from danlu.core.machine import usable_cores
 from danlu.data import mixture, sources
-from danlu.data.mismatched import MismatchedAnswers
 from danlu.data.packed_dataset import PackedDataset
-from danlu.data.preference_rows import require_row_type
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Format, detect_format, refuse_judged_answers
 from danlu.data.samples import Samples, Selection
@@ -89,7 +87,11 @@ class DatasetSpec:
         Raises:
             DataError: there are too few of them.
         """
-        return MismatchedAnswers(chosen, self.data.max_length) if self.needs_mismatched else chosen
+        if not self.needs_mismatched:
+            return chosen
+        from danlu.data.mismatched import MismatchedAnswers
+
+        return MismatchedAnswers(chosen, self.data.max_length)
 
     def packed(self, samples: Samples, *, shuffle: bool = True) -> PackedDataset:
         """The samples as packs; a tree is one by itself.
@@ -295,6 +297,8 @@ def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], I
             if spec.row_type is None:
                 refuse_judged_answers(row.value, row_format, row.where)
             else:
+                from danlu.data.preference_rows import require_row_type
+
                 require_row_type(row.value, row_format, spec.row_type, row.where)
             format = row_format
             break

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError
 from danlu.core.small_files import check_regular
-from danlu.data.columnar_rows import numbered_rows
 from danlu.data.compressed_files import READ_BYTES, first_line, open_decompressed, reading_errors
 from danlu.data.file_formats import BATCH_ROWS, READERS, describe_formats, format_of
 from danlu.data.raw_rows import LocatedContent, RawRow
@@ -231,6 +230,8 @@ def _read_files(files: Iterable[Path], source: Path) -> Iterator[LocatedContent]
 
 
 def _read_hub(path: str, split: str) -> Iterator[LocatedContent]:
+    from danlu.data.columnar_rows import numbered_rows
+
     yield from numbered_rows(path, _hub_rows(path, split).with_format("arrow").iter(batch_size=BATCH_ROWS))
 
 

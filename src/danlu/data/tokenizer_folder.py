@@ -18,7 +18,6 @@ from typing import Any
 from danlu.core.errors import DataError
 from danlu.core.small_files import check_regular, parse_json, read_small_text
 from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
-from danlu.data.tokenizer_conversion import convert
 
 MAX_FILE_BYTES = 512 << 20
 """Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
@@ -71,6 +70,8 @@ def fast_tokenizer_folder(path: str) -> Path:
     target = converted_folder(tokenizer_fingerprint(str(folder)))
     if (target / "tokenizer.json").is_file():
         return target
+    from danlu.data.tokenizer_conversion import convert
+
     converted = convert(model, adds_bos=config.get("add_bos_token") is not False)
     if converted is None:
         return folder

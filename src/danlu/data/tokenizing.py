@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from danlu.core.errors import DataError
-from danlu.data.answer_trees import render_answers
 from danlu.data.message_spans import Reason
 from danlu.data.messages import Conversation
 from danlu.data.preference_rows import AnswerRow, JudgedAnswer, Pair, answers_of, parse_answers
@@ -21,7 +20,6 @@ from danlu.data.rows import Format, Row, Tokenized, parse_row, unread_keys
 from danlu.data.samples import SampleBlock, TreeTable
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
-from danlu.data.tree_length import fit_answers
 from danlu.recipe.sections.base import RowType
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -73,6 +71,8 @@ class TokenizeSettings:
         """
         if self.row_type is None:
             return render_rows(cast(Sequence[Row], rows), wheres, tokenizer, self.rendering)
+        from danlu.data.answer_trees import render_answers
+
         trees = render_answers(cast(Sequence[AnswerRow], rows), wheres, tokenizer, self.rendering)
         return [tree if isinstance(tree, DataError) else [tree] for tree in trees]
 
@@ -252,6 +252,8 @@ NOTHING_LEFT_TO_COMPARE = "longer than max_length, with no answers that differ i
 
 def _fit_tree(tree: RenderedSample, settings: TokenizeSettings, bos_id: int | None) -> Fitted:
     """A tree whose paths have at most `max_length` tokens each: see `danlu.data.tree_length`."""
+    from danlu.data.tree_length import fit_answers
+
     assert settings.max_length is not None, "trees are not joined"
     fitted, shortened = fit_answers(tree, settings.max_length, settings.overlong, bos_id)
     count = len(tree.tokens)

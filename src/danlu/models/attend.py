@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,11 @@ from danlu.models.attention_kernels import (
     widened,
 )
 from danlu.models.block_attention import BlockAttention, BlockSettings
-from danlu.models.blockwise import BlockwiseQueries, QueryRun
-from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 from danlu.models.segments import Document, Segment, documents_of
+
+if TYPE_CHECKING:
+    from danlu.models.blockwise import BlockwiseQueries
+    from danlu.models.recurrent_order import RecurrentRuns
 
 # Rows of a long branch that one call of torch's kernel takes: it needs a mask, and looks at all of it.
 BRANCH_ROWS = 512
@@ -75,6 +77,8 @@ class PackedAttention:
     @cached_property
     def runs(self) -> RecurrentRuns:
         """How layers with a state go through the pack."""
+        from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
+
         return RecurrentRuns(RecurrentOrder(self.boundaries, self._trees))
 
     def __call__(
@@ -200,6 +204,8 @@ class BlockwiseAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, H, W]
         if self._queries is None or self._queries.device != q.device:
+            from danlu.models.blockwise import BlockwiseQueries, QueryRun
+
             segments = [segment for document in self._packed.documents for segment in document]
             runs = [QueryRun(segment.stop - segment.start, segment.before, segment.path) for segment in segments]
             self._queries = BlockwiseQueries(runs, q.device)

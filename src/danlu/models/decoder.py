@@ -10,7 +10,7 @@ T packed tokens · D model width · R rotated features of a head · V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,11 @@ from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
 from danlu.models.delta_spec import Delta
-from danlu.models.device_map import DeviceMap
-from danlu.models.experts import MoE, leave_experts_uncompiled
 from danlu.models.experts_spec import Experts
-from danlu.models.factorized_attention import FactorizedAttention
 from danlu.models.factorized_spec import Factorized
-from danlu.models.gated_delta_net import GatedDeltaNet, leave_recurrence_uncompiled
 from danlu.models.heads_spec import Heads
-from danlu.models.latent_attention import LatentAttention
 from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Mixer
+from danlu.models.layer_spec import Feed, Mixer
 from danlu.models.mlp import MLP
 from danlu.models.modules import Embedding, Linear, RMSNorm
 from danlu.models.rope import Rotation, rotary_tables
@@ -45,6 +40,9 @@ from danlu.models.sublayer import (
     Sublayer,
     identity,
 )
+
+if TYPE_CHECKING:
+    from danlu.models.device_map import DeviceMap
 
 
 class Layer(nn.Module):
@@ -75,7 +73,7 @@ class Layer(nn.Module):
         self.attention = mixer_of(config, spec.mixer, layer)
         self.post_attention_norm = RMSNorm(config.hidden_size, config) if behind else None
         self.mlp_norm = RMSNorm(config.hidden_size, config) if before else None
-        self.mlp = MoE(config, spec.feed) if isinstance(spec.feed, Experts) else MLP(config, spec.feed)
+        self.mlp = feed_forward_of(config, spec.feed)
         self.post_mlp_norm = RMSNorm(config.hidden_size, config) if behind else None
         self.multiplier = config.residual_multiplier
         self.register_module("after_attention", None)
@@ -103,16 +101,31 @@ class Layer(nn.Module):
         return x + branch if self.multiplier == 1.0 else x + branch * self.multiplier
 
 
+def feed_forward_of(config: ModelConfig, spec: Feed) -> FeedForwardSublayer:
+    """A layer's gated MLP, or its experts."""
+    if not isinstance(spec, Experts):
+        return MLP(config, spec)
+    from danlu.models.experts import MoE
+
+    return MoE(config, spec)
+
+
 def mixer_of(config: ModelConfig, spec: Mixer, layer: int) -> AttentionSublayer:
     """What mixes a layer's tokens."""
     match spec:
         case Heads():
             return Attention(config, spec, layer)
         case Latent():
+            from danlu.models.latent_attention import LatentAttention
+
             return LatentAttention(config, spec, layer)
         case Factorized():
+            from danlu.models.factorized_attention import FactorizedAttention
+
             return FactorizedAttention(config, spec, layer)
         case Delta():
+            from danlu.models.gated_delta_net import GatedDeltaNet
+
             return GatedDeltaNet(config, spec, layer)
 
 
@@ -180,6 +193,11 @@ class Decoder(nn.Module):
 
     def compiled(self) -> Callable[..., Tensor]:
         """`forward` under torch.compile, except attention and experts: documents and routes of each pack differ."""
+        from danlu.models.experts import leave_experts_uncompiled
+        from danlu.models.factorized_attention import FactorizedAttention
+        from danlu.models.gated_delta_net import leave_recurrence_uncompiled
+        from danlu.models.latent_attention import LatentAttention
+
         leave_attention_uncompiled(Attention, LatentAttention, FactorizedAttention)
         leave_recurrence_uncompiled()
         leave_experts_uncompiled()

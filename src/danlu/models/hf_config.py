@@ -17,7 +17,6 @@ from danlu.models.hf_rope import write_rope
 from danlu.models.hf_values import HFValues
 from danlu.models.latent_spec import Latent
 from danlu.models.multimodal import MULTIMODAL, text_values
-from danlu.models.unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
     from danlu.core.types import Task
@@ -36,6 +35,9 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
         return replace(text, multimodal=model_type, task=task_of(values))
     model_type = READ_AS.get(str(model_type), model_type)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        from danlu.models.unsupported import UNSUPPORTED
+
     if family is None and model_type in UNSUPPORTED:
         raise ModelError(f"{where}: model_type {model_type!r} is not supported: {UNSUPPORTED[model_type]}")
     if family is None:

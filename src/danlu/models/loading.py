@@ -28,7 +28,6 @@ from danlu.models.hf_parts import HFTensor
 from danlu.models.hf_validation import FOUR_BIT, check_headers, expected_tensors, own_tensors
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.multimodal import language_name
-from danlu.models.router import Router
 from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
 from danlu.models.tensor_reader import Location, Target, TensorReader
 
@@ -253,11 +252,16 @@ def meta_decoder(config: ModelConfig) -> Decoder:
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """A decoder whose parameters have memory but no values yet."""
     model = meta_decoder(config)
+    in_float32: tuple[type[nn.Module], ...] = ()
+    if config.has_experts:
+        from danlu.models.router import Router
+
+        in_float32 = (Router,)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # `to_empty` would take meta tensors through torch's operators in Python, which import sympy for 0.2 s.
-            of_router = isinstance(module, Router)  # which computes in float32
-            memory = torch.empty(parameter.shape, dtype=torch.float32 if of_router else dtype, device=device)
+            own = torch.float32 if isinstance(module, in_float32) else dtype
+            memory = torch.empty(parameter.shape, dtype=own, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     return model
 

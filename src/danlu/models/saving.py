@@ -31,7 +31,6 @@ from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_parts import HFTensor, Part
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
-from danlu.models.score_head import head_tensors, label_values
 from danlu.models.untouched import Kept, KeptTensor
 
 _T = TypeVar("_T")
@@ -86,7 +85,11 @@ def save(
         for part in (part for tensor in tensors for part in tensor.parts):
             value_of(part.parameter, part.box)
         return
-    own = {} if score_head is None else head_tensors(score_head)
+    own: dict[str, Tensor] = {}
+    if score_head is not None:
+        from danlu.models.score_head import head_tensors
+
+        own = head_tensors(score_head)
     tensors += [HFTensor.whole(name, tensor.shape) for name, tensor in own.items()]
     if pad_token is not None:
         shape = replace(shape, pad_token_id=pad_token[1])
@@ -96,6 +99,8 @@ def save(
     values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
     eos = values["eos_token_id"]
     if score_head is not None:
+        from danlu.models.score_head import label_values
+
         values |= label_values(score_head, shape.task)
     written: list[HFTensor | KeptTensor] = [*tensors]
     if kept is not None:

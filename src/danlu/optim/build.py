@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +13,17 @@ from torch.nn import Parameter
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.optim.adamw import AdamW
 from danlu.optim.clip import HasGradient
-from danlu.optim.eight_bit import EightBitMoments
-from danlu.optim.galore import GaLore
 from danlu.optim.groups import parameter_groups, role, trainable
-from danlu.optim.lion import Lion
 from danlu.optim.moments import Float32Moments, Moments, StatePages, TensorSpecs
-from danlu.optim.optimizer_state import AnyOptimizer, check_state, replace_state, state_specs
+from danlu.optim.optimizer_state import check_state, replace_state, state_specs
 from danlu.optim.sparse import densify_gradient, has_sparse_gradient
 from danlu.recipe import sections
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from danlu.optim.galore import GaLore
+    from danlu.optim.optimizer_state import AnyOptimizer
 
 NamedParameters = list[tuple[str, Parameter]]
 RateOf = Callable[[str], float]
@@ -93,7 +96,7 @@ class Optimizers:
         # Row-sparse gradients come last, one at a time: those that must be made dense then find the others freed.
         row_sparse = {parameter for parameter in self.parameters.values() if has_sparse_gradient(parameter)}
         for optimizer in self.optimizers:
-            if isinstance(optimizer, GaLore):
+            if _projects(optimizer):
                 optimizer.step(free_gradients)
             elif (
                 free_gradients
@@ -181,7 +184,7 @@ class Optimizers:
         total, largest = 0, 0
         for parameter in self.parameters.values():
             optimizer = self._optimizer_of[parameter]
-            if isinstance(optimizer, GaLore):
+            if _projects(optimizer):
                 largest = max(largest, parameter.nbytes)
                 total += optimizer.low_rank_shape(parameter).numel() * parameter.itemsize
             else:
@@ -189,7 +192,7 @@ class Optimizers:
         return total + largest
 
     def _galore_optimizers(self) -> list[GaLore]:
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, GaLore)]
+        return [optimizer for optimizer in self.optimizers if _projects(optimizer)]
 
     def _expected_state(self, scalars: Mapping[str, Any]) -> TensorSpecs:
         """Shape and type of every tensor of the state that `state_scalars` belong to, by its name.
@@ -262,10 +265,12 @@ def _make_optimizers(
         case sections.AdamW():
             return [AdamW(groups, rate, section.betas, section.eps)]
         case sections.AdamW8bit():
+            from danlu.optim.eight_bit import EightBitMoments
+
             moments = EightBitMoments(section.block, section.smallest)
             return [AdamW(groups, rate, section.betas, section.eps, moments=moments)]
         case sections.PagedAdamW():
-            paged: Moments = EightBitMoments() if section.bits == 8 else Float32Moments()
+            paged = _moments(section.bits == 8)
             assert paged_state is not None, "a paged optimizer needs `paged_state`, which makes its pages"
             pages = paged_state({parameter: paged.specs(parameter.shape) for _, parameter in named}, section.folder)
             return [AdamW(groups, rate, section.betas, section.eps, moments=paged, pages=pages)]
@@ -276,11 +281,26 @@ def _make_optimizers(
         case sections.Adafactor():
             return [torch.optim.Adafactor(groups, rate, section.beta2_decay, d=section.clip_threshold)]
         case sections.Lion():
+            from danlu.optim.lion import Lion
+
             return [Lion(groups, lr=rate, betas=section.betas)]
         case sections.Muon():
             return _muon(named, section, rate_of)
         case sections.GaLore():
             return _galore(named, section, rate_of)
+
+
+def _projects(optimizer: AnyOptimizer) -> TypeIs[GaLore]:
+    """Whether it is GaLore, which is not loaded to see that others are not."""
+    return not isinstance(optimizer, AdamW | torch.optim.Optimizer)
+
+
+def _moments(in_eight_bits: bool) -> Moments:
+    if not in_eight_bits:
+        return Float32Moments()
+    from danlu.optim.eight_bit import EightBitMoments
+
+    return EightBitMoments()
 
 
 def _hidden(named: NamedParameters) -> tuple[NamedParameters, NamedParameters]:
@@ -315,9 +335,11 @@ def _galore(named: NamedParameters, section: sections.GaLore, rate_of: RateOf | 
             f"optimizer.rank: {section.rank} is above {min(narrowest.shape)}, the smaller dimension of {name} "
             f"{list(narrowest.shape)}. Use {min(narrowest.shape)} or less."
         )
-    moments: Moments = EightBitMoments() if section.states == "adamw8bit" else Float32Moments()
+    moments = _moments(section.states == "adamw8bit")
     rate, betas, eps = section.learning_rate, section.betas, section.eps
     groups = _param_groups(hidden, section, rate_of)
+    from danlu.optim.galore import GaLore
+
     rank, every, scale = section.rank, section.update_every, section.scale
     optimizers: list[AnyOptimizer] = [
         GaLore(groups, rate, betas, eps, rank=rank, update_every=every, scale=scale, moments=moments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,11 +11,12 @@ from torch.nn import Parameter
 
 from danlu.core.errors import CheckpointError
 from danlu.optim.adamw import AdamW
-from danlu.optim.galore import GaLore
-from danlu.optim.lion import Lion
 from danlu.optim.moments import TensorSpec, TensorSpecs
 
-AnyOptimizer = torch.optim.Optimizer | AdamW | GaLore
+if TYPE_CHECKING:
+    from danlu.optim.galore import GaLore
+
+    AnyOptimizer = torch.optim.Optimizer | AdamW | GaLore
 
 
 def state_specs(optimizer: AnyOptimizer, parameter: Parameter) -> TensorSpecs:
@@ -23,8 +25,6 @@ def state_specs(optimizer: AnyOptimizer, parameter: Parameter) -> TensorSpecs:
     match optimizer:
         case AdamW():
             return optimizer.moments.specs(shape)
-        case GaLore():
-            return optimizer.specs(parameter)
         case torch.optim.SGD():
             return {"momentum_buffer": TensorSpec(shape)} if optimizer.defaults["momentum"] else {}
         case torch.optim.Adafactor() if parameter.ndim > 1:
@@ -32,10 +32,15 @@ def state_specs(optimizer: AnyOptimizer, parameter: Parameter) -> TensorSpecs:
             return {"step": scalar, "row_var": TensorSpec(rows), "col_var": TensorSpec(columns)}
         case torch.optim.Adafactor():
             return {"step": scalar, "variance": TensorSpec(shape)}
-        case Lion():
-            return {"exp_avg": TensorSpec(shape)}
         case torch.optim.Muon():
             return {"momentum_buffer": TensorSpec(shape)}
+    from danlu.optim.galore import GaLore
+    from danlu.optim.lion import Lion
+
+    if isinstance(optimizer, GaLore):
+        return optimizer.specs(parameter)
+    if isinstance(optimizer, Lion):
+        return {"exp_avg": TensorSpec(shape)}
     raise AssertionError(f"no state is known for {type(optimizer).__name__}")
 
 
@@ -64,7 +69,7 @@ def replace_state(optimizer: AnyOptimizer, states: Mapping[Parameter, dict[str, 
 
     Some of torch's step counters stay on the host. `states` has what is kept for each parameter, by name.
     """
-    if isinstance(optimizer, AdamW | GaLore):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer.load(states)
         return
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]

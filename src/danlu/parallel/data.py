@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from danlu.core.dtensor import is_dtensor
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedModule
-from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.layout import expert_shard_dim
 from danlu.parallel.ranks import DataGroups, Ranks
 from danlu.parallel.step_parallel import StepParallel
@@ -230,6 +229,8 @@ def replicated_step(parallel: StepParallel, section: Parallel) -> StepParallel:
     every = parallel.ranks.dense_data.all
     if every.alone or section.shard != "none":
         return parallel
+    from danlu.parallel.gradient_buckets import GradientBuckets
+
     local_parameters = parallel.local_parameters.items()
     own = [
         (name, local.parameter)

@@ -14,20 +14,21 @@ N rows of this rank's tokens · R rows that this rank's experts multiply · D mo
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from danlu.adapters.adapter_set import AdapterSet
 from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.experts import MoE
-from danlu.models.forward_values import from_forward
 from danlu.models.modules import GroupedLinear
 from danlu.parallel.comm import Group
 from danlu.parallel.tensor import trained_copies
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_set import AdapterSet
+    from danlu.models.experts import MoE
 
 
 class Exchange:
@@ -42,6 +43,8 @@ class Exchange:
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """rows [N, D] by expert, counts [E] int64 of all experts -> rows [R, D] of this rank's experts, and their
         counts."""
+        from danlu.models.forward_values import from_forward
+
         size = self.group.size
         by_source, self.sends, self.receives = from_forward(lambda: self._agreed(counts))
         arrived: Tensor = _AllToAll.apply(rows, self.group, self.sends, self.receives)
@@ -165,6 +168,8 @@ class ExpertDistributor:
 
 def mixtures_of(layer: nn.Module) -> Iterator[MoE]:
     """The mixtures of experts in a layer."""
+    from danlu.models.experts import MoE
+
     assert isinstance(layer, Layer)
     return (sublayer for sublayer in layer.sublayers.values() if isinstance(sublayer, MoE))
 
@@ -174,6 +179,8 @@ def expert_names(model: Decoder) -> set[str]:
 
     Among them are codes of quantized experts, which are no parameters before they are sharded.
     """
+    if not model.config.has_experts:
+        return set()
     stacked = {
         parameter
         for layer in model.layers.values()

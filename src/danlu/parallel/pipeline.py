@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from danlu.parallel.comm import ALONE, Group
+from danlu.parallel.phase import PHASE
 from danlu.parallel.schedules import Action, evaluation_actions, peak_in_flight, placement, schedule, schedule_problems
-from danlu.parallel.watchdog import PHASE
 
 T = TypeVar("T")
 

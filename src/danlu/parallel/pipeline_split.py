@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.lora import LowRank
-from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.core.shard_box import ShardBox
 from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder
@@ -24,6 +22,9 @@ from danlu.parallel.comm import Group
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks, own_of_new_groups
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_set import AdapterSet
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ def _replace_parameters(adapters: AdapterSet, absent: Mapping[Parameter, Paramet
 def _initial_factors(adapters: AdapterSet, absent: set[Parameter]) -> dict[str, Parameter]:
     """By name, without values, the factors that adapters of other stages take out of the base (PiSSA, OLoRA, LoftQ):
     they come to be where its weights are read, and their names are part of what is saved."""
+    from danlu.adapters.lora import LowRank
+    from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
+
     factors: dict[str, Parameter] = {}
     for added in adapters.added.values():
         if getattr(added.section, "init", None) not in BASE_CHANGING_INITS:

@@ -25,8 +25,9 @@ from danlu.core.errors import HangError, RecipeError, ResourceError
 from danlu.core.terminal import write_to_stderr
 from danlu.parallel import exit_reports
 from danlu.parallel.flight_recorder import BUFFER_ENTRIES
+from danlu.parallel.phase import PHASE
 from danlu.parallel.rendezvous import rendezvous
-from danlu.parallel.watchdog import PHASE, Watchdog
+from danlu.parallel.watchdog import Watchdog
 from danlu.parallel.world import World, format_ranks, world_from_environment
 
 LAUNCHER = "DANLU_LAUNCHER"

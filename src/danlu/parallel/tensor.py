@@ -18,24 +18,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from danlu.adapters.adapter import ShardableModule, TensorAxes
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.slot import Slot
 from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.gated_delta_net import CausalConv
 from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
 from danlu.models.sublayer import Role
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter import TensorAxes
+    from danlu.adapters.adapter_set import AdapterSet
 
 LINEAR_AXES: TensorAxes = {"weight": ("outputs", "inputs"), "bias": ("outputs",)}
 GROUPED_AXES: TensorAxes = {"weight": (None, "outputs", "inputs"), "bias": (None, "outputs")}
@@ -161,6 +161,8 @@ class Cutter:
 
     def _sublayer(self, sublayer: Any, name: str) -> None:
         """Cuts attention or a feed-forward network as it declares: see `models.sublayer.Sublayer`."""
+        from danlu.models.gated_delta_net import CausalConv
+
         units = sublayer.tensor_unit
         for part, role in sublayer.tensor_roles.items():
             linear = sublayer.get_submodule(part)
@@ -217,6 +219,9 @@ class Cutter:
 
     def _adapters(self, slot: Any, shard: LinearShard, replicas: Group) -> None:
         """Cuts all adapters in a slot of a layer that is cut to `shard`; None is a slot without any."""
+        from danlu.adapters.adapter import ShardableModule
+        from danlu.adapters.slot import Slot
+
         if slot is None:
             return
         assert isinstance(slot, Slot)

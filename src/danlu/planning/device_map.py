@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from danlu.models.chunks import layer_spans
 from danlu.models.config import ModelConfig
-from danlu.models.device_map import DeviceMap
 from danlu.planning.pipeline_split import even_in_cost
 from danlu.recipe.device_map import ByHand, entries_of
+
+if TYPE_CHECKING:
+    from danlu.models.device_map import DeviceMap
 
 
 class Device(NamedTuple):
@@ -64,6 +66,8 @@ def device_map_of(
     the last ones are left out. loss_device: of the head of a model beside another one, whose loss is computed there;
     by default the map decides.
     """
+    from danlu.models.device_map import DeviceMap
+
     if not isinstance(section, str):
         entries = entries_of(section)
         given = {entry.part: entry.device for entry in entries if not isinstance(entry.part, range)}

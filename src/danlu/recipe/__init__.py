@@ -1,16 +1,14 @@
 """The typed recipe: one YAML file says what a run is.
 
 `sections` has the types; `load` reads a file with its overrides and reports every problem at once, `load_chain` one
-with the recipes of several stages; `resolved_yaml` writes a recipe in full; `explain`, `schema` and `changes` answer
-questions about one. Nothing here imports torch.
+with the recipes of several stages; `resolved_yaml` writes a recipe in full; `changes`, `explanation.explain` and
+`json_schema.schema` answer questions about one. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from danlu.recipe.chain import Chain, ChainStage, load_chain
 from danlu.recipe.diff import Change, changes
-from danlu.recipe.explanation import Explanation, explain
-from danlu.recipe.json_schema import schema
 from danlu.recipe.loading import Loaded, load, load_resolved
 from danlu.recipe.resolved_yaml import resolved_yaml
 from danlu.recipe.sections import Recipe
@@ -19,14 +17,11 @@ __all__ = [
     "Chain",
     "ChainStage",
     "Change",
-    "Explanation",
     "Loaded",
     "Recipe",
     "changes",
-    "explain",
     "load",
     "load_chain",
     "load_resolved",
     "resolved_yaml",
-    "schema",
 ]

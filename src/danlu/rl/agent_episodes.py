@@ -21,8 +21,8 @@ from danlu.inference.episode import Episode, Segment
 from danlu.inference.recorded_routes import end_to_end
 from danlu.inference.request import Completion, Finish, Request
 from danlu.parallel.comm import Group
+from danlu.parallel.phase import PHASE
 from danlu.parallel.process_group import untimed_barrier
-from danlu.parallel.watchdog import PHASE
 from danlu.recipe.sections import AgentSection
 from danlu.rewards.environments.agent_processes import AgentProcesses
 from danlu.rewards.environments.agents import AgentCall, AgentResult

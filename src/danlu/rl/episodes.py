@@ -16,8 +16,8 @@ from danlu.data.prompts import Prompt
 from danlu.inference.episode import Episode
 from danlu.inference.request import Completion, Request
 from danlu.parallel.comm import Group
+from danlu.parallel.phase import PHASE
 from danlu.parallel.process_group import untimed_barrier
-from danlu.parallel.watchdog import PHASE
 from danlu.rewards.environments.protocol import EpisodeCall, Reply
 from danlu.rl.open_episode import EpisodeRules, OpenEpisode
 

@@ -20,19 +20,18 @@ from torch import Tensor
 
 from danlu.core.errors import TrainingError
 from danlu.core.line_log import LineLog
-from danlu.core.types import Pack
+from danlu.core.types import ROTARY_LENGTH, Pack
 from danlu.data.permutation import Permutation
 from danlu.data.prompts import Prompt
 from danlu.inference.episode import Episode
 from danlu.inference.request import SamplingOptions
 from danlu.inference.stopping import Decode
-from danlu.parallel.watchdog import PHASE
+from danlu.parallel.phase import PHASE
 from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.runner import RewardPart
 from danlu.rl.estimators import Estimator, Judged
 from danlu.rl.experience_trees import (
     OLD,
-    ROTARY_LENGTH,
     SAMPLED,
     answer_tree,
     items_from_tensors,

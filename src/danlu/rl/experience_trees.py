@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from danlu.core.errors import DataError
-from danlu.core.types import ROUTES, Branch, Pack, Sample
+from danlu.core.types import ROTARY_LENGTH, ROUTES, Branch, Pack, Sample
 from danlu.inference.episode import segments_of
 from danlu.inference.recorded_routes import NO_ROUTE
 from danlu.inference.request import Completion
@@ -27,8 +27,6 @@ SAMPLED, OLD, ADVANTAGE, SUPPORT = "sampled", "old", "advantage", "support"
 the ids [S, K] that filters left, -1 for none; a token whose whole row is -1 was drawn from all."""
 
 
-ROTARY_LENGTH = "rotary_length"
-"""Fact: tokens that the text might have at last when an answer was drawn, by which LongRoPE chose its factors."""
 OF_ALL_BRANCHES = ("group", "fresh", ROTARY_LENGTH)
 """Facts that each branch of an answer has; others are the first one's alone, so that means are over answers."""
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from danlu.core.errors import DataError
 from danlu.core.line_log import LineLog
-from danlu.core.types import Pack, Sample
+from danlu.core.types import ROTARY_LENGTH, Pack, Sample
 from danlu.data.permutation import key
 from danlu.inference.engine import RolloutEngine
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.stopping import Decode
-from danlu.parallel.watchdog import PHASE
-from danlu.rl.experience_trees import ROTARY_LENGTH, with_facts
+from danlu.parallel.phase import PHASE
+from danlu.rl.experience_trees import with_facts
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from danlu.inference.episode import Episode, episode_metrics
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.support import check_trainable
 from danlu.parallel.comm import Group
+from danlu.parallel.phase import PHASE
 from danlu.parallel.process_group import untimed_barrier
-from danlu.parallel.watchdog import PHASE
 from danlu.rewards.protocol import JudgedAnswer, StepRewards, Verdict
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rewards.summary import distinct_failures

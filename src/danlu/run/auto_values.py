@@ -16,7 +16,6 @@ from danlu.recipe import Loaded, Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import value_at
 from danlu.recipe.stage_defaults import former_values, stage_of, with_values
-from danlu.stages.longrope_search import searched_factors, summary
 from danlu.stages.reader import written_date
 from danlu.training.run_folder import resumed_run, run_recipe
 
@@ -119,6 +118,8 @@ def with_factors(
         say("long_context.search: a dry run searches nothing, and takes the factors of linear scaling")
         return recipe
     else:
+        from danlu.stages.longrope_search import searched_factors, summary
+
         factors = searched_factors(recipe, folder, device, stream)
         say(summary(folder))
     return recipe.model_copy(update={"long_context": section.model_copy(update={"long_factor": factors})})

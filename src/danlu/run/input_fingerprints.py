@@ -19,17 +19,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from danlu.adapters.adapter_config import CONFIG as ADAPTER_CONFIG
-from danlu.adapters.adapter_config import WEIGHTS as ADAPTER_WEIGHTS
 from danlu.assembly.recipe_adapters import named_stack
 from danlu.core.errors import CheckpointError, DanluError, DataError, ModelError, RecipeError
 from danlu.core.safetensors_format import TensorLocation, read_header
 from danlu.data import sources
-from danlu.data.images import image_files
 from danlu.data.tokenizer_folder import READ_FILES, resolve_tokenizer_folder
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors, resolve_folder
 from danlu.parallel.comm import Group
-from danlu.parallel.world import format_ranks
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_section
 from danlu.stages.protocols import ModelSpec, Stage
@@ -280,6 +276,8 @@ def _rows(key: str, source: sections.Source, memory: Path | None, read_again: bo
 
 
 def _images(key: str, source: sections.Source, read_again: bool) -> list[Input]:
+    from danlu.data.images import image_files
+
     parts = {file.name: _file_hash(file) for file in image_files(source)}
     return [Input(key, source.path, parts, read_again=read_again)]
 
@@ -312,6 +310,9 @@ def _adapters(key: str, paths: Sequence[str], weights_again: bool = True) -> lis
 
 
 def _adapter(key: str, folder: Path, weights_again: bool) -> list[Input]:
+    from danlu.adapters.adapter_config import CONFIG as ADAPTER_CONFIG
+    from danlu.adapters.adapter_config import WEIGHTS as ADAPTER_WEIGHTS
+
     configs = [name for name in (ADAPTER_CONFIG, CONFIG) if (folder / name).is_file()]
     inputs = [_config(f"{key} ({name})", folder / name) for name in configs]
     return [*inputs, _weights(f"{key} (weights)", folder, read_header(folder / ADAPTER_WEIGHTS), weights_again)]
@@ -319,6 +320,8 @@ def _adapter(key: str, folder: Path, weights_again: bool) -> list[Input]:
 
 def _model_or_adapter(key: str, path: str, read_again: bool = True) -> list[Input]:
     """Reads the start of a reward or of the values: a model's folder, a finished run, or an adapter."""
+    from danlu.adapters.adapter_config import CONFIG as ADAPTER_CONFIG
+
     folder = Path(path).expanduser()
     is_adapter = any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / "adapter"))
     return _adapters(key, [path], read_again) if is_adapter else _model(key, path, read_again)
@@ -366,6 +369,8 @@ def _hashed(value: Any) -> str:
 
 def _difference_of_ranks(key: str, first: Input | None, other: Input | None, ranks: Sequence[int]) -> str:
     """How what some ranks have opened differs from what rank 0 has."""
+    from danlu.parallel.world import format_ranks
+
     who = format_ranks(list(ranks))
     for each, owner in ((other, who), (first, "rank 0")):
         if each is not None and each.problem:

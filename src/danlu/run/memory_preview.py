@@ -34,7 +34,7 @@ from danlu.assembly.memory_estimate import (
 )
 from danlu.assembly.parallelize import device_map_of, kept_whole
 from danlu.assembly.parameter_count import parameters_of
-from danlu.assembly.parameter_roles import TRAINED, VALUE
+from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
 from danlu.assembly.recipe_adapters import base_config
 from danlu.assembly.stored_quantization import stored_quantization
 from danlu.core.errors import ModelError, RecipeError
@@ -60,10 +60,10 @@ from danlu.planning.parameter_memory import packed_bytes
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_adapter, value_share
-from danlu.stages.critic import own_config, own_name
 from danlu.stages.protocols import ModelSpec
 from danlu.stages.rewards_on_base import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
+from danlu.stages.value_model import own_config
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.units import parameters_and_trained
 

@@ -10,7 +10,6 @@ import torch
 
 from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines
 from danlu.core.errors import ResourceError
-from danlu.planning.memory_advice import advice
 from danlu.recipe import Recipe
 from danlu.stages.protocols import PlacedModel
 from danlu.training.memory_parts import MemoryParts, resident_bytes
@@ -50,6 +49,8 @@ class MemoryReport:
             raise ResourceError(self._message(error)) from error
 
     def _message(self, error: BaseException) -> str:
+        from danlu.planning.memory_advice import advice
+
         run, lines = self._run, [f"{out_of_memory_message(error)}. {self._room()}"]
         if (parts := self._parts()) is not None:
             named = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(parts).items() if value)

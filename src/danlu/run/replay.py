@@ -30,11 +30,10 @@ from danlu.rl.recorded_engine import RecordedEngine, RunLengths
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS
 from danlu.run.train import Say, train
 from danlu.stages.environments import episode_engine
-from danlu.stages.placed import PlacedDecoder
 from danlu.stages.prompt_reader import RolloutBuilder
 from danlu.stages.protocols import Material, Stage
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.reinforcement import objective_section
+from danlu.stages.reinforcement import AnsweringDecoder, objective_section
 from danlu.stages.rollout import rollout_engine
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.loading import read_state
@@ -155,7 +154,7 @@ class ReplayBuilder(RolloutBuilder):
         super().__init__(recipe, stage)
         self.rewards, self.versions = rewards, versions
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> AnsweringDecoder:
         """The policy that is trained, and the frozen models beside it."""
         placed = super().place(ranks, device, start, material)
         return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -25,16 +25,12 @@ from danlu.assembly.parallelize import check_devices, optimizer_of
 from danlu.assembly.parameter_count import parameters_of, trained_parameters_of
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import RecipeError, ResourceError, Stopped
-from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.deterministic import deterministic
-from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
-from danlu.optim.ema import Ema
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
-from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.phase import track_modules
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.watchdog import track_modules
 from danlu.planning.precision import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.recipe.device_map import named_devices
@@ -74,6 +70,10 @@ from danlu.training.timeline import TimelineWriter
 from danlu.training.trackers import TensorBoard, WandB, wandb_problem
 from danlu.training.units import parameters_and_trained
 from danlu.training.watch import Watch
+
+if TYPE_CHECKING:
+    from danlu.numerics.loss_scaling import LossScaler
+    from danlu.optim.ema import Ema
 
 Say = Callable[[str], None]
 
@@ -132,6 +132,8 @@ def train(
     with ExitStack() as closing:
         closing.enter_context(deterministic(recipe.deterministic))
         if recipe.numerics == "exact":
+            from danlu.numerics.batch_invariant import batch_invariant
+
             closing.enter_context(batch_invariant())
         into = folder
         if dry_run:
@@ -178,7 +180,7 @@ def _train(
     recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, say))
     recipe = ranks.world.from_first(
         lambda: with_factors(recipe, folder, resume, device, say, stream, dry=into != folder),
-        barrier=lambda: untimed_barrier("factors"),
+        barrier=lambda: _barrier("factors"),
     )
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
@@ -198,15 +200,13 @@ def _train(
     inputs = same_on_all_ranks(
         ranks.world,
         lambda: recipe_inputs(recipe, stage, resumed=start is not None),
-        barrier=lambda: untimed_barrier("inputs"),
+        barrier=lambda: _barrier("inputs"),
     )
     known_inputs = check_resumed(None if start is None else start.path, inputs)
     with ExitStack() as closing:
         # Before rows are read, which may take hours.
         trackers = [] if into != folder else _trackers(recipe, folder, ranks, closing, say)
-        material = ranks.world.from_first(
-            lambda: reader.read(stream), again=True, barrier=lambda: untimed_barrier("data")
-        )
+        material = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: _barrier("data"))
         program = resident_bytes(device)
         closing.callback(material.close)
         for line in material.lines:
@@ -255,6 +255,13 @@ def _train(
     if ranks.leads:
         write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
+
+
+def _barrier(name: str) -> None:
+    """Waits for all processes, however long one of them takes."""
+    from danlu.parallel.process_group import untimed_barrier
+
+    untimed_barrier(name)
 
 
 def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
@@ -306,7 +313,7 @@ def _build(
     )
     metrics = MetricsLog(folder / METRICS) if ranks.leads else None
     learner = placed.learner(micro, material.sources)
-    source, held_out = placed.items(material, learner, folder)
+    source, held_out = stage.items(placed, material, learner, folder)
     run = Run(
         learner=learner,
         optimizer=optimizer,
@@ -321,7 +328,7 @@ def _build(
         stop_request=StopRequest(),
         scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
         roles=stage.trained_roles(recipe),
-        ema=None if recipe.ema is None else Ema(placed.parameters(), recipe.ema.decay),
+        ema=_moving_average(recipe, placed),
         held_out=held_out,
         early_stop=recipe.evaluation.early_stop,
         criterion=stage.criterion(recipe),
@@ -420,7 +427,17 @@ def _device(recipe: Recipe) -> torch.device:
 
 def _scaler(tokens: int) -> LossScaler:
     """fp16's loss scaling for steps of so many tokens: the loss is their sum, which is a scale already."""
+    from danlu.numerics.loss_scaling import LossScaler
+
     return LossScaler(scale=2.0 ** max(0, 20 - tokens.bit_length()))
+
+
+def _moving_average(recipe: Recipe, placed: PlacedModel) -> Ema | None:
+    if recipe.ema is None:
+        return None
+    from danlu.optim.ema import Ema
+
+    return Ema(placed.parameters(), recipe.ema.decay)
 
 
 def _cadence(recipe: Recipe, total: int) -> Cadence:
@@ -449,7 +466,7 @@ def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, sa
         trackers.append(OptionalRecorder(wandb, "log.wandb", say))
         closing.callback(trackers[0].close)
 
-    ranks.world.from_first(begin, barrier=lambda: untimed_barrier("wandb"))
+    ranks.world.from_first(begin, barrier=lambda: _barrier("wandb"))
     return trackers
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from torch import nn
 
-from danlu.assembly.frozen_base import check_frozen
 from danlu.assembly.memory_estimate import check_size
 from danlu.assembly.parallelize import Placed, Subject, check_placing, device_map_of, place, subject_of, token_shares
 from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters
@@ -18,42 +18,34 @@ from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.core.types import Objective, Pack, Role
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
-from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.models.config import ModelConfig
 from danlu.models.experts_spec import Experts
 from danlu.models.hf_config import architecture_of
 from danlu.models.hf_folder import check_vocabulary, resolve_folder
 from danlu.models.hf_validation import check_headers
-from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import build
-from danlu.models.long_context import ropes_by_length, with_long_context
-from danlu.models.presets import from_scratch
 from danlu.models.untouched import check_untouched
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
-from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_share
-from danlu.stages.columns import add_columns
-from danlu.stages.critic import check_critic, own_config, place_own_critic, with_own_critic
-from danlu.stages.frozen_models import check_frozen_model, frozen_config, place_frozen
 from danlu.stages.learner import DecoderLearner, objective_parameters, objective_tensors
-from danlu.stages.moving import MovingWeights, moving_weights, with_moving
 from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import ColumnSpec, Material, ModelSpec, Stage
 from danlu.stages.reader import tokenizer_of
-from danlu.stages.reinforcement import recipe_rewards
-from danlu.stages.rewards_on_base import own_reward_bytes, rewards_on_base
 from danlu.stages.roles import forward_of
-from danlu.stages.samples import sample_prompts
 from danlu.training.checkpoints.loading import read_group, read_state
 from danlu.training.run_folder import Start
+
+if TYPE_CHECKING:
+    from danlu.models.load_balancing import Balancer
+    from danlu.stages.moving import MovingWeights
 
 
 class DecoderBuilder:
@@ -72,10 +64,15 @@ class DecoderBuilder:
                 "score head, a projection of hidden states). Use workers: processes"
             )
         check_adapters(recipe.model, recipe.adapter)
-        check_critic(recipe)
+        if value_share(recipe) is not None:
+            from danlu.stages.value_model import check_critic
+
+            check_critic(recipe)
         asked = [*self.stage.models(recipe).values(), *(column.model for column in self.stage.columns(recipe))]
         for spec in asked:
             if isinstance(spec, ModelSpec):
+                from danlu.stages.frozen_models import check_frozen_model
+
                 check_frozen_model(spec, recipe)
         if start is not None:
             self._check_base(start.path)
@@ -85,12 +82,16 @@ class DecoderBuilder:
             self._check_layout(config)
             check_router(recipe, config)
             if recipe.adapter is not None:
+                from danlu.assembly.frozen_base import check_frozen
+
                 check_frozen(folder, recipe.quantization, config)
             elif start is None:  # weights of a checkpoint will take the place of these
                 check_headers(folder, config, quantized=False)
             else:
                 check_untouched(folder, config)
         else:  # the tokenizer, which is not read yet, decides the vocabulary of a config that does not
+            from danlu.models.presets import from_scratch
+
             config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
             where = recipe.model.preset or "model.config"
             # Whether it can be cut is told where it is known.
@@ -98,6 +99,9 @@ class DecoderBuilder:
             check_router(recipe, config)
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
+            from danlu.inference.chat_tokenizer import ChatTokenizer
+            from danlu.stages.samples import sample_prompts
+
             tokenizer = tokenizer_of(recipe)
             sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
 
@@ -106,6 +110,9 @@ class DecoderBuilder:
         if self.recipe.parallel.device_map is not None:
             device = self._loss_device(self._config(material.tokenizer), device)
         for spec in self.stage.columns(self.recipe):
+            from danlu.stages.columns import add_columns
+            from danlu.stages.frozen_models import frozen_config
+
             rows = material.stored
             assert rows is not None, "the recipe's rules let no columns be asked of a stream"
             config = self._config(material.tokenizer)
@@ -122,6 +129,8 @@ class DecoderBuilder:
         """A model that is asked for columns, as the policy of a learner that trains nothing."""
         recipe = self.recipe
         if spec.model is not None:
+            from danlu.stages.frozen_models import place_frozen
+
             placed = place_frozen(recipe, spec.model, config.vocab_size, ranks, device)
         else:
             subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
@@ -141,6 +150,17 @@ class DecoderBuilder:
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
         """The trained decoder and the frozen ones on the processes of a layout."""
+        return self._place(ranks, device, start, material)
+
+    def _place(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        start: Start | None,
+        material: Material,
+        put_on_base: Callable[[Subject], Sequence[str]] = lambda subject: (),
+    ) -> PlacedDecoder:
+        """put_on_base: adds what a stage needs to the policy before that is placed; returns lines for the console."""
         recipe, config = self.recipe, self._config(material.tokenizer)
         self._check_layout(config)
         device = self._loss_device(config, device)
@@ -149,25 +169,23 @@ class DecoderBuilder:
         subject = subject_of(
             recipe, config, device, saved=saved, resumed=start is not None, encode=self._encode, ranks=ranks
         )
-        judges, lines = rewards_on_base(recipe, subject, ranks)
+        lines = put_on_base(subject)
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
         placed = replace(placed, notes=(*placed.notes, *lines))
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
         alone = ranks.alone and recipe.parallel.workers != "threads"
-        placed.subject.model.staged_ropes = ropes_by_length(self._unscaled(material.tokenizer), recipe.long_context)
+        if recipe.long_context is not None:
+            from danlu.models.long_context import ropes_by_length
+
+            unscaled = self._unscaled(material.tokenizer)
+            placed.subject.model.staged_ropes = ropes_by_length(unscaled, recipe.long_context)
         if alone:
             embedding = placed.subject.model.embed_tokens
             embedding.sparse_gradient = embedding.weight.device.type == "cpu" and not recipe.compile
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
-        reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
         stored = None if recipe.on_policy else material.stored  # own answers have other lengths than the rows
-        decoder = replace(
-            decoder,
-            rewards=partial(recipe_rewards, judges=judges),
-            reward_bytes=reward_bytes,
-            lengths=None if stored is None else stored.train.lengths,
-        )
+        decoder = replace(decoder, lengths=None if stored is None else stored.train.lengths)
         if material.empty is None:
             return decoder
         assert isinstance(material.empty, Pack), "the items of a decoder are packs"
@@ -180,13 +198,17 @@ class DecoderBuilder:
         saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
         subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
         placed, objectives = Placed(subject, StepParallel()), decoder_objectives(self.recipe, self.stage)
-        moving = {
-            role: moving_weights(placed, Placed(Subject(build(subject.model.config)), StepParallel()), spec.mixing)
-            for role, spec in self.stage.models(self.recipe).items()
-            if isinstance(spec, ModelSpec) and spec.mixing is not None
-        }
+        moving: dict[Role, MovingWeights] = {}
+        for role, spec in self.stage.models(self.recipe).items():
+            if isinstance(spec, ModelSpec) and spec.mixing is not None:
+                from danlu.stages.moving import moving_weights
+
+                own = Placed(Subject(build(subject.model.config)), StepParallel())
+                moving[role] = moving_weights(placed, own, spec.mixing)
         critic = None
         if value_share(self.recipe) == "none":
+            from danlu.stages.value_model import own_config
+
             critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), StepParallel())
         balancer = balancer_of(self.recipe, placed)
         return PlacedDecoder(
@@ -194,13 +216,19 @@ class DecoderBuilder:
         )
 
     def _encode(self, text: str) -> list[int]:
+        from danlu.inference.chat_tokenizer import ChatTokenizer
+
         return ChatTokenizer(tokenizer_of(self.recipe)).encode_prompt(text)
 
     def _check_layout(self, config: ModelConfig) -> None:
         parallel = self.recipe.parallel
         of_pipeline = [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
-        of_devices = device_map_problems(parallel.device_map, config)
-        if wrong := [*problems(parallel, config), *of_pipeline, *of_devices]:
+        wrong = [*problems(parallel, config), *of_pipeline]
+        if parallel.device_map is not None:
+            from danlu.planning.device_map import device_map_problems
+
+            wrong += device_map_problems(parallel.device_map, config)
+        if wrong:
             raise RecipeError(wrong)
 
     def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
@@ -227,11 +255,17 @@ class DecoderBuilder:
 
     def _scaled(self, config: ModelConfig) -> ModelConfig:
         """The config as it is at the longest length of the run."""
+        if self.recipe.long_context is None:
+            return config
+        from danlu.models.long_context import with_long_context
+
         return with_long_context(config, self.recipe.long_context, self.recipe.data.max_length)
 
     def _unscaled(self, tokenizer: TokenizerInfo | None) -> ModelConfig:
         model, facts = self.recipe.model, tokenizer or tokenizer_info(tokenizer_of(self.recipe))
         if model.path is None:
+            from danlu.models.presets import from_scratch
+
             config = from_scratch(model, facts.vocab_size, facts.bos_id, facts.eos_id)
         else:
             config = base_config(model)
@@ -276,18 +310,29 @@ def placed_decoder(
         if isinstance(module, nn.Module):
             module.to(device)
     beside = stage.models(recipe)
-    frozen, moving = dict[Role, Placed](), dict[Role, MovingWeights]()
+    frozen = dict[Role, Placed]()
+    moving: dict[Role, MovingWeights] = {}
     for role, spec in beside.items():
         if isinstance(spec, ModelSpec):
+            from danlu.stages.frozen_models import place_frozen
+
             frozen[role] = place_frozen(recipe, spec, config.vocab_size, placed.parallel.ranks, device)
             if spec.mixing is not None:
+                from danlu.stages.moving import moving_weights
+
                 moving[role] = moving_weights(placed, frozen[role], spec.mixing)
-    critic = place_own_critic(recipe, config.vocab_size, placed.parallel.ranks, device, resumed=resumed)
-    parallel = placed.parallel if critic is None else with_own_critic(placed.parallel, critic)
+    critic, parallel = None, placed.parallel
+    if value_share(recipe) == "none":
+        from danlu.stages.value_model import place_own_critic, with_own_critic
+
+        critic = place_own_critic(recipe, config.vocab_size, parallel.ranks, device, resumed=resumed)
+        parallel = with_own_critic(parallel, critic)
     parallel = _with_objective(parallel, objective, recipe)
     balancer = balancer_of(recipe, placed)
     parallel = parallel if balancer is None else _with_balancer(parallel, balancer)
     if moving:
+        from danlu.stages.moving import with_moving
+
         parallel = with_moving(parallel, moving)
     placed = replace(placed, parallel=parallel)
     return PlacedDecoder(
@@ -325,6 +370,8 @@ def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
     model, router = placed.subject.model, recipe.router
     if not model.config.has_experts or recipe.parallel.workers == "threads":
         return None
+    from danlu.models.load_balancing import Balancer, Balancing
+
     balancing = Balancing()
     if router is not None:
         sequence = router.sequence if router.balance in ("bias", "sequence") else 0.0

@@ -38,12 +38,10 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stages.protocols import HeldOut, LeastSeconds, Material, Stage
+from danlu.stages.protocols import LeastSeconds, Material, Stage
 from danlu.training.diagnosis import non_finite_on_any
-from danlu.training.executor import AnyLearner
 from danlu.training.learner import Activation, MicroStep
 from danlu.training.memory_parts import Activations, MemoryParts
-from danlu.training.position import ItemSource
 from danlu.training.run_folder import Start
 from danlu.training.state import Generate, Run
 
@@ -154,10 +152,6 @@ class PlacedClassifier:
 
     def check_weights(self) -> None:
         """Nothing: images are not drawn from a model."""
-
-    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
-        """The images that were read."""
-        return material.items()
 
     def generate(self) -> Generate | None:
         """None: it writes no texts."""

@@ -25,9 +25,10 @@ from danlu.recipe.sections import ForwardKL, HiddenStates, JensenShannon, Model,
 from danlu.recipe.teachers import teacher_shares, teachers_of
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.frozen_models import check_frozen_model
+from danlu.stages.likelihood import likelihood_metrics
 from danlu.stages.on_policy import longest_prompt
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import ColumnSpec, FromColumns, Material, ModelSpec, RoleSpec
+from danlu.stages.protocols import Better, ColumnSpec, FromColumns, Material, ModelSpec, RoleSpec
 from danlu.stages.reader import tokenizer_of
 from danlu.training.run_folder import Start
 
@@ -172,6 +173,13 @@ def _divergence(recipe: Recipe) -> ForwardKL | ReverseKL | JensenShannon:
 def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:
     """The same objective for held-out rows: label smoothing and z-loss take no part."""
     return objective.without_extras() if isinstance(objective, Distillation) else objective
+
+
+def distillation_metrics(recipe: Recipe) -> dict[str, Better]:
+    """What evaluations of distillation report beside the likelihood of the rows."""
+    hidden = any(isinstance(term, HiddenStates) for term in recipe.objective or ())
+    terms: dict[str, Better] = {"divergence": "lower", **({"hidden": "lower"} if hidden else {})}
+    return {**likelihood_metrics(recipe), **terms}
 
 
 def check_teachers(recipe: Recipe) -> None:

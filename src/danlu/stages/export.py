@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from danlu.assembly.adapter_training import write_result
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.parameter_roles import TRAINED
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task
-from danlu.data.padding_token import padding_token
 from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.models.hf_folder import resolve_folder
@@ -51,6 +49,8 @@ def write(
     stop_ids = end_of_turn_ids(tokenizer_path(recipe), template) if writes and not classifies else ()
     template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
+        from danlu.assembly.adapter_training import write_result
+
         write_result(
             subject.adapters,
             subject.base,
@@ -87,6 +87,8 @@ def write(
 
 def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
     """What transformers is to pad the result with, so that it scores answers at their last token."""
+    from danlu.data.padding_token import padding_token
+
     token = padding_token(tokenizer_of(recipe), subject.model.config.eos_token_ids)
     if token is None:
         log.warning(

@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter_set import AdapterSet
 from danlu.assembly.parameter_roles import VALUE
 from danlu.core.layer_types import Attend
 from danlu.core.types import (
@@ -33,30 +32,26 @@ from danlu.core.types import (
     Totals,
 )
 from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
-from danlu.data.context_batch import on_device, rows_of, share_of_batch
-from danlu.data.shares import shares
-from danlu.memory.activation_offload import ActivationOffload
-from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.decoder import Decoder
-from danlu.models.load_balancing import Balancer, BatchTokens, merged_metrics
-from danlu.models.router_replay import replaying
-from danlu.objectives.branches import local_sum_by_branch
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.clip import non_finite
-from danlu.parallel.context_attention import ContextGroups, context_attend_for
+from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.step_parallel import StepParallel
-from danlu.parallel.threads import Replicas, shares_of
-from danlu.stages.critic import Critic
-from danlu.stages.diagnosis import explain_non_finite
-from danlu.stages.moving import MovingWeights, moving_tensors
-from danlu.stages.no_grad_pass import no_grad_pass
 from danlu.stages.roles import DecoderRole, Forward, RoleOutputs, decoder_outputs, hidden_states
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
 from danlu.training.memory_parts import Activations
 from danlu.training.step import sum_losses
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_set import AdapterSet
+    from danlu.memory.activation_offload import ActivationOffload
+    from danlu.models.load_balancing import Balancer
+    from danlu.parallel.threads import Replicas
+    from danlu.stages.critic import Critic
+    from danlu.stages.moving import MovingWeights
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,10 @@ class DecoderLearner:
         """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
         named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
         named |= {} if self.critic is None else self.critic.tensors()
-        named |= moving_tensors(self.moving)
+        if self.moving:
+            from danlu.stages.moving import moving_tensors
+
+            named |= moving_tensors(self.moving)
         named |= {} if self.balancer is None else self.balancer.tensors()
         return self.parallel.local_weights(named)
 
@@ -133,6 +131,9 @@ class DecoderLearner:
         """
         if not isinstance(self.objective, StepObjective):
             return items
+        from danlu.objectives.branches import local_sum_by_branch
+        from danlu.stages.no_grad_pass import no_grad_pass
+
         viewed = self.objective.step_items(items)
         counts = [sum(len(sample.branches) for sample in pack.samples) for pack in viewed]
         starts = np.cumsum([0, *counts]).tolist()
@@ -165,6 +166,8 @@ class DecoderLearner:
         """How evenly the experts of each layer were loaded in the step."""
         if self.balancer is None:
             return {}
+        from danlu.models.load_balancing import merged_metrics
+
         return merged_metrics(self.parallel.pipeline.all_gather(self.balancer.end_step(self.parallel.all_reduce_data)))
 
     def updated(self, step: int) -> None:
@@ -182,6 +185,9 @@ class DecoderLearner:
         batch = collate(packs, device, virtual_token_ids=virtual_token_ids, source_names=self.source_names)
         if not is_cut:
             return batch
+        from danlu.data.context_batch import on_device, share_of_batch
+        from danlu.data.shares import shares
+
         # A layer of width D multiplies a token with about 12 D^2 parameters, and a score with 2 D numbers.
         token_cost = 6 * self.model.config.hidden_size
         dealt = shares(batch.boundaries, self.context.size, trees=batch.trees, token_cost=token_cost)
@@ -209,7 +215,11 @@ class DecoderLearner:
         dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
         packs = items or [(0, self.empty)]
         lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
-        rows = rows_of(batch.shares[self.context.index]) if self.context.size > 1 else None
+        rows = None
+        if self.context.size > 1:
+            from danlu.data.context_batch import rows_of
+
+            rows = rows_of(batch.shares[self.context.index])
         dropout_state.begin(step, lengths, rows)
         try:
             yield
@@ -360,14 +370,22 @@ class DecoderLearner:
         """
         contexts: list[Callable[[], AbstractContextManager[None]]] = []
         if self.balancer is not None and totals is not None:
+            from danlu.models.load_balancing import BatchTokens
+
             factor = gradient_scale * totals.weight / sum(totals.document_lengths)
             tokens = BatchTokens.of(filled.real, filled.boundaries, filled.packs, factor)
             if filled.shares:
                 tokens = tokens.of_share(filled.shares, self.context.index, self.context.sum)
             contexts.append(partial(self.balancer.active, tokens))
         if filled.routes is not None:
+            from danlu.models.router_replay import replaying
+
             contexts.append(partial(replaying, self.model, filled.routes))
-        return recomputed_within(partial(_all_of, contexts)) if contexts else nullcontext()
+        if not contexts:
+            return nullcontext()
+        from danlu.memory.recomputed_function import recomputed_within
+
+        return recomputed_within(partial(_all_of, contexts))
 
     def explain(self, batch: Batch, step: int) -> Exception:
         """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
@@ -376,6 +394,8 @@ class DecoderLearner:
         return self._explained(batch, step, non_finite_on_any(self.parallel.ranks.world, named))
 
     def _explained(self, batch: Batch, step: int, names: Sequence[str]) -> Exception:
+        from danlu.stages.diagnosis import explain_non_finite
+
         filled = pad_to_bucket(batch, self.token_multiple)
         return explain_non_finite(self.model, batch, filled, self._attend(filled), self.dtype, step, names)
 
@@ -427,6 +447,8 @@ class ThreadedLearner(DecoderLearner):
 
     def collate(self, items: Sequence[Pack]) -> Any:
         """Each replica's part of a micro-batch, on its device."""
+        from danlu.parallel.threads import shares_of
+
         assert self.replicas is not None, "threads run replicas"
         devices = self.replicas.devices
         parts = zip(shares_of(items, len(devices)), devices, strict=True)

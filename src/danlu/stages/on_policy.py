@@ -12,10 +12,11 @@ from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
-from danlu.stages.protocols import StoredRows
+from danlu.stages.protocols import HeldOut, Material, StoredRows
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reinforcement import sampling_options
 from danlu.stages.rollout import engine_options, rollout_engine
+from danlu.training.executor import AnyLearner
 from danlu.training.position import ItemSource
 from danlu.training.run_folder import ROLLOUTS
 
@@ -43,6 +44,17 @@ def longest_prompt(rows: StoredRows) -> int:
     """Tokens of the longest prompt that the policy may have to answer. Raises DataError for a row without a prompt."""
     samples = rows.train
     return max(prompt_tokens(samples.sample(number)) for number in range(len(samples)))
+
+
+def on_policy_items(
+    placed: PlacedDecoder, material: Material, learner: AnyLearner, folder: Path
+) -> tuple[ItemSource, HeldOut | None]:
+    """The rows that were read, with own answers to a share of them where the recipe asks for it."""
+    source, held_out = material.items()
+    if placed.recipe.on_policy:
+        assert material.stored is not None, "the recipe's rules refuse streaming"
+        source = on_policy_rows(placed, source, material.stored, folder)
+    return source, held_out
 
 
 def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, folder: Path) -> OnPolicyRows:

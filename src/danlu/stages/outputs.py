@@ -6,7 +6,7 @@ T packed tokens · N trained targets · D model width · V vocabulary
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from danlu.core.device_moves import copy_to
 from danlu.core.types import Batch, DivergenceKind, Outputs, TargetLosses, TokenLogprobs, TopTokens
 from danlu.models.decoder import Decoder
-from danlu.objectives.divergence import Head, categorical_divergence, divergence
 from danlu.objectives.gradient_scale import unscale_gradient
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
-from danlu.objectives.token_logprobs import token_logprobs
-from danlu.objectives.top_tokens import logprobs_of_tokens, top_tokens
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS
+
+if TYPE_CHECKING:
+    from danlu.objectives.divergence import Head
 
 OFFERED = frozenset({"cross_entropy", "divergence", "hidden", "logprobs", "top_tokens"})
 OFFERED_BY_HEAD = frozenset({"scores", "values"})
@@ -76,6 +76,8 @@ class DecoderOutputs:
         collision: bool = False,
     ) -> TokenLogprobs:
         """Log-probability [N] of each target, and what else is asked for: see `token_logprobs`."""
+        from danlu.objectives.token_logprobs import token_logprobs
+
         padding = (0, 0, 0, len(self.batch.targets) - self.targets)
         everything = token_logprobs(
             self._hidden_of_targets(),
@@ -105,6 +107,9 @@ class DecoderOutputs:
         With `top_k` the outcomes are the teacher's likeliest tokens and all others as one; else every token that both
         models have. An embedding may be padded with rows that stand for no token, so one of them may have more.
         """
+        from danlu.objectives.divergence import categorical_divergence, divergence
+        from danlu.objectives.top_tokens import logprobs_of_tokens
+
         shard = self.model.vocab_shard
         group = None if shard is None else shard.group
         if top_k is None:
@@ -125,6 +130,8 @@ class DecoderOutputs:
 
     def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
         """The k likeliest tokens [N, k] at each target's place, of those below `vocab_size`, and all others as one."""
+        from danlu.objectives.top_tokens import top_tokens
+
         shard, rows = self.model.vocab_shard, len(self._head())
         everything = top_tokens(
             self._logits(rows if vocab_size is None or shard is not None else min(rows, vocab_size)),
@@ -184,6 +191,8 @@ class DecoderOutputs:
 
     def _logits(self, rows: int | None = None) -> Head:
         """What the logits of the N' targets are made of: all tokens, or those of the first rows."""
+        from danlu.objectives.divergence import Head
+
         weight = self._head()
         weight = weight if rows is None or rows == len(weight) else weight[:rows]
         return Head(self._hidden_of_targets(), weight, self.model.config.final_softcap)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.assembly.frozen_base import model_bytes
 from danlu.assembly.memory_estimate import (
     BytesByDevice,
     CriticPass,
@@ -26,34 +24,27 @@ from danlu.assembly.memory_estimate import (
     with_devices,
 )
 from danlu.assembly.parallelize import Placed, replica_devices, shards_on_host, token_shares
-from danlu.assembly.parameter_roles import TRAINED, VALUE
+from danlu.assembly.parameter_count import model_bytes
+from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
 from danlu.assembly.recipe_adapters import base_identity, doubts
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import HeadObjective, Objective, Pack, Role
 from danlu.data.batch import EMPTY_PACK
-from danlu.inference.self_check import check_exact
-from danlu.memory import activation_offload
 from danlu.models.block_scaled import scaled_method
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
-from danlu.models.load_balancing import Balancer
 from danlu.models.modules import GroupedLinear
-from danlu.numerics.four_bit_weight import unpack_kernels
 from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_bytes
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel import data
-from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.step_parallel import StepParallel
-from danlu.parallel.threads import Replicas
 from danlu.planning.flops import training_flops
 from danlu.planning.gemm import Peak, peak_of
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe, sections
-from danlu.rl.asynchronous import AsynchronousEngine
-from danlu.rl.rollout_sampler import Rewards
-from danlu.stages.critic import Critic, critic_folder, critic_tensors, own_name
 from danlu.stages.export import write
 from danlu.stages.learner import (
     DecoderLearner,
@@ -62,25 +53,23 @@ from danlu.stages.learner import (
     objective_tensors,
     trained_weights,
 )
-from danlu.stages.moving import MovingWeights, moving_tensors
-from danlu.stages.on_policy import on_policy_rows
 from danlu.stages.protocols import (
     FromColumns,
-    HeldOut,
     LeastSeconds,
-    Material,
     ModelSpec,
     PolicyWithoutAdapter,
     RoleSpec,
 )
-from danlu.stages.reinforcement import experience_items, recipe_rewards
 from danlu.stages.roles import AdapterOff, Forward, FrozenDecoder, RoleOutputs, StoredOutputs, forward_of
-from danlu.stages.rollout_processes import rollout_processes
-from danlu.stages.samples import sampler
-from danlu.training.executor import AnyLearner
 from danlu.training.memory_parts import Activations, MemoryParts
-from danlu.training.position import ItemSource
 from danlu.training.state import Generate, Run
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_set import AdapterSet
+    from danlu.memory.activation_offload import ActivationOffload
+    from danlu.models.load_balancing import Balancer
+    from danlu.stages.critic import Critic
+    from danlu.stages.moving import MovingWeights
 
 EXPERTS_STAY_WIDE = (
     "model.path: this folder has its linear layers quantized, but not the matrices of experts, which are most of the "
@@ -106,9 +95,6 @@ class PlacedDecoder:
     frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
     own_critic: Placed | None = None  # a decoder of values, which is trained
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights of those that follow the policy
-    rewards: Callable[[Recipe], Rewards] = recipe_rewards  # what judges answers that the policy makes itself
-    asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
-    """What answers beside the trainer where the recipe asks for it; with so many GiB of cache."""
     balancer: Balancer | None = None  # of a policy with experts
     reward_bytes: int = 0  # of reward models that this process loads when they first judge
     empty: Pack = EMPTY_PACK  # an item without targets, with what the items of the stage have
@@ -137,9 +123,16 @@ class PlacedDecoder:
     @property
     def notes(self) -> Sequence[str]:
         """What is worth knowing of how the models were placed, for the console."""
-        unpacked = (kernel.note for kernel in unpack_kernels(self.model, self.dtype))
-        notes = (*doubts(self.recipe.model), *self.placed.notes, *unpacked)
+        notes = (*doubts(self.recipe.model), *self.placed.notes, *self._unpack_notes())
         return (*notes, *self._expert_notes(), *self._dense_note())
+
+    def _unpack_notes(self) -> list[str]:
+        """What dequantizes 4-bit weights, where there are quantized ones."""
+        if not any(isinstance(module, QuantizedModule) for module in self.model.modules()):
+            return []
+        from danlu.numerics.four_bit_weight import unpack_kernels
+
+        return [kernel.note for kernel in unpack_kernels(self.model, self.dtype)]
 
     def _expert_notes(self) -> list[str]:
         """What of quantization and adapters does not reach the experts of a model that has some."""
@@ -188,9 +181,17 @@ class PlacedDecoder:
 
     def weights(self) -> dict[str, Tensor]:
         """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
-        critic = critic_tensors(self.adapters, None if self.own_critic is None else self.own_critic.subject.model)
-        weights = {**trained_weights(self.model, self.adapters), **critic, **objective_tensors(self.objective)}
-        weights |= moving_tensors(self.moving)
+        weights = trained_weights(self.model, self.adapters)
+        if self._critic_pass is not None:
+            from danlu.stages.critic import critic_tensors
+
+            own = None if self.own_critic is None else self.own_critic.subject.model
+            weights = {**weights, **critic_tensors(self.adapters, own)}
+        weights = {**weights, **objective_tensors(self.objective)}
+        if self.moving:
+            from danlu.stages.moving import moving_tensors
+
+            weights |= moving_tensors(self.moving)
         return self.parallel.local_weights(weights)
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
@@ -301,6 +302,8 @@ class PlacedDecoder:
             context=ContextGroups.of(self.parallel.ranks, self.recipe.parallel.context.method),
         )
         if self.recipe.parallel.workers == "threads":
+            from danlu.parallel.threads import Replicas
+
             devices = replica_devices(self.recipe, self.device)
             if self.frozen and len(set(devices)) > 1:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
@@ -311,21 +314,17 @@ class PlacedDecoder:
         """Raises ModelError where numerics are to be exact and are not, by weights as they are before the first step:
         read, or taken up from a checkpoint."""
         if self.recipe.numerics == "exact":
+            from danlu.inference.self_check import check_exact
+
             virtual = () if self.adapters is None else self.adapters.virtual_token_ids
             check_exact(self.model, self.dtype, virtual_token_ids=virtual, world=self.parallel.ranks.world)
 
-    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
-        """The rows that were read, with own answers to a share of them, or answers to the prompts that were."""
-        if material.prompts is not None:
-            return experience_items(self, material.prompts, learner, folder)
-        source, held_out = material.items()
-        if self.recipe.on_policy:
-            assert material.stored is not None, "the recipe's rules refuse streaming"
-            source = on_policy_rows(self, source, material.stored, folder)
-        return source, held_out
-
     def generate(self) -> Generate | None:
         """Writes texts with the policy, where the recipe asks for samples."""
+        if self.recipe.evaluation.samples is None:
+            return None
+        from danlu.stages.samples import sampler
+
         return sampler(self.recipe, self.placed)
 
     def peak(self) -> Peak:
@@ -378,6 +377,8 @@ class PlacedDecoder:
         """A model in the type of activations that it was trained with (fp16: float32), or an adapter; before it the
         model of values, where that is kept."""
         if self.recipe.value is not None and self.recipe.value.save:
+            from danlu.stages.critic import critic_folder
+
             self._write_critic(critic_folder(target), value, writes=writes)
         classifies = self.model.config.task != "causal-lm"  # a critic's head is no part of the result
         head = self._gathered_score_head(value) if classifies else None
@@ -419,13 +420,13 @@ class PlacedDecoder:
     def _critic(self, policy: Forward) -> Critic | None:
         """The model of values, where that is no head on the policy, whose forward is `policy`."""
         head, exact = self._score_head, self.recipe.numerics == "exact"
-        if head is None:
+        if head is None or self._critic_pass is None:
             return None
+        from danlu.stages.critic import Critic
+
         if self.own_critic is not None:
             model = self.own_critic.subject.model
             return Critic(model, forward_of(model, compiled=self.recipe.compile), self.dtype, head, exact=exact)
-        if self.adapters is None or VALUE not in self.adapters.added:
-            return None
         return Critic(self.model, policy, self.dtype, head, self.adapters, exact)
 
     def _roles(self, policy: Forward) -> dict[Role, RoleOutputs]:
@@ -448,13 +449,13 @@ class PlacedDecoder:
                     roles[role] = StoredOutputs(outputs)
         return roles
 
-    def _activation_offload(self) -> activation_offload.ActivationOffload | None:
+    def _activation_offload(self) -> ActivationOffload | None:
         memory = self.recipe.memory
         if "activations" not in memory.offload:
             return None
-        return activation_offload.offload_for(
-            self.device, None if memory.folder is None else Path(memory.folder).expanduser()
-        )
+        from danlu.memory.activation_offload import offload_for
+
+        return offload_for(self.device, None if memory.folder is None else Path(memory.folder).expanduser())
 
     def _resident(self, weights: Mapping[str, Tensor], optimizer: Optimizers, average: int) -> MemoryParts:
         """What is there in every step, whatever goes through the model.

@@ -8,12 +8,11 @@ import numpy as np
 from torch import Tensor
 
 from danlu.assembly.parallelize import Placed, token_shares
-from danlu.core.types import ROUTES, Batch, Outputs, Pack, Role, Sample
+from danlu.core.types import ROTARY_LENGTH, ROUTES, Batch, Outputs, Pack, Role, Sample
 from danlu.inference.recorded_routes import end_to_end
 from danlu.parallel.dealing import deal_by_tokens
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.rl.experience_trees import ROTARY_LENGTH
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.no_grad_pass import no_grad_pass
 from danlu.stages.roles import forward_of

@@ -10,6 +10,7 @@ from typing import TextIO
 import numpy as np
 import torch
 
+from danlu.assembly.parallelize import Subject
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.core.errors import DataError
 from danlu.data.prompts import Prompt, PromptOrder, PromptSpec, read_prompts
@@ -23,10 +24,11 @@ from danlu.rewards.build import check_columns, check_first_tests, check_function
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.distillation import check_teachers, with_teacher_notes
-from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import Material, Prompts
 from danlu.stages.reader import tokenizer_of, tokenizer_path
-from danlu.stages.reinforcement import empty_item, reward_parts
+from danlu.stages.reinforcement import AnsweringDecoder, empty_item, recipe_rewards, reward_parts
+from danlu.stages.reward_model import RewardModel
+from danlu.stages.rewards_on_base import own_reward_bytes, rewards_on_base
 from danlu.training.progress import RowProgress
 from danlu.training.run_folder import Start
 
@@ -131,14 +133,24 @@ class RolloutBuilder(DecoderBuilder):
         if self.recipe.environment is not None:
             check_environment(self.recipe.environment)
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> AnsweringDecoder:
         """The decoder, and the models beside it, on the processes of a layout.
 
         Also raises what loading rewards and an environment of the user's raises, and DataError for tests of programs
         that the empty program passes, before any model is loaded.
         """
         ranks.world.from_first(partial(self._check_loading, material))
-        return with_teacher_notes(super().place(ranks, device, start, material))
+        recipe, judges = self.recipe, dict[str, RewardModel]()
+
+        def put_judges_on_base(subject: Subject) -> list[str]:
+            on_base, lines = rewards_on_base(recipe, subject, ranks)
+            judges.update(on_base)
+            return lines
+
+        decoder = with_teacher_notes(self._place(ranks, device, start, material, put_judges_on_base))
+        reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
+        own = {**vars(decoder), "reward_bytes": reward_bytes}
+        return AnsweringDecoder(**own, rewards=partial(recipe_rewards, judges=judges))
 
     def _check_loading(self, material: Material) -> None:
         parts = reward_parts(self.recipe)

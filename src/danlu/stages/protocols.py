@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from danlu.assembly.memory_estimate import MemoryEstimate
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Batch, HeadObjective, Item, Objective, Outputs, Role, Sample, Task
-from danlu.data.column_store import ColumnType
-from danlu.data.prompts import Prompt, PromptOrder
 from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.optim.build import Optimizers
@@ -28,14 +26,18 @@ from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.gemm import Peak
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
-from danlu.training.criterion import Criterion
 from danlu.training.executor import AnyLearner
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.position import ItemSource, Stretch
 from danlu.training.remarks import Remark
 from danlu.training.run_folder import Start
 from danlu.training.state import Generate, Run
-from danlu.training.trained_roles import TrainedRoles
+
+if TYPE_CHECKING:
+    from danlu.data.column_store import ColumnType
+    from danlu.data.prompts import Prompt, PromptOrder
+    from danlu.training.criterion import Criterion
+    from danlu.training.trained_roles import TrainedRoles
 
 Better = Literal["lower", "higher"]
 """Which of two values of a metric is the better one."""
@@ -138,12 +140,6 @@ class PlacedModel(Protocol):
     def check_weights(self) -> None:
         """Raises a DanluError for what cannot be trained on with the weights of the first step, which are there now."""
 
-    def items(self, material: Material, learner: AnyLearner, folder: Path) -> tuple[ItemSource, HeldOut | None]:
-        """What steps take, and what evaluations judge: those of `material`, or what the placed models make of it.
-
-        folder: of the run, for what is written of items that are made.
-        """
-
     def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
 
     def peak(self) -> Peak | None: ...  # what utilisation is measured against; None where that says nothing
@@ -232,6 +228,13 @@ def no_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
     return ()
 
 
+def read_items(
+    placed: PlacedModel, material: Material, learner: AnyLearner, folder: Path
+) -> tuple[ItemSource, HeldOut | None]:
+    """The items of a stage that trains on the rows that were read."""
+    return material.items()
+
+
 def policy_alone(recipe: Recipe) -> Mapping[Role, RoleSpec]:
     """The models beside the policy of a stage that has none."""
     return {}
@@ -250,6 +253,9 @@ class Stage:
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
     """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
     columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
+    items: Callable[[Any, Material, AnyLearner, Path], tuple[ItemSource, HeldOut | None]] = read_items
+    """(placed models, material, learner, folder of the run) -> what steps take, and what evaluations judge: the rows
+    that were read, or what the placed models make of them."""
     objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0
     """What the learning rate is multiplied by for the objective's own parameters and a model of values, which are an
     optimizer group then."""
@@ -263,6 +269,8 @@ class Stage:
 
     def criterion(self, recipe: Recipe) -> Criterion:
         """What the recipe's evaluations are judged by. Raises RecipeError for what the stage does not report."""
+        from danlu.training.criterion import Criterion
+
         metric, metrics = recipe.evaluation.metric, self.metrics(recipe)
         if metric not in metrics:
             known = ", ".join(f"{name} ({better} is better)" for name, better in metrics.items())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
@@ -18,13 +18,9 @@ from danlu.data.permutation import key
 from danlu.data.prepare import DatasetSpec, PreparedData, prepare
 from danlu.data.samples import Samples
 from danlu.data.sources import reported_sources
-from danlu.data.staged_packs import STAGE_ITEMS, StagedPacks
 from danlu.data.statistics import Statistics, beyond_positions
-from danlu.data.stream import StreamingDataset
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import template_date
-from danlu.inference.chat_tokenizer import ChatTokenizer
-from danlu.inference.generation_config import end_tokens
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
@@ -34,6 +30,9 @@ from danlu.recipe.staged_lengths import amount_per_step
 from danlu.stages.protocols import Material, StoredRows
 from danlu.training.position import Stretch
 from danlu.training.progress import RowProgress
+
+if TYPE_CHECKING:
+    from danlu.inference.chat_tokenizer import ChatTokenizer
 
 
 class PackReader:
@@ -54,6 +53,8 @@ class PackReader:
         prepared = prepared_data(spec, stream)
         if prepared.train is not None:
             return self._stored(prepared, prepared.train, prepared.eval)
+        from danlu.data.stream import StreamingDataset
+
         rows = StreamingDataset(spec)
 
         def late_lines() -> list[str]:
@@ -141,6 +142,9 @@ def chat_tokenizer_of(recipe: Recipe, config: ModelConfig) -> ChatTokenizer:
 
     config: the policy's. Raises DataError if the tokenizer cannot be read, ModelError for a broken generation config.
     """
+    from danlu.inference.chat_tokenizer import ChatTokenizer
+    from danlu.inference.generation_config import end_tokens
+
     tokenizer = tokenizer_of(recipe)
     folders = [
         Path(tokenizer_path(recipe)),
@@ -161,6 +165,8 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
 
     Rows are held out once, by the samples of the longest stage, so that none is trained in another.
     """
+    from danlu.data.staged_packs import StagedPacks
+
     prepared: dict[int, PreparedData] = {}
     held_out_rows = None
     for length in sorted({stage.length for stage in stages}, reverse=True):
@@ -192,6 +198,8 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
 
 
 def _stretches(recipe: Recipe, stages: Sequence[LengthStage]) -> list[Stretch]:
+    from danlu.data.staged_packs import STAGE_ITEMS
+
     stretches, first_step = list[Stretch](), 1
     for number, stage in enumerate(stages):
         metrics = {"stage": number + 1, "max_length": stage.length}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from danlu.assembly.parallelize import Placed
 from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.core.errors import RecipeError
 from danlu.core.line_log import OptionalLineLog
@@ -33,7 +33,7 @@ from danlu.rewards.environments.user_class import EnvironmentReward
 from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
 from danlu.rewards.runner import RewardPart
 from danlu.rl.answer_pairs import PairEstimator
-from danlu.rl.asynchronous import AsynchronousRollouts
+from danlu.rl.asynchronous import AsynchronousEngine, AsynchronousRollouts
 from danlu.rl.estimators import Estimator, GaeEstimator, GroupEstimator, KlPenalty, RewardShaping, TeacherAdvantages
 from danlu.rl.experience import Experience
 from danlu.rl.experience_trees import SUPPORT, answer_tree, with_columns
@@ -41,19 +41,17 @@ from danlu.rl.held_out_answers import HeldOutAnswers
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards, RolloutSampler
 from danlu.stages.environments import episodes_of
 from danlu.stages.learner import DecoderLearner
-from danlu.stages.protocols import HeldOut, Prompts
+from danlu.stages.placed import PlacedDecoder
+from danlu.stages.protocols import HeldOut, Material
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
 from danlu.stages.rollout import engine_options, rollout_engine
-from danlu.stages.rollout_processes import policy_weights
+from danlu.stages.rollout_processes import policy_weights, rollout_processes
 from danlu.stages.tree_reader import laid_out
 from danlu.stages.tree_scoring import TreeScorer
 from danlu.training.executor import AnyLearner
 from danlu.training.position import ItemSource
 from danlu.training.run_folder import ROLLOUTS
-
-if TYPE_CHECKING:
-    from danlu.stages.placed import PlacedDecoder
 
 
 def reward_parts(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None) -> list[RewardPart]:
@@ -147,10 +145,21 @@ def has_old_logprobs(recipe: Recipe) -> bool:
     return is_exact or ratio_is_to_sampled(recipe)
 
 
+@dataclass(frozen=True)
+class AnsweringDecoder(PlacedDecoder):
+    """A policy that answers prompts while it is trained, with what judges its answers."""
+
+    rewards: Callable[[Recipe], Rewards] = recipe_rewards
+    asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
+    """Makes the engine next to the trainer where the recipe asks for one, with this many GiB of cache."""
+
+
 def experience_items(
-    placed: PlacedDecoder, prompts: Prompts, learner: AnyLearner, folder: Path
+    placed: AnsweringDecoder, material: Material, learner: AnyLearner, folder: Path
 ) -> tuple[ItemSource, HeldOut | None]:
     """The policy's answers to prompts, made while it is trained; and those to held-out prompts, for evaluations."""
+    prompts = material.prompts
+    assert prompts is not None, "stage rl reads prompts"
     recipe, ranks = placed.recipe, placed.parallel.ranks
     chat = chat_tokenizer_of(recipe, placed.model.config)
     virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)

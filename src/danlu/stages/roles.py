@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.slot import leave_slots_uncompiled
 from danlu.core.layer_types import Attend
-from danlu.core.types import Batch, Outputs
+from danlu.core.types import ROTARY_LENGTH, Batch, Outputs
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedWeightModule, leave_products_uncompiled
-from danlu.rl.experience_trees import ROTARY_LENGTH
 from danlu.stages.outputs import DecoderOutputs
+
+if TYPE_CHECKING:
+    from danlu.adapters.adapter_set import AdapterSet
 
 Forward = Callable[..., Tensor]
 """A decoder, or its compiled form."""
@@ -35,6 +35,8 @@ def forward_of(model: Decoder, *, compiled: bool) -> Forward:
     if is_quantized:
         leave_products_uncompiled()
     if is_quantized or torch.__version__ < "2.12":  # which has wrong gradients of adapters: see `models.ops._SwiGLU`
+        from danlu.adapters.slot import leave_slots_uncompiled
+
         leave_slots_uncompiled()
     return model.compiled()
 

@@ -18,14 +18,15 @@ from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.ranks import ParallelEngine
 from danlu.inference.sharded_weights import ShardedWeights
 from danlu.inference.stopping import Decode
+from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.loading import load
+from danlu.parallel.local_parameter import LocalParameter
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.sections import DraftModel, Ngram, Rollout
-from danlu.stages.served_policy import ServedPolicy
 
 POLICY = "policy"
 """The name of the trained adapter, with those stacked below it; active where a request names none."""
@@ -46,6 +47,8 @@ def rollout_engine(
     model, parallel = placed.subject.model, placed.parallel
     ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
     if recipe.rollout.engine != "embedded" and recipe.rollout.staleness == 0:
+        from danlu.stages.served_policy import ServedPolicy
+
         return ServedPolicy(recipe, placed).engine(decode)
     options = engine_options(recipe)
     if cache_gib is not None:
@@ -131,6 +134,17 @@ def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
         processes_here=processes_here(ranks.world.size),
         say=print_status if ranks.leads else _keep_to_oneself,
     )
+
+
+def policy_parameters(placed: Placed) -> dict[str, LocalParameter]:
+    """What a process has of each parameter of the policy that training changes, in an order that all processes have;
+    of those of other stages nothing."""
+    everything, adapters = placed.parallel.all_parameters, placed.subject.adapters
+    if adapters is None:
+        names = [*parameter_shapes(placed.subject.model.config)]
+    else:
+        names = sorted(adapters.tensors(adapters.active[-1]))
+    return {name: everything[name] for name in names}
 
 
 def _keep_to_oneself(text: str) -> None:

@@ -27,9 +27,7 @@ from danlu.rl.rollout_worker import WorkerEngine
 from danlu.stages.environments import episode_engine
 from danlu.stages.learner import trained_weights
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.rollout import rollout_engine
-from danlu.stages.served_policy import policy_parameters
-from danlu.stages.served_rollouts import ServedRollouts
+from danlu.stages.rollout import policy_parameters, rollout_engine
 from danlu.training.checkpoints.gathering import Gathering
 
 if TYPE_CHECKING:
@@ -70,6 +68,8 @@ class PolicyEngineJob:
 
     def _engine(self, subject: Subject, chat: ChatTokenizer) -> WorkerEngine:
         if self.recipe.rollout.engine != "embedded":
+            from danlu.stages.served_rollouts import ServedRollouts
+
             return ServedRollouts(self.recipe, subject, chat.decode)
         return rollout_engine(
             self.recipe, Placed(subject, StepParallel()), decode=chat.decode, cache_gib=self.cache_gib

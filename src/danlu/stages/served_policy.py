@@ -18,8 +18,7 @@ from danlu.inference.engine import RolloutEngine
 from danlu.inference.engine_adapters import BASE
 from danlu.inference.ranks import ParallelEngine
 from danlu.inference.stopping import Decode
-from danlu.models.config import ModelConfig, parameter_shapes
-from danlu.parallel.local_parameter import LocalParameter
+from danlu.models.config import ModelConfig
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
@@ -34,6 +33,7 @@ from danlu.remote_engines.sglang import SGLangServer
 from danlu.remote_engines.vllm import VLLMServer
 from danlu.stages.export import write
 from danlu.stages.policy_logprobs import policy_logprobs
+from danlu.stages.rollout import policy_parameters
 from danlu.training.checkpoints.gathering import Gathering
 
 ADAPTER = "policy"
@@ -210,14 +210,3 @@ class ServedPolicy:
         shutil.copytree(self._adapter_folder, folder, dirs_exist_ok=True)
         shutil.rmtree(self._adapter_folder.parent)
         self._adapter_folder = None
-
-
-def policy_parameters(placed: Placed) -> dict[str, LocalParameter]:
-    """What a process has of each parameter of the policy that training changes, in an order that all processes have;
-    of those of other stages nothing."""
-    everything, adapters = placed.parallel.all_parameters, placed.subject.adapters
-    if adapters is None:
-        names = [*parameter_shapes(placed.subject.model.config)]
-    else:
-        names = sorted(adapters.tensors(adapters.active[-1]))
-    return {name: everything[name] for name in names}

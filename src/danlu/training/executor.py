@@ -14,10 +14,10 @@ import torch
 
 from danlu.core.types import Loss
 from danlu.core.weight_gradients import DeferredWeightGradients
+from danlu.parallel.phase import PHASE
 from danlu.parallel.pipeline import Messages
 from danlu.parallel.schedules import Action
 from danlu.parallel.schedules.action import Kind
-from danlu.parallel.watchdog import PHASE
 from danlu.training.learner import Activation, Learner, MicroStep, MicroSteps
 
 AnyLearner = Learner[Any, Any]

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 
 from danlu.core.errors import DanluError, ResourceError, TrainingError
 from danlu.optim.schedules import multiplier
-from danlu.parallel.watchdog import PHASE
+from danlu.parallel.phase import PHASE
 from danlu.training.diagnosis import explain_gradient, explain_weights, non_finite_on_any
 from danlu.training.evaluation import Scores, evaluate
 from danlu.training.metrics import Value
 from danlu.training.out_of_memory import OutOfMemory, is_out_of_memory, out_of_memory_message
-from danlu.training.pipedream import UnfinishedTurn, train_turn
 from danlu.training.state import Run, Samples, restore, shard_boxes, snapshot
 from danlu.training.step import StepGradients, StepObserver, accumulate
 from danlu.training.step_record import has_spiked, log_step, pass_over
@@ -42,6 +41,8 @@ def fit(run: Run) -> None:
     except DanluError as error:
         # Saving is done together: of several processes all have a TrainingError, of another kind perhaps one alone.
         is_everyones = run.learner.parallel.alone or isinstance(error, TrainingError)
+        from danlu.training.pipedream import UnfinishedTurn
+
         if is_everyones and not isinstance(error, UnfinishedTurn):
             save_before(run, error)
         raise
@@ -59,6 +60,8 @@ def take_step(run: Run) -> None:
     before = run.state.step
     try:
         if run.learner.parallel.pipeline.updates_each_micro_batch:
+            from danlu.training.pipedream import train_turn
+
             train_turn(run)
         else:
             train_step(run)

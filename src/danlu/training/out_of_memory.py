@@ -7,7 +7,7 @@ import re
 import torch
 
 from danlu.core.errors import ResourceError
-from danlu.parallel.watchdog import PHASE
+from danlu.parallel.phase import PHASE
 from danlu.training.units import format_bytes
 
 # What torch and CUDA's libraries say in errors that have no class of their own.

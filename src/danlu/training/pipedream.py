@@ -29,7 +29,7 @@ from danlu.core.types import Item, Loss, Totals
 from danlu.optim.clip import clip_grad_norm, non_finite
 from danlu.optim.schedules import multiplier
 from danlu.parallel.comm import PendingSum
-from danlu.parallel.watchdog import PHASE
+from danlu.parallel.phase import PHASE
 from danlu.parallel.weight_stash import WeightStash
 from danlu.training.executor import AnyLearner, Executor
 from danlu.training.learner import MicroStep, StepItems

@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from danlu.core.errors import CheckpointError, DanluError
 from danlu.core.shard_box import ShardBox
 from danlu.core.types import Item
-from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
-from danlu.optim.ema import Ema
 from danlu.recipe.sections import EarlyStop, Schedule
 from danlu.training.agreement import Failure, one_failure
 from danlu.training.checkpoints.loading import load_checkpoint, read_group
@@ -28,8 +26,12 @@ from danlu.training.metrics import MetricsLog, Recorder, Value
 from danlu.training.position import Feed
 from danlu.training.signals import StopRequest
 from danlu.training.timeline import TimelineWriter
-from danlu.training.trained_roles import TrainedRoles
 from danlu.training.watch import Watch
+
+if TYPE_CHECKING:
+    from danlu.numerics.loss_scaling import LossScaler
+    from danlu.optim.ema import Ema
+    from danlu.training.trained_roles import TrainedRoles
 
 ITEMS = "items"
 """The group of tensors of items that are not trained yet, where the model makes them itself."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.optim.sparse import coalesce_gradients
 from danlu.parallel.step_parallel import StepParallel
 from danlu.training.executor import AnyLearner, Executor
-from danlu.training.gradient_memory import move_out_of_the_heap
 from danlu.training.learner import StepItems
 from danlu.training.timeline import TimelineWriter
-from danlu.training.trained_roles import NORM, RoleGradients
+
+if TYPE_CHECKING:
+    from danlu.training.trained_roles import RoleGradients
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def accumulate(
         if parallel.alone:
             coalesce_gradients(learner.model.parameters())
         if moves_gradients and micro == 0:
+            from danlu.training.gradient_memory import move_out_of_the_heap
+
             move_out_of_the_heap(learner.model.parameters())
 
     sums = StepSums()
@@ -110,6 +114,8 @@ def accumulate(
     )
     observer.after_clipping()
     if roles is not None:
+        from danlu.training.trained_roles import NORM
+
         metrics |= {f"{NORM}/{role}": norm for role, norm in norms.items()}
     return StepGradients(mean_loss, metrics, math.hypot(*norms.values()), totals)
 

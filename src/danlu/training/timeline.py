@@ -6,13 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from danlu.core.line_log import OptionalLineLog
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.schedules.action import Kind
-from danlu.parallel.timeline import TimelineEvent, timeline_events, timeline_line, timeline_name
+
+if TYPE_CHECKING:
+    from danlu.parallel.timeline import TimelineEvent
 
 
 class TimelineWriter:
@@ -46,6 +49,8 @@ class TimelineWriter:
         """
         if every is None:
             return cls()
+        from danlu.parallel.timeline import timeline_events, timeline_name
+
         writer = cls(folder / timeline_name(world.index), every, world, device)
         assert writer._log is not None
         steps = [step for step, _ in timeline_events(writer._log.path, world.index)]
@@ -66,6 +71,8 @@ class TimelineWriter:
         if self._step is None:
             yield
             return
+        from danlu.parallel.timeline import TimelineEvent
+
         start = self._now()
         yield
         self._events.append(TimelineEvent(self._world.index, kind, chunk, micro, start, self._now()))
@@ -74,6 +81,8 @@ class TimelineWriter:
         """Ends a step, with the update as its last event, and writes it."""
         if self._step is None or self._log is None:
             return
+        from danlu.parallel.timeline import timeline_line
+
         for event in self._events:
             self._log.append(timeline_line(event, self._step))
         self._step = None

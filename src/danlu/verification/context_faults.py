@@ -16,11 +16,10 @@ from danlu.models import tiled_attention
 from danlu.models.blockwise import Attended
 from danlu.models.tiled_attention import Tile
 from danlu.parallel import ring_attention
-from danlu.parallel.context_attention import ContextGroups
+from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.stages import learner as learner_module
 from danlu.verification.fault import Fault, replaced
 from danlu.verification.proxy import Proxy, has_experts
 
@@ -28,12 +27,14 @@ from danlu.verification.proxy import Proxy, has_experts
 def _changed(change: Callable[[Batch, Share], Batch]) -> AbstractContextManager[None]:
     """Changes what each context rank has of a batch."""
 
+    original = context_batch.share_of_batch
+
     def share_of_batch(
         batch: Batch, shares: Sequence[Share], index: int, all_reduce: Callable[[Tensor], Tensor]
     ) -> Batch:
-        return change(context_batch.share_of_batch(batch, shares, index, all_reduce), shares[index])
+        return change(original(batch, shares, index, all_reduce), shares[index])
 
-    return replaced(learner_module, "share_of_batch", share_of_batch)
+    return replaced(context_batch, "share_of_batch", share_of_batch)
 
 
 def _positions_begin_anew(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.dtensor import local_tensor
-from danlu.models import load_balancing
+from danlu.models import load_balancing, router_replay
 from danlu.models.decoder import Decoder
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
 from danlu.models.router import Router
@@ -24,8 +23,6 @@ from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
-from danlu.stages import builder
-from danlu.stages import learner as learner_module
 from danlu.verification.fault import Fault, replaced
 from danlu.verification.proxy import Proxy, has_experts
 from danlu.verification.routes import balanced_alone, is_of_experts
@@ -78,7 +75,7 @@ def _balance_on_each_tensor_rank(recipe: Recipe, ranks: Ranks) -> AbstractContex
     def balancer(model: Decoder, balancing: Balancing, *, adds_gradient: bool) -> Balancer:
         return Balancer(model, balancing)
 
-    return replaced(builder, "Balancer", balancer)
+    return replaced(load_balancing, "Balancer", balancer)
 
 
 def _counts_of_one_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -98,11 +95,12 @@ def _counts_of_recomputed_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextM
 
 def _counted_filler(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Tokens that fill a batch up count as any others."""
+    original = BatchTokens.of
 
     def of(real: Tensor, *others: Any) -> BatchTokens:
-        return BatchTokens.of(torch.ones_like(real), *others)
+        return original(torch.ones_like(real), *others)
 
-    return replaced(learner_module, "BatchTokens", SimpleNamespace(of=of))
+    return replaced(BatchTokens, "of", of)
 
 
 def _routes_not_replayed(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -111,7 +109,7 @@ def _routes_not_replayed(recipe: Recipe, ranks: Ranks) -> AbstractContextManager
     def replaying(model: Decoder, routes: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
-    return replaced(learner_module, "replaying", replaying)
+    return replaced(router_replay, "replaying", replaying)
 
 
 def _idle_expert() -> AbstractContextManager[None]:

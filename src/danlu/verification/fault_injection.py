@@ -25,14 +25,14 @@ from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm, clip_grad_norms
 from danlu.parallel import dealing
-from danlu.parallel.context_attention import ContextGroups, context_attend_for
+from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import AdapterOff, PreferenceTerm
-from danlu.stages import builder, frozen_models
+from danlu.stages import frozen_models
 from danlu.stages import learner as learner_module
 from danlu.stages.learner import DecoderLearner
 from danlu.training import loop
@@ -289,15 +289,17 @@ def _adapter_in_reference(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
 def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """The last process has other weights of the models beside the policy than the rest."""
 
+    original = frozen_models.place_frozen
+
     def place_frozen(*args: Any, **options: Any) -> Placed:
-        placed = frozen_models.place_frozen(*args, **options)
+        placed = original(*args, **options)
         if ranks.world.index == ranks.world.size - 1:
             for parameter in placed.parallel.local_parameters.values():
                 if parameter.local.is_floating_point():  # packed numbers of quantized weights stay
                     parameter.local.detach().mul_(_OTHER)
         return placed
 
-    return replaced(builder, "place_frozen", place_frozen)
+    return replaced(frozen_models, "place_frozen", place_frozen)
 
 
 def _local_norm_statistics(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:

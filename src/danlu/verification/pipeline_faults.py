@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from danlu.models import load_balancing
 from danlu.models.load_balancing import Balancer, Balancing
 from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.parallel.layout import Layout
@@ -18,7 +19,6 @@ from danlu.parallel.schedules import Action
 from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import Recipe
-from danlu.stages import builder
 from danlu.stages.learner import DecoderLearner
 from danlu.training import state
 from danlu.training import step as step_module
@@ -80,7 +80,7 @@ def _router_loss_missing_on_stage(recipe: Recipe, ranks: Ranks) -> AbstractConte
     def without_loss(model: Any, balancing: Balancing, *, adds_gradient: bool = True) -> Balancer:
         return Balancer(model, balancing, adds_gradient=adds_gradient and ranks.pipeline.index > 0)
 
-    return replaced(builder, "Balancer", without_loss)
+    return replaced(load_balancing, "Balancer", without_loss)
 
 
 def _sum_before_last_gradient(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:

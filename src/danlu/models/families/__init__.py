@@ -10,43 +10,54 @@ config.json that `read_*` reads. Nothing here imports torch.
 
 from __future__ import annotations
 
-from danlu.models.families import (
-    deepseek,
-    gemma,
-    glm,
-    gpt_oss,
-    granite,
-    llama,
-    mfa,
-    minimax,
-    mistral,
-    olmo,
-    phi,
-    qwen,
-    qwen_linear,
-    qwen_moe,
-    smollm,
-)
-from danlu.models.families.family import Family
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
-_FILES = (
-    deepseek,
-    gemma,
-    glm,
-    gpt_oss,
-    granite,
-    llama,
-    mfa,
-    minimax,
-    mistral,
-    olmo,
-    phi,
-    qwen,
-    qwen_linear,
-    qwen_moe,
-    smollm,
-)
-FAMILIES: dict[str, Family] = dict(sorted(row for file in _FILES for row in file.FAMILIES.items()))
+if TYPE_CHECKING:
+    from danlu.models.families.family import Family
+
+_FILES: Final = {
+    "deepseek": ("deepseek_v2", "deepseek_v3"),
+    "gemma": ("gemma2", "gemma3_text"),
+    "glm": ("glm4_moe",),
+    "gpt_oss": ("gpt_oss",),
+    "granite": ("granite",),
+    "llama": ("llama",),
+    "mfa": ("mfa",),
+    "minimax": ("minimax_m2",),
+    "mistral": ("ministral3", "mistral", "mixtral"),
+    "olmo": ("olmo2", "olmo3", "olmoe"),
+    "phi": ("phi3",),
+    "qwen": ("qwen2", "qwen3"),
+    "qwen_linear": ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    "qwen_moe": ("qwen2_moe", "qwen3_moe"),
+    "smollm": ("smollm3",),
+}
+"""File -> the model_types of its rows."""
+
+
+class _Families(Mapping[str, "Family"]):
+    """The rows of all files, in the order of their names. A file is imported when a row of it is read."""
+
+    def __init__(self) -> None:
+        self._file_of = dict(sorted((name, file) for file, names in _FILES.items() for name in names))
+
+    def __getitem__(self, model_type: str) -> Family:
+        rows: dict[str, Family] = import_module(f"{__name__}.{self._file_of[model_type]}").FAMILIES
+        return rows[model_type]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, model_type: object) -> bool:
+        return model_type in self._file_of
+
+
+FAMILIES: Mapping[str, Family] = _Families()
 """model_type -> family. Llama covers Llama 2 and 3, TinyLlama, SmolLM2; qwen2 covers Qwen2.5; phi3 covers phi-4."""
 
 READ_AS = {"kimi_k2": "deepseek_v3"}

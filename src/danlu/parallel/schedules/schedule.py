@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from danlu.core.errors import RecipeError
 from danlu.core.spelling import did_you_mean
-from danlu.parallel.schedules import compute_order, v_shaped
+from danlu.parallel.schedules import compute_order
 from danlu.parallel.schedules.action import Action, forwards_only
 from danlu.parallel.schedules.compute_order import ComputeOrder, micro_batches_per_round
 from danlu.parallel.schedules.messages import with_messages
@@ -19,8 +19,6 @@ _ORDERS: dict[str, Callable[[ComputeOrder, int, int, int], None]] = {
     "gpipe": compute_order.gpipe,
     "1f1b": compute_order.one_forward_one_backward,
     "zb-h1": compute_order.zb_h1,
-    "zbv": v_shaped.zbv,
-    "dualpipev": v_shaped.dualpipev,
     "pipedream": compute_order.one_forward_one_backward,
 }
 KINDS = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream")
@@ -62,6 +60,10 @@ def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[t
         order = ComputeOrder(chunks_of[rank], micro_batches)
         if kind == "interleaved":
             compute_order.interleaved(order, rank, stages, micro_batches, chunks)
+        elif kind in V_SHAPED:
+            from danlu.parallel.schedules import v_shaped
+
+            (v_shaped.zbv if kind == "zbv" else v_shaped.dualpipev)(order, rank, stages, micro_batches)
         else:
             _ORDERS[kind](order, rank, stages, micro_batches)
         orders.append(order.actions)

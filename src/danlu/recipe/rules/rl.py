@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.recipe.rules.paths import sources_of
 from danlu.recipe.sections import (
     CodeReward,
@@ -59,6 +58,8 @@ def prompt_template_is_valid(recipe: Recipe) -> Iterator[Problem]:
     for key, template in templates.items():
         if template is None:
             continue
+        from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
+
         try:
             columns = PromptTemplate.parse(template).columns
         except PromptTemplateError as error:
