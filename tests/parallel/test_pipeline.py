@@ -38,6 +38,8 @@ PROJECTED = {"adapter": {"kind": "prefix", "tokens": 3, "projection": 16}}
 GEMMA = {"model_type": "gemma2", "sliding_window": 7, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 12}
 WINDOWS = {"model": {"config": {**FOUR, **GEMMA, "head_dim": 8}}}  # in every other layer
 LINEAR = {"model": {"config": {**LINEAR_ATTENTION["model"]["config"], "num_hidden_layers": 4, "layer_types": LAYERS}}}
+# A tenth of the rate: what float32 rounds in step 1 grows by it in the gradients of step 2, to 1.0e-6 at a rate of 0.1.
+LINEAR |= {"optimizer": {"kind": "sgd", "learning_rate": 0.01, "momentum": 0.9}}
 LATENT = {"model": {"config": {**EXPERT_CONFIGS["deepseek_v3"], "num_hidden_layers": 4}}}
 FULL = {"memory": "full"}
 COMPILED = {"compile": True}
