@@ -51,6 +51,7 @@ PROMPTS = ("the cat sat", "seven birds above an old river", "a")
 
 
 def digest(values: Any) -> str:
+    """16 hexadecimal digits of the SHA-256 of values as JSON, or of a text."""
     text = values if isinstance(values, str) else json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -76,21 +77,10 @@ def train(checkout: Path, folder: Path, name: str, case: Case, base: Path) -> st
 
 
 def generate(checkout: Path, base: Path, *flags: str) -> str:
-    """What `danlu generate` answers to each prompt."""
+    """The hash of the answers of `danlu generate` to each prompt."""
     said = []
     for prompt in PROMPTS:
-        arguments = [
-            "generate",
-            str(base),
-            "--prompt",
-            prompt,
-            "--max-new-tokens",
-            "24",
-            "--seed",
-            "5",
-            "--json",
-            *flags,
-        ]
+        arguments = ["generate", str(base), "--prompt", prompt, "--max-new-tokens", "24", "--seed", "5", "--json"]
         done = subprocess.run(
             [sys.executable, "-P", "-m", "danlu", *arguments, *flags],
             env=environment(checkout),
@@ -148,6 +138,7 @@ def serve(checkout: Path, base: Path) -> dict[str, str]:
 
 
 def verify(checkout: Path, folder: Path, layout: str, base: Path) -> str:
+    """The hash of the output of `danlu verify` for a layout. Raises AssertionError where the proof fails."""
     changes = LAYOUTS[layout]
     is_pairs = changes.get("stage") == "dpo"
     case = Case(changes if is_pairs else {"model": {"config": SHAPE}, **changes}, on_base=is_pairs)

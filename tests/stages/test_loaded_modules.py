@@ -57,8 +57,12 @@ def rooms(modules: set[str]) -> set[str]:
 
 @pytest.mark.parametrize(("stage", "field", "part"), PARTS, ids=[f"{stage}.{field}" for stage, field, _ in PARTS])
 def test_each_name_in_the_table_is_a_part_that_takes_what_it_is_called_with(stage: str, field: str, part: Part) -> None:
+    found = resolve(part.target)
+    assert callable(found)
     arguments = [object()] * ARGUMENTS.get(field, 1)
-    inspect.signature(resolve(part.target)).bind(*arguments)
+    assert len(inspect.signature(found).bind(*arguments).args) == len(arguments)
+    with pytest.raises(TypeError):  # control
+        inspect.signature(found).bind(*arguments, *[object()] * 9)
 
 
 def test_a_name_that_is_not_there_is_an_error_when_it_is_called() -> None:

@@ -1,7 +1,7 @@
 r"""Inequalities of one variable as the intervals in which they hold: x < 1 or x > 3, |x| < 3, x^2 - 5x + 6 \le 0.
 
 Exact, and of known size: polynomials up to the second degree with rational coefficients, absolute values of linear
-terms, unions and intersections of intervals. What is none of these stays the text that it is.
+terms, unions and intersections of intervals. Any other text stays as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ABSOLUTE = re.compile(r"\|([^|]++)\|")
 
 @dataclass(frozen=True, order=True)
 class Interval:
-    """Of rational ends, or infinite ones, which it does not contain."""
+    """An interval with rational ends, or with infinite ends, which it does not contain."""
 
     low: Fraction | float
     is_open: bool
@@ -59,7 +59,7 @@ class Interval:
 def as_intervals(text: str) -> str:
     r"""A set that is built by a condition, and conditions with "and" or "or" between them, as intervals: \{x : x > 2\}.
 
-    The text itself where it is nothing of the kind.
+    Returns the text itself where it is none of these.
     """
     if (built := _BUILT.fullmatch(text)) is not None:
         condition = built["condition"][:-2].strip()
