@@ -63,14 +63,17 @@ def config_of(recipe: Recipe) -> ModelConfig:
     return read_config_values({"vocab_size": 400, "tie_word_embeddings": False, **recipe.model.config})
 
 
-def see(files: Sequence[str], packs: int, micro: int, world: int | None = None) -> dict[str, Trace]:
+def see(
+    files: Sequence[str], packs: int, micro: int, world: int | None = None, *, rounded: bool = False
+) -> dict[str, Trace]:
     """What this process sees of each recipe; alone where `world` is 1.
 
-    What is compiled is traced, and run as it is: making code of it takes minutes.
+    What is compiled is traced, and run as it is: making code of it takes minutes. rounded: the trained weights start
+    about one unit of float32's last place away, so that the trace shows the effect of rounding alone.
     """
     torch.set_num_threads(1)
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
-        return {file: _see(file, steps_of(2, packs), steps_of(1, 3)[0], micro, world) for file in files}
+        return {file: _see(file, steps_of(2, packs), steps_of(1, 3)[0], micro, world, rounded) for file in files}
 
 
 def see_trees(
@@ -119,11 +122,23 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
     return found
 
 
-def _see(file: str, steps: list[list[Pack]], held_out: list[Pack], micro: int, world: int | None) -> Trace:
+def _see(
+    file: str,
+    steps: list[list[Pack]],
+    held_out: list[Pack],
+    micro: int,
+    world: int | None,
+    rounded: bool = False,
+) -> Trace:
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = groups_of(layout)
     learning = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
+    if rounded:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for _, parameter in learning.placed.parameters():
+                parameter.mul_(1 + 2**-24 * torch.randn(parameter.shape, generator=generator))
     return trace_training(learning, learning.run(steps), len(steps), held_out)
 
 
