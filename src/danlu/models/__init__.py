@@ -1,10 +1,9 @@
 """Decoders, their families, and Hugging Face folders in and out.
 
-What needs no torch (the plan and the command line read model configs without it): `config` (ModelConfig, parameter
-shapes), `families` (FAMILIES), `hf_config` (config.json both ways), `hf_folder` (resolve_folder, read_config),
-`hf_layout` (names on disk), `hf_validation` (check_headers), `presets` (from_scratch).
-What computes: `decoder` (Decoder), `attention`, `mlp` and what they declare (`sublayer`), `modules`, `rope`, `ops`,
-`attend` with `segments`, `block_attention` and `attention_kernels`, `initialize`, `loading` (load), `saving` (save),
-`lenet`.
-This file imports nothing, so that the first group stays light.
+These modules need no torch (the plan and the command line read model configs without it): `config` (ModelConfig,
+parameter shapes), `families` (FAMILIES), `hf_config` (config.json both ways), `hf_folder` (resolve_folder,
+read_config), `hf_layout` (names on disk), `hf_validation` (check_headers), `presets` (from_scratch). These compute:
+`decoder` (Decoder), `attention`, `mlp` and their declarations (`sublayer`), `modules`, `rope`, `ops`, `attend` with
+`segments`, `block_attention` and `attention_kernels`, `initialize`, `loading` (load), `saving` (save), `lenet`. This
+file imports nothing, so that the first group stays light.
 """

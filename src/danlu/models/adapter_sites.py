@@ -11,8 +11,8 @@ from danlu.models.modules import GroupedLinear, Linear
 
 
 def adapter_sites(model: Decoder) -> list[Site]:
-    """Where adapters may sit: every linear layer, those of experts, the embedding and the head, in the order of the
-    forward pass.
+    """Returns the places of adapters: every linear layer, those of experts, the embedding and the head, in the order of
+    the forward pass.
 
     The site of a tied head has no module yet: `Decoder.head_as_linear` makes it.
     """

@@ -50,9 +50,9 @@ class PackedAttention:
     sum of squared lengths and no mask over the pack is built. A dense block mask measured 3-6 times slower on CPU.
 
     boundaries: offsets of the documents in the pack, from 0 to T. trees: the branches of the documents, where a branch
-    sees itself and its ancestors and nothing beside it; empty where each document is one branch. kernels: what may be
-    used; by default whatever the device has. recomputed_layers: where a kernel keeps probabilities, those of these are
-    computed again in the backward pass instead.
+    sees itself and its ancestors and nothing else; empty where each document is one branch. kernels: the kernels that
+    may be used; by default all that the device has. recomputed_layers: where a kernel keeps probabilities, those of
+    these are computed again in the backward pass instead.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PackedAttention:
 
     @cached_property
     def runs(self) -> RecurrentRuns:
-        """How layers with a state go through the pack."""
+        """The runs of the pack, by which layers with a state go through it."""
         from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 
         return RecurrentRuns(RecurrentOrder(self.boundaries, self._trees))
@@ -118,7 +118,7 @@ class PackedAttention:
     def _parts(
         self, kernels: Kernels, scale: float, window: int | None, softcap: float | None, has_sinks: bool
     ) -> list[_Part]:
-        """How the tokens are dealt to kernels: found once for all layers that are alike."""
+        """Deals the tokens to kernels; cached for all layers that are alike."""
         key = kernels, scale, window, softcap, has_sinks
         if key not in self._dealt:
             in_blocks = _takes_blocks(kernels, window, softcap, has_sinks)
@@ -224,13 +224,16 @@ class BlockwiseAttention:
 
 
 def exact_absorb(keys: Keys) -> Absorb | None:
-    """What takes queries to what is stored with `numerics: exact`, in training and in decoding alike; None: keys and
-    values are expanded. So they are where an adapter has dropout, perhaps, which a merged one has not."""
+    """Returns the map from queries to stored values that `numerics: exact` uses, in training and in decoding alike.
+
+    None: keys and values are expanded. That is so where an adapter is merged into the map, as it may have dropout,
+    which a merged adapter has not.
+    """
     return None if keys.absorb is None or keys.absorb.merges_adapter else keys.absorb
 
 
 def absorbed_keys(stored: Sequence[Tensor], absorb: Absorb) -> tuple[Tensor, Tensor]:
-    """Keys [.., L] and values [.., value_width] of attention over what is stored; views of it."""
+    """Returns keys [.., L] and values [.., value_width] of attention over stored values; both are views."""
     (rows,) = stored
     return rows, rows[..., : absorb.value_width]
 
@@ -338,10 +341,11 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 def _takes_blocks(
     kernels: Kernels, window: int | None, softcap: float | None, has_sinks: bool
 ) -> Callable[[Segment], bool]:
-    """Whether a segment is done by `BlockAttention`: torch's kernels know no windows and no softcaps, and sinks only
-    where one says what its scores add up to, and not behind a mask of branches.
+    """Returns a function that says whether `BlockAttention` computes a segment.
 
-    Of the others those whose scores are as many as a short document's: a short branch behind a long stem too.
+    torch's kernels know no windows and no softcaps. They know sinks only if they return the logsumexp, and not behind a
+    mask of branches. Other segments are computed in blocks where they have no more scores than a short document: a
+    short completion behind a long shared prefix too.
     """
     most_scores = max(0, kernels.short_document) ** 2
 
@@ -374,7 +378,9 @@ class _Part:
 
     tokens: int
     calls: tuple[BlockSettings | Segment, ...]
-    """Of kernels, in order: segments done in blocks together, every other one by itself, with offsets into the part."""
+    """The calls of kernels, in order: segments done in blocks together, every other one by itself, with offsets into
+    the part.
+    """
 
 
 def _part(

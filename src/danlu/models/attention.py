@@ -1,4 +1,4 @@
-"""Self-attention over packed tokens: projections, rotation and what an `Attend` makes of them.
+"""Self-attention over packed tokens: projections, rotation, and an `Attend` that mixes the tokens.
 
 T packed tokens · D model width · H query heads · K key/value heads · C head width · R rotated features
 """
@@ -24,9 +24,9 @@ from danlu.models.sublayer import RecomputePoints, Role
 class Attention(nn.Module):
     """Multi-head (K = H), grouped-query or multi-query (K = 1) attention.
 
-    Each head may have a sink, the score of one more key whose value is zero (gpt-oss, arXiv:2508.10925), and what heads
-    say may be gated (Qwen3-Next). The slot `prefix` may put other keys and values in the place of those of some tokens.
-    Cut over processes, each has some of the heads.
+    Each head may have a sink, the score of one more key with a value of zero (gpt-oss, arXiv:2508.10925), and the
+    heads' outputs may be gated (Qwen3-Next). The slot `prefix` may replace the keys and values of some tokens. Cut over
+    processes, each has some of the heads.
     """
 
     prefix: KeyValuePrefix | None
@@ -53,7 +53,9 @@ class Attention(nn.Module):
         self.register_module("prefix", None)
         self.layer = layer
         self.rope = None if spec.rope is None else config.ropes.index(spec.rope)
-        """Which of the model's rotary embeddings turns its queries and keys; None: nothing does."""
+        """The index of the rotary embedding in `config.ropes` that turns queries and keys; None: they are not
+        rotated.
+        """
         self.head_dim = self.tensor_unit = head
         self.scale = spec.attention_scale
         self.window = spec.window
@@ -73,7 +75,7 @@ class Attention(nn.Module):
 
     @property
     def cache(self) -> LayerCache:
-        """What is kept of each token: its key and its value, of the heads that are here."""
+        """The values cached for each token: its key and its value, of the heads that are here."""
         heads = self.k_proj.shape[0] // self.head_dim
         return LayerCache(((heads, self.head_dim), (heads, self.head_dim)), self.window)
 
@@ -87,7 +89,7 @@ class Attention(nn.Module):
         return out
 
     def gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        """What the heads say, times a sigmoid of the gate (arXiv:2505.06708); [T, H*C] each."""
+        """Returns the heads' outputs times a sigmoid of the gate (arXiv:2505.06708); [T, H*C] each."""
         return mixed * torch.sigmoid(gate)
 
     def attend_heads(
@@ -122,9 +124,10 @@ class Attention(nn.Module):
 
 @cache
 def leave_attention_uncompiled(*attentions: type) -> None:
-    """Excludes `_mix` of these classes from torch.compile, which makes constants of what it reads: with document
-    lengths among them it would compile for every pack, and with the layer's number for every layer, from the ninth on
-    (torch's limit) not at all.
+    """Excludes `_mix` of these classes from torch.compile.
+
+    Compilation makes constants of the values that it reads: it would compile for every pack because of document
+    lengths, and for every layer because of the layer's number, from the ninth on (torch's limit) not at all.
     """
     # No decorator of `_mix`: it would import torch._dynamo, a second that only a process which compiles should wait.
     for attention in attentions:

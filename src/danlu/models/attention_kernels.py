@@ -1,7 +1,7 @@
-"""Which attention kernels a device has besides `scaled_dot_product_attention`, and how torch's versions call them.
+"""Attention kernels of a device besides `scaled_dot_product_attention`, and how torch's versions call them.
 
-`attend.PackedAttention` asks a `Kernels` what it may use, never a tensor where it is, so that a test can give one whose
-kernels run anywhere.
+`attend.PackedAttention` asks a `Kernels` for the kernels that it may use and does not look at a tensor's device, so
+that a test can give kernels that run anywhere.
 
 T packed tokens · S tokens of one document · H query heads · K key/value heads · C head width · W width of a value
 B query rows and L key rows of a tile
@@ -27,10 +27,10 @@ from danlu.models.segments import Document
 NARROW = (torch.float16, torch.bfloat16)
 EVERY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLASH_WIDTHS = range(8, 257, 8)
-"""Of heads that flash attention takes."""
+"""The widths of heads that flash attention takes."""
 FLEX_BLOCK = 128
 FLEX_VARIANTS = 64
-"""As many ways as flex attention may be compiled in, in one process."""
+"""The largest number of variants of flex attention that may be compiled in one process."""
 FLEX_WIDTH = 16
 """Heads narrower than this are refused by flex attention."""
 
@@ -53,7 +53,7 @@ SMALLEST_NARROW_TILE = 256 * 256
 class Varlen:
     """Causal flash attention over documents laid end to end: `torch.nn.attention.varlen.varlen_attn`, since torch 2.10.
 
-    What its signature has differs by version: `window_size` came for `is_causal` in 2.11, `enable_gqa` in 2.13.
+    Its signature differs by version: `window_size` came for `is_causal` in 2.11, `enable_gqa` in 2.13.
     """
 
     kernel: Callable[..., Any]
@@ -134,9 +134,9 @@ class Flex:
 class FlashWithSinks(torch.autograd.Function):
     """Causal attention of a document with sinks, by torch's flash kernel on a CPU.
 
-    A sink is one more score of a row whose value is zero, so it makes what comes out smaller: out * sigmoid(lse -
-    sink), with lse the log of the sum of exp(score). In the backward pass the kernel makes probabilities again from the
-    lse it is given; from that of scores and sink together it makes the right ones.
+    A sink is one more score of a row with a value of zero, so it makes the output smaller: out * sigmoid(lse - sink),
+    with lse the log of the sum of exp(score). In the backward pass the kernel makes probabilities again from the lse it
+    is given; from that of scores and sink together it makes the right ones.
     """
 
     @staticmethod
@@ -167,11 +167,12 @@ class FlashWithSinks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class TileCall:
-    """Tiles of a document's scores that one call of a kernel computes, whose rows are laid end to end.
+    """Tiles of a document's scores that one call of a kernel computes, with their rows laid end to end.
 
-    Of a tile with B query rows and L key rows, query i sees the keys j with i + L - B - left <= j <= i + L - B + right,
+    In a tile with B query rows and L key rows, query i sees the keys j with i + L - B - left <= j <= i + L - B + right,
     where -1 is no bound: FlashAttention's `window_size`, by which the last query stands at the last key. Every query
-    sees a key: what kernels say of a row that sees none differs (a logsumexp of 0 on CPUs, of inf or -inf on GPUs).
+    sees a key: kernels differ in their result for a row that sees none (a logsumexp of 0 on CPUs, of inf or -inf on
+    GPUs).
     """
 
     queries: tuple[int, ...]
@@ -188,7 +189,9 @@ class TileCall:
         return (self.left, self.right) == (-1, 0)
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the query rows and the key rows of each tile begin and end: two [tiles + 1] int32, copied once."""
+        """Returns the offsets of the query rows and of the key rows of the tiles: two [tiles + 1] int32, copied
+        once.
+        """
         if device not in self._offsets:
             queries, keys = (torch.tensor((0, *rows)).cumsum(0).int() for rows in (self.queries, self.keys))
             self._offsets[device] = copy_to(queries, device), copy_to(keys, device)
@@ -196,10 +199,10 @@ class TileCall:
 
 
 class TileKernel(Protocol):
-    """A kernel that says the logsumexp of each row, and whose backward pass takes that of all tiles together.
+    """A kernel that returns the logsumexp of each row; its backward pass takes that of all tiles together.
 
-    Heads have one width C, which narrower queries, keys or values are filled up to with zeros (`widened`); keys and
-    values may have fewer heads than queries.
+    Heads have one width C; narrower queries, keys or values are filled up with zeros (`widened`); keys and values may
+    have fewer heads than queries.
     """
 
     @property
@@ -207,13 +210,13 @@ class TileKernel(Protocol):
         """Whether a call takes several tiles."""
 
     def takes(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
-        """Whether it computes attention of such queries [T, H, C] over such values [S, K, W]."""
+        """Whether the kernel computes attention of queries [T, H, C] like q over values [S, K, W] like v."""
 
     def smallest(self, dtype: torch.dtype) -> int:
         """The fewest scores of a tile for which it is faster than products."""
 
     def needs_mask(self, call: TileCall) -> bool:
-        """Whether it is given a tensor as large as the scores, for which tiles are cut small."""
+        """Whether the call needs a mask as large as the scores; tiles are cut small for it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: TileCall, scale: float) -> tuple[Tensor, Tensor]:
         """q [T, H, C], k and v [S, K, C], of all tiles -> out [T, H, C] and logsumexp [T, H], float32 or wider."""
@@ -227,7 +230,7 @@ class TileKernel(Protocol):
 
 @dataclass(frozen=True)
 class CpuTiles:
-    """A tile at a time by torch's flash kernel for CPUs, whose causal mask is of as many queries as keys."""
+    """Computes a tile at a time by torch's flash kernel for CPUs; its causal mask needs as many queries as keys."""
 
     dtypes: tuple[torch.dtype, ...] = EVERY
     joins_tiles: bool = False
@@ -262,7 +265,9 @@ class CpuTiles:
         return _rows_first(of_q)[:rows], _rows_first(of_k)[:keys], _rows_first(of_v)[:keys]
 
     def _multiple(self, dtype: torch.dtype) -> int:
-        """What rows are filled up to: in half precision to few shapes, as documents are (`DOCUMENT_MULTIPLE`)."""
+        """Returns the multiple to which rows are filled up: few shapes in half precision, as for documents
+        (`DOCUMENT_MULTIPLE`).
+        """
         return DOCUMENT_MULTIPLE if dtype in NARROW else 1
 
     def _mask(self, call: TileCall, q: Tensor) -> Tensor | None:
@@ -377,9 +382,9 @@ class Kernels:
     document_multiple: int = 1
     """Longer ones are filled up to a multiple of this."""
     has_sinks: bool = False
-    """Whether `FlashWithSinks` works there."""
+    """Whether `FlashWithSinks` works on the device."""
     tiles: TileKernel | None = None
-    """For attention over some of the keys, which `tiled_attention` merges."""
+    """The kernel for attention over some of the keys, which `tiled_attention` merges."""
 
 
 def kernels_of(device: torch.device) -> Kernels:
@@ -437,11 +442,11 @@ def _softcap(cap: float, device: torch.device) -> Callable[..., Tensor]:
 
 
 def documents_mask(documents: Sequence[Document], window: int | None, device: torch.device) -> Any:
-    """The `BlockMask` of causal attention inside each document, along its branches, with a window or without.
+    """Returns the `BlockMask` of causal attention inside each document, along its branches, with a window or without.
 
     Branches are in pre-order, so a token is seen by those from itself to the end of its subtree, with a window by those
-    whose position is less than `window` ahead. Which blocks are looked at follows from the segments; torch's own way
-    compares all tokens with all.
+    at a position less than `window` ahead. The blocks to look at follow from the segments; torch's own way compares all
+    tokens with all.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -1,4 +1,5 @@
-"""Attention in blocks of query rows, by matrix products: of what is short, and of windows and softcaps of any length.
+"""Attention in blocks of query rows, by matrix products: for short documents, and for windows and softcaps of any
+length.
 
 T packed tokens · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
 W width of a value · B rows of a query block, filled up · L keys such a block sees
@@ -33,7 +34,7 @@ class BlockSettings:
 
     @property
     def first_query(self) -> int:
-        """Where the first row of q stands in k and v."""
+        """The index of the first row of q in k and v."""
         return self.segments[0].start
 
     @cached_property
@@ -78,7 +79,7 @@ class _Block:
 
     @cached_property
     def _end(self) -> int:
-        """Keys, with what the rows are filled up by."""
+        """The number of keys, with the rows that fill up behind them."""
         return sum(stop - start for start, stop in self.ranges) + self.rows - self._count
 
     def queries(self, x: Tensor) -> Tensor:
@@ -86,18 +87,23 @@ class _Block:
         return _filled(x, [(self.real.start, self.real.stop)], 0, self.rows)
 
     def keys(self, x: Tensor) -> Tensor:
-        """[L, ...]: rows of x [T, ...] and zeros: what stands there belongs to another document, and may be NaN."""
+        """Returns the rows of x [T, ...] for this block, [L, ...], filled up with zeros.
+
+        The rows of x in their place belong to another document, and may be NaN.
+        """
         return _filled(x, self.ranges, self.filled_before, self.filled_before + self._end)
 
     def add_to(self, total: Tensor, of_keys: Tensor) -> None:
-        """Adds values of this block's keys, [K, L, C], to those of all, [K, T, C]; what fills up is left out."""
+        """Adds values of this block's keys, [K, L, C], to those of all, [K, T, C]; the rows that fill up are
+        left out.
+        """
         place = self.filled_before
         for start, stop in self.ranges:
             total[:, start:stop] += of_keys[:, place : place + stop - start]
             place += stop - start
 
     def hide(self, scores: Tensor) -> None:
-        """Makes the scores [.., B, L] of what queries do not see -inf."""
+        """Sets the scores [.., B, L] of keys that queries do not see to -inf."""
         if self.filled_before:
             scores[..., : self.filled_before] = float("-inf")
         _hide(scores[..., self.filled_before :], self.window)
@@ -199,7 +205,7 @@ class BlockAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Weights:
-    """How much the queries of a block look at each key, and what the backward pass needs besides."""
+    """The attention probabilities of a block's queries, and the other tensors that the backward pass needs."""
 
     probabilities: Tensor  # [K, G*B, L] in the type of q
     slope: Tensor | None  # [K, G*B, L] likewise: the softcap's derivative, 1 - tanh^2
@@ -211,7 +217,7 @@ class _Weights:
 
     @classmethod
     def taken_from(cls, tensors: Iterator[Tensor], has_softcap: bool, has_sinks: bool) -> _Weights:
-        """The next ones of what `tensors` of all blocks gave."""
+        """Takes the next weights from the `tensors` of all blocks, laid one after the other."""
         slope = next(tensors) if has_softcap else None
         of_sinks = next(tensors) if has_sinks else None
         return cls(next(tensors), slope, of_sinks)
@@ -265,7 +271,7 @@ def _by_token(x: Tensor, block: _Block) -> Tensor:
 
 
 def _hide(scores: Tensor, window: int | None) -> None:
-    """Makes the scores [.., B, L] of what queries do not see -inf; the last query stands at the last key.
+    """Sets the scores [.., B, L] of keys that queries do not see to -inf; the last query stands at the last key.
 
     Only the last B keys can come after a query, and only the first L - window, of which there are fewer than B, can lie
     before its window.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METHODS = ("fp8", "mxfp4")
-"""`quant_method` of folders whose weights are dequantised while they are read."""
+"""The `quant_method` values of folders with weights that are dequantised while they are read."""
 MX_BLOCK = 32
 """Values that share a scale, along the inputs."""
 _FP8, _SCALE = "F8_E4M3", "_scale_inv"
@@ -31,7 +31,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class ScaledLocation:
-    """Where a weight [.., O, I] lies that is stored as small numbers, and where the scales of its blocks do.
+    """The location of a weight [.., O, I] that is stored as small numbers, and of the scales of its blocks.
 
     FP8: numbers [.., O, I], scales [.., O / rows, I / columns], rounded up. MXFP4: two numbers in a byte, [.., O,
     I / 32, 16], scales [.., O, I / 32] as exponents of two, 127 being 1.
@@ -44,27 +44,27 @@ class ScaledLocation:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight, as its numbers are stored: the other way round than transformers' experts in MXFP4."""
+        """The shape of the weight as its numbers are stored: in MXFP4 the transpose of transformers' experts."""
         stored = self.values.shape
         return (*stored[:-2], stored[-2] * stored[-1] * 2) if self.is_mxfp4 else stored
 
     @property
     def dtype(self) -> str:
-        """In which no bit of the dequantised weight is lost, as safetensors names it."""
+        """The dtype in which no bit of the dequantised weight is lost, as safetensors names it."""
         return "BF16" if self.is_mxfp4 else "F32"
 
     @property
     def file(self) -> Path:
-        """Of the numbers."""
+        """The file of the numbers."""
         return self.values.file
 
     @property
     def offset(self) -> int:
-        """Of the numbers in their file."""
+        """The offset of the numbers in their file."""
         return self.values.offset
 
     def problem(self) -> str | None:
-        """What does not go together; None if all does."""
+        """Says why the values and scales do not fit together; None if they do."""
         rows, columns = self.block
         if self.is_mxfp4:
             expected, types = self.values.shape[:-1], _EXPONENT_TYPES
@@ -92,7 +92,7 @@ class ScaledLocation:
         return ShardBox(self.values.shape, box.offsets, box.sizes), scales
 
     def dequantized(self, values: Tensor, scales: Tensor, box: ShardBox) -> Tensor:
-        """A box of the weight, of what `boxes` tells, both as they are stored."""
+        """Dequantises a box of the weight from the values and scales that `boxes` locates, all as they are stored."""
         at, columns = box.offsets, self.block[1]
         if self.is_mxfp4:
             whole = dequantize_mxfp4(values, scales)
@@ -136,9 +136,10 @@ def dequantize_fp8(values: Tensor, scales: Tensor, block: tuple[int, int], first
 def with_scaled(
     stored: Mapping[str, TensorLocation], block: tuple[int, int]
 ) -> tuple[dict[str, TensorLocation | ScaledLocation], list[str]]:
-    """The tensors of a folder with those that make a weight together as one, and what does not go together.
+    """Joins the tensors that make one weight together.
 
-    block: rows and columns with a scale, of FP8.
+    block: rows and columns with a scale, for FP8. Returns the tensors by name, and messages about those that do not fit
+    together.
     """
     named: dict[str, TensorLocation | ScaledLocation] = dict(stored)
     for name, location in stored.items():
@@ -154,7 +155,9 @@ def with_scaled(
 
 
 def scaled_method(values: Mapping[str, Any]) -> str | None:
-    """How weights are stored that are dequantised while they are read, by a config.json: one of `METHODS`, or None."""
+    """Returns the method by which weights are dequantised while they are read, by a config.json: one of `METHODS`, or
+    None.
+    """
     settings = values.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     return method if method in METHODS else None

@@ -1,10 +1,10 @@
-"""Attention whose every row has the same bits in training, in a prompt's chunk and in decoding.
+"""Attention with the same bits in every row, in training, in a prompt's chunk and in decoding.
 
 Keys are taken in blocks of `KEY_BLOCK` by their position in the sequence, wherever they lie in a pack or a cache;
 queries in tiles of as many rows each time, the last one filled up. So each product has one shape, whatever it is part
-of. What the blocks give is merged from the first to the last by an online softmax in float32, as in flash attention
-(arXiv:1805.02867, arXiv:2205.14135). A block that a query does not see at all changes no bit of its row,
-so it does not matter which of them a tile goes through for the sake of its other rows.
+of. The results of the blocks are merged from the first to the last by an online softmax in float32, as in flash
+attention (arXiv:1805.02867, arXiv:2205.14135). A block that a query does not see at all changes no bit of its row, so
+it does not matter which of them a tile goes through for the sake of its other rows.
 
 T queries · S rows of keys and values · H query heads · K key/value heads · G = H / K queries a key/value head serves
 C head width · W width of values · P tiles · B query tokens of a tile, R = B G its rows
@@ -43,7 +43,7 @@ def attend_block(
 
     Args:
         q: [P, K, R, C], float32 or wider like all.
-        k: [P, K, KEY_BLOCK, C]; v: [P, K, KEY_BLOCK, W]. What stands for no key must be finite.
+        k: [P, K, KEY_BLOCK, C]; v: [P, K, KEY_BLOCK, W]. Rows that are no keys must be finite.
         visible: [P, R, KEY_BLOCK] bool, True where a row sees a key.
         scale: of scores; softcap: scores become softcap x tanh(score / softcap).
 
@@ -74,8 +74,9 @@ def merge(first: Attended, second: Attended) -> Attended:
 
 
 def with_sinks(attended: Attended, sinks: Tensor) -> Attended:
-    """Attention with one more key, whose score is the row's of sinks [.., R] and whose value is zero: out times
-    sigmoid(lse - sink). Each row sees a key.
+    """Adds one more key to attention, with a score of sinks [.., R] and a value of zero: out times sigmoid(lse - sink).
+
+    Each row sees a key.
     """
     # No torch.sigmoid, and logaddexp written out: see `merge` for operations that do not ask where a number stands.
     more = (sinks - attended.lse).exp_().add_(1)
@@ -96,7 +97,7 @@ class QueryRun:
 
     count: int
     position: int
-    """Of the first one in its sequence."""
+    """The position of the first query in its sequence."""
     keys: tuple[Range, ...]
     """Rows of k and v with the tokens from the sequence's first to the last of these queries, in order."""
 

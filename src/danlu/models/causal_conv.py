@@ -15,10 +15,10 @@ from danlu.models.recurrent_order import RecurrentOrder, Windows
 
 
 def causal_conv(x: Tensor, weight: Tensor, order: RecurrentOrder, before: Tensor | None = None) -> Tensor:
-    """silu of the convolution; what is before a document is zeros. Differentiable in x and weight.
+    """Computes silu of the convolution; a document is preceded by zeros. Differentiable in x and weight.
 
     Args:   x [T, F]; weight [F, 1, W] float32 or wider, or of x's type: sums are made in the wider one;
-            before [runs, W - 1, F]: what precedes each run, where runs continue others; it gets no gradient.
+            before [runs, W - 1, F]: the inputs that precede each run, where runs continue others; it gets no gradient.
     Returns [T, F] in x's type.
     """
     windows = order.windows(weight.shape[-1] - 1, x.device)
@@ -39,7 +39,7 @@ def causal_conv_step(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
 
 
 def last_inputs(x: Tensor, order: RecurrentOrder, before: Tensor) -> Tensor:
-    """[runs, W - 1, F]: the last inputs of each run, which precede what continues it; arguments as in `causal_conv`."""
+    """Returns the last inputs of each run, [runs, W - 1, F], for its continuation; arguments as in `causal_conv`."""
     width = before.shape[1]
     ends = torch.tensor([run.stop for run in order.runs], device=x.device)
     windows = order.windows(width, x.device)
@@ -58,7 +58,7 @@ def _sum_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _rows(x: Tensor, windows: Windows, before: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[T + runs * (W - 1), F]: the tokens, with what precedes each run in front of it."""
+    """Returns the tokens, each run with the inputs that precede it in front, [T + runs * (W - 1), F]."""
     rows = x.new_zeros(windows.count, x.shape[1], dtype=dtype)
     rows.index_copy_(0, windows.places, x.to(dtype))
     if windows.shared is not None:

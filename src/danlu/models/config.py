@@ -1,4 +1,4 @@
-"""What a decoder looks like, as plain data: every size and switch of all supported families, without torch.
+"""The configuration of a decoder as plain data: every size and switch of all supported families, without torch.
 
 `parameter_shapes` lists the parameters that `decoder.Decoder` will have; the plan counts them without building one.
 """
@@ -46,7 +46,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     """Embeddings are multiplied by this, rounded to the type of activations (Gemma: sqrt(hidden_size))."""
     residual_multiplier: float = 1.0
-    """What attention and feed-forward network give is multiplied by this before it joins the residual stream."""
+    """The factor of attention's and the feed-forward network's outputs before they join the residual stream."""
     logits_divisor: float = 1.0
     """Logits over the vocabulary are divided by this (Granite); so are the hidden states that they are made of."""
     final_softcap: float | None = None
@@ -68,7 +68,7 @@ class ModelConfig:
 
     @property
     def has_own_head(self) -> bool:
-        """Whether there is an output matrix beside the embedding: of a language model whose head is not tied."""
+        """Whether the model has an output matrix of its own: a language model with a head that is not tied."""
         return self.task == "causal-lm" and not self.tie_word_embeddings
 
     @cached_property
@@ -93,12 +93,14 @@ class ModelConfig:
 
     @property
     def rotates_by_length(self) -> bool:
-        """Whether the rotation of a document's tokens depends on how long it is, in some layer."""
+        """Whether the rotation of a document's tokens depends on its length, in some layer."""
         return any(rope.follows_length for rope in self.ropes)
 
     @property
     def rotates_by_growth(self) -> bool:
-        """Whether it does so for a text that grows: frequencies that have no two fixed sets (dynamic NTK)."""
+        """Whether the rotation of a growing text depends on its length: frequencies that have no two fixed sets
+        (dynamic NTK).
+        """
         return any(rope.follows_length and not rope.has_one_switch for rope in self.ropes)
 
     @property
@@ -113,7 +115,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens the model can see at once: its positions, with what a rotary scaling adds to them.
+        """Tokens the model can see at once: its positions, extended by a rotary scaling.
 
         Where layers are rotated differently, a config gives the positions behind all scaling (Gemma 3).
         """
@@ -154,7 +156,7 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 def is_matrix(parameter: str, dimensions: int) -> bool:
     """Whether a parameter, by its name, multiplies activations in their type, and may be kept in it where it is frozen.
 
-    Not so norms and biases, also those of stacked layers, nor what a router has, which computes in float32.
+    Not so norms and biases, also those of stacked layers, nor a router's parameters, as it computes in float32.
     """
     return dimensions > 1 and not parameter.endswith(".bias") and not is_of_router(parameter)
 

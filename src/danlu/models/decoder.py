@@ -1,8 +1,8 @@
 """The decoder: layers of attention and a feed-forward network, gated MLP or experts, over packed tokens.
 
-It is single-device code that knows nothing of packing, caches or ranks: attention is asked of an `Attend` given to
-`forward`, products go through `Linear` (where adapters and quantized weights take over), and what may be cut over
-processes or recomputed is declared by the modules (`tensor_roles`, `recompute_points`).
+It is single-device code that knows nothing of packing, caches or ranks: `forward` takes an `Attend` that computes
+attention, products go through `Linear` (where adapters and quantized weights take over), and modules declare the parts
+that may be cut over processes or recomputed (`tensor_roles`, `recompute_points`).
 
 T packed tokens · D model width · R rotated features of a head · V vocabulary
 """
@@ -58,7 +58,7 @@ class Layer(nn.Module):
         "elementwise": ("attention_norm.forward", "mlp_norm.forward"),
         "selective": ("attention_norm.forward", "mlp_norm.forward"),
     }
-    """Without norms behind a sublayer: no product saves what they give."""
+    """Recomputation without norms behind a sublayer: no product saves their outputs."""
 
     attention: AttentionSublayer
     mlp: FeedForwardSublayer
@@ -111,7 +111,7 @@ def feed_forward_of(config: ModelConfig, spec: Feed) -> FeedForwardSublayer:
 
 
 def mixer_of(config: ModelConfig, spec: Mixer, layer: int) -> AttentionSublayer:
-    """What mixes a layer's tokens."""
+    """Returns the module that mixes a layer's tokens."""
     match spec:
         case Heads():
             return Attention(config, spec, layer)
@@ -141,9 +141,9 @@ class Decoder(nn.Module):
 
     segments: Mapping[int, Sequence[Callable[..., Tensor]]]
     recomputed_attention: frozenset[int]
-    """Layers whose attention, where it keeps probabilities, computes them again in the backward pass."""
+    """Layers that recompute attention probabilities in the backward pass, where a kernel keeps them."""
     staged_ropes: Mapping[int, tuple[Rope, ...]]
-    """By length of a stage of training, the rotary embeddings in the place of those of `config.ropes`."""
+    """The rotary embeddings that replace `config.ropes`, by the length of a stage of training."""
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
 
@@ -161,19 +161,19 @@ class Decoder(nn.Module):
         own = config.has_own_head
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
         self.enter_chunk: BoundaryOp = identity
-        """What the input of a chunk that is not the first goes through."""
+        """Applied to the input of a chunk that is not the first."""
         self.begin_pass: Callable[[Tensor], None] | None = None
-        """Is told the tokens [T] of a pass through a chunk that is not the first, by adapters that have to know."""
+        """Called with the tokens [T] of a pass through a chunk that is not the first, for adapters that need them."""
         self.enter_head: BoundaryOp = identity
         self.vocab_shard: VocabShard | None = None
-        """Where the vocabulary is cut over processes: what is here of it."""
+        """The part of the vocabulary that this process has, where it is cut over processes; None otherwise."""
         self.device_map: DeviceMap | None = None
-        """Where its parts lie on several devices of one process, which of them are where."""
+        """The devices of the model's parts, where they are on several devices of one process; None otherwise."""
 
     def keep_chunks(self, chunks: Chunks) -> None:
-        """Drops what is in no chunk of this process; what stays keeps its names.
+        """Drops the modules of other processes' chunks; the others keep their names.
 
-        A tied embedding stays with the first chunk and with the last, whose head it is.
+        A tied embedding stays with the first chunk and with the last, which uses it as its head.
         """
         self.chunks = chunks
         kept = {str(layer) for layer in chunks.local_layers}
@@ -205,7 +205,7 @@ class Decoder(nn.Module):
 
     @property
     def input_device(self) -> torch.device:
-        """Where tokens and positions are given to it, and hidden states come out: of several devices the head's."""
+        """The device of input tokens and positions and of output hidden states; with a device map the head's."""
         if self.device_map is not None:
             return torch.device(self.device_map.head)
         return next(self.parameters()).device
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         lengths: Tensor | None = None,
         stage_length: int | None = None,
     ) -> tuple[Rotation, ...]:
-        """Of each rotary embedding of `config.ropes`, in `dtype`; arguments as in `forward`."""
+        """Returns the tables of each rotary embedding of `config.ropes`, in `dtype`; arguments as in `forward`."""
         ropes = self.config.ropes if stage_length is None else self.staged_ropes[stage_length]
         return tuple(rotary_tables(rope, positions, lengths).to(dtype) for rope in ropes)
 
@@ -262,14 +262,16 @@ class Decoder(nn.Module):
         chunk: int = 0,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states behind a chunk; behind the last one after the final norm. A whole model is one chunk.
+        """Returns hidden states behind a chunk; behind the last one after the final norm. A whole model is one chunk.
 
         Args:   tokens [T] int64, documents end to end; positions [T] int64, restarting at 0 in each;
-                attend: who sees whom; dtype: type of activations, whatever the parameters are stored in;
-                lengths [T] int64: what each token's document is rotated by, where that is not its own length, or
-                only a part of it is given here; stage_length: key of `staged_ropes`, None for the model's own;
-                chunk: its number, of those that are here; x [T, D]: what the chunk before has returned for these
-                tokens, None for the first.
+                attend: computes attention over the pack; dtype: type of activations, whatever the type of stored
+                    parameters;
+                lengths [T] int64: the length by which each token's document is rotated, where that is not its own
+                length, or only a part of the document is given here; stage_length: key of `staged_ropes`, None for the
+                model's own;
+                chunk: its number, of those that are here; x [T, D]: the output of the chunk before for these tokens,
+                    None for the first.
         Returns [T, D] in `dtype`; under sequence parallelism [T/tp, D], as `x` is, but behind the last chunk.
         """
         if x is not None and self.begin_pass is not None:

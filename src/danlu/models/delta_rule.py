@@ -1,7 +1,7 @@
 """The gated delta rule (Gated Delta Networks, arXiv:2412.06464): in chunks, forward and backward, and token by token.
 
-Each head has a state S, which reads as a map from keys to values. A token lets it decay, then corrects what it says of
-the token's key, and asks it:
+Each head has a state S, which reads as a map from keys to values. A token lets it decay, then corrects its value for
+the token's key, and reads it with the query:
 
     S <- exp(g) S        S <- S + k (beta (v - S^T k))^T        out = S^T q / sqrt(K)
 
@@ -32,8 +32,10 @@ from danlu.models.recurrent_order import Chunks, RecurrentOrder
 EPS = 1e-6
 """Added to the squared length of q and k, as in flash-linear-attention."""
 GROUP_ELEMENTS = 1 << 17
-"""Of the keys of a group of heads: groups are gone through one after the other, so that their tensors fit into caches
-and are never there for all heads."""
+"""The number of elements of the keys of a group of heads.
+
+Groups are processed one after the other, so that their tensors fit into caches and never exist for all heads at once.
+"""
 
 
 def gated_delta_rule(
@@ -44,11 +46,11 @@ def gated_delta_rule(
     beta: Tensor,
     order: RecurrentOrder,
 ) -> Tensor:
-    """What each token's state says of its query; states begin at zero in each document. Differentiable.
+    """Reads each token's state with its query; states begin at zero in each document. Differentiable.
 
     Args:   q, k [T, J, K]; v [T, H, V] in any floating type, contiguous; g [T, H] float32 or wider, the logarithm of
             the decay, at most 0; beta [T, H] likewise, from 0 to 1. Computed in the type of g.
-            order: of the T tokens.
+            order: the order of the T tokens.
     Returns [T, H, V] in v's type.
     """
     if torch.is_grad_enabled():
@@ -106,7 +108,7 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 class _Inner(NamedTuple):
-    """What a group of heads computes within its chunks, without a state; b = N * h of each."""
+    """Results of a group of heads within its chunks, without a state; b = N * h of each."""
 
     q: Tensor  # [b, C, K] of length 1 / sqrt(K)
     k: Tensor  # [b, C, K] of length 1
@@ -151,7 +153,7 @@ class _HeadGroups:
         return cut.flatten(0, 1)
 
     def put(self, into: Tensor, heads: slice, cut: Tensor, repeat: int = 1) -> None:
-        """The reverse: into [T, heads, F]; what several repetitions of a head have is summed."""
+        """Writes chunked values back into [T, heads, F]; several repetitions of a head are summed."""
         chunks = self.chunks
         cut = cut.view(chunks.count, -1, chunks.size, cut.shape[-1])
         if repeat > 1:
@@ -285,11 +287,12 @@ def _scan_back(inner: _Inner, grad_out: Tensor, chunks: Chunks, own: Tensor) -> 
 def _inner_gradients(
     inner: _Inner, states: Tensor, grad_out: Tensor, grad_values: Tensor, grad_after: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of unit q and k, v, G [b, C] and beta [b, C, 1], from those of V and of the states behind chunks.
+    """Computes gradients of unit q and k, v, G [b, C] and beta [b, C, 1], from those of V and of the states behind
+    chunks.
 
     That of G is in float64. A term of D_ij or of exp(G_C - G_j) is in the gradient of one G with its sign and in that
-    of another without, so that of the sums over G, which are gradients of g, only what lies between the two is left.
-    In float64 the rest cancels; in float32 it leaves the rounding errors of large terms in small sums.
+    of another without, so that of the sums over G, which are gradients of g, only the part between the two is left. In
+    float64 the rest cancels; in float32 it leaves the rounding errors of large terms in small sums.
     """
     # V = A^-1 R with R = beta (v - exp(G) k S).
     said = torch.bmm(inner.k, states).mul_(inner.decay)  # [b, C, V]

@@ -17,9 +17,9 @@ class Delta:
     """Heads with a state in the place of keys and values of all tokens: the gated delta rule (arXiv:2412.06464)."""
 
     heads: int
-    """Of values, and states of so many."""
+    """The number of heads of values, each with a state."""
     key_heads: int
-    """Of queries and keys, each of which serves heads / key_heads heads of values."""
+    """The number of heads of queries and keys, each of which serves heads / key_heads heads of values."""
     key_dim: int
     value_dim: int
     conv_width: int = 4
@@ -68,12 +68,15 @@ class Delta:
         return 0
 
     def token_flops(self) -> int:
-        """Operations of one token on the states: what they say of its key, the correction, what they say of its
-        query."""
+        """Operations of one token on the states: reading them with its key, the correction, reading them with its
+        query.
+        """
         return 6 * self.heads * self.key_dim * self.value_dim
 
     def kept(self, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks; of states one for 64 tokens."""
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks; one state for 64
+        tokens.
+        """
         keys, values = self.key_width / tensor, self.value_width / tensor
         states = self.heads * self.key_dim * self.value_dim / 64 / tensor
         projected = 2 * keys + 2 * values

@@ -1,4 +1,4 @@
-"""On which device of one process each part of a decoder is. Pure data; no torch."""
+"""The device of each part of a decoder within one process. Pure data; no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class DeviceMap:
     """The devices of one decoder's parts by their names ("cuda:0"), as `device_map` of accelerate says it."""
 
     embed: str
-    """Of the embedding."""
+    """The device of the embedding."""
     layers: tuple[str, ...]
-    """Of each layer."""
+    """The device of each layer."""
     head: str
-    """Of the final norm and the head, where the loss is computed; micro-batches are laid out there."""
+    """The device of the final norm and the head, where the loss is computed; micro-batches are created there."""
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Mixtures of experts: tokens sorted by expert, products of groups of rows, and what is given back to each token.
+"""Mixtures of experts: tokens sorted by expert, products of groups of rows, and the weighted sum for each token.
 
 A token has a row for each of its experts. Rows of one expert lie together, in the order of their tokens; so every
-expert multiplies one block of rows. What lies between `dispatch` and `combine` may be on other
-processes; weights of the router multiply behind it, so nothing of the router travels.
+expert multiplies one block of rows. The work between `dispatch` and `combine` may be on other processes; weights of the
+router multiply behind it, so nothing of the router travels.
 
 T packed tokens · k experts of a token · N rows, k T of them · D model width · F inner width of an expert · E experts
 """
@@ -27,7 +27,7 @@ from danlu.models.sublayer import RecomputePoints, Role
 
 
 class MoE(nn.Module):
-    """x [T, D] -> [T, D]: the weighted sum of what a token's experts give, and of what a shared network gives."""
+    """x [T, D] -> [T, D]: the weighted sum of the outputs of a token's experts, and of a shared network's output."""
 
     tensor_slots: ClassVar[Mapping[str, str]] = {}
     tensor_norms: ClassVar[Mapping[str, str]] = {}
@@ -61,7 +61,7 @@ class MoE(nn.Module):
         return y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
 
     def _routed(self, x: Tensor) -> Tensor:
-        """The weighted sum of what a token's experts give, [T, D]."""
+        """Returns the weighted sum of the outputs of a token's experts, [T, D]."""
         routes = self.router(x)
         order = RowOrder.of(routes.experts, self.experts.num_experts, drops=self.router.drops)
         return order.weighted_sum(self.experts(self.rows_by_expert(x, order), order.counts), routes.weights)
@@ -73,8 +73,10 @@ class MoE(nn.Module):
 
 @cache
 def leave_experts_uncompiled() -> None:
-    """Excludes what is routed from torch.compile: how many rows an expert has is another number in every pack, and
-    inductor makes grouped products of bfloat16 alone."""
+    """Excludes routed products from torch.compile.
+
+    The number of rows of an expert differs in every pack, and inductor makes grouped products of bfloat16 alone.
+    """
     MoE._routed = torch.compiler.disable(MoE._routed)  # type: ignore[method-assign]
 
 
@@ -138,16 +140,18 @@ class RowOrder:
         return rows
 
     def weighted_sum(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """rows [N, D], weights [T, k] -> [T, D] in the type of rows: of each token its rows times their weights.
+        """rows [N, D], weights [T, k] -> [T, D] in the type of rows: the sum of each token's rows times their weights.
 
-        A token's terms are added in the order of its experts, whatever stands beside it.
+        A token's terms are added in the order of its experts, whatever other tokens there are.
         """
         total: Tensor = _WeightedSum.apply(rows, weights, self.order, self.places)
         return total
 
 
 class _RowsOf(torch.autograd.Function):
-    """A gather whose gradient is a gather too: indexing's own adds up rows of one token in any order, or slowly."""
+    """A gather with a gradient that is a gather too: indexing's own adds up rows of one token in any order, or
+    slowly.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:

@@ -15,23 +15,23 @@ from danlu.models.spec_shapes import Kept, Shapes, check_sizes, linear_shapes, s
 
 @dataclass(frozen=True)
 class Router:
-    """Which experts a token goes to, and how their outputs are weighted.
+    """The choice of a token's experts, and the weights of their outputs.
 
     Scores are softmax(x W + b) over all experts, or sigmoid(x W + b) of each. A token goes to the top_k experts with
     the highest scores; with `bias_correction` a bias is added to the scores for this choice alone (DeepSeek-V3,
     arXiv:2412.19437, eq. 16), and with several groups only experts of its `top_groups` best groups take part
-    (arXiv:2405.04434, section 2.2.2). What the experts give is weighted with the scores.
+    (arXiv:2405.04434, section 2.2.2). The experts' outputs are weighted with the scores.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = False
     """Whether the weights of a token's experts are divided by their sum."""
     scale: float = 1.0
-    """What the weights are multiplied by."""
+    """The factor of the weights."""
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top-2"] = "max"
-    """What a group is chosen by: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3)."""
+    """The score of a group: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3)."""
     bias: bool = False
     """Whether scores are made with a bias b, which is trained."""
     bias_correction: bool = False
@@ -45,13 +45,13 @@ class Experts:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of each expert."""
+    """The inner width of each expert."""
     activation: Activation = "silu"
     bias: bool = False
     router: Router = Router()
     shared: Dense | None = None
     shared_gate: bool = False
-    """Whether what the shared network gives is multiplied by sigmoid(x w) (Qwen2-MoE)."""
+    """Whether the output of the shared network is multiplied by sigmoid(x w) (Qwen2-MoE)."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -90,11 +90,11 @@ class Experts:
         return width * (self.num_experts + 3 * self.top_k * self.intermediate_size + self.shared_gate) + shared
 
     def kept(self, width: int, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks, beside its input.
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input.
 
-        Each of a token's experts keeps a row of what a dense network does, and what it gives, which the gradient of
-        its weight is made with. Copied once more from the token's, its input need not be kept, unless it has come from
-        another process.
+        Each of a token's experts keeps as much as a dense network for a row, and its output, which the gradient of its
+        weight needs. Copied once more from the token's, its input need not be kept, unless it has come from another
+        process.
         """
         inner = self.intermediate_size / tensor
         nothing: Kept = {"none": 0.0, "elementwise": 0.0, "selective": 0.0}

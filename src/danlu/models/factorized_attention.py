@@ -51,7 +51,9 @@ class FactorizedAttention(nn.Module):
         self.layer = layer
         self.rope = spec.rope
         self.rope_index = None if spec.rope is None else config.ropes.index(spec.rope)
-        """Which of the model's rotary embeddings turns its queries and keys; None: nothing does."""
+        """The index of the rotary embedding in `config.ropes` that turns queries and keys; None: they are not
+        rotated.
+        """
         self.head_dim = self.tensor_unit = head
         self.scale = spec.attention_scale
 
@@ -63,7 +65,9 @@ class FactorizedAttention(nn.Module):
 
     @property
     def cache(self) -> LayerCache:
-        """What is kept of each token: its key and its value, or its key before rotation, which both are made of."""
+        """The values cached for each token: its key and its value, or its key before rotation, from which both are
+        computed.
+        """
         return LayerCache(((1, self.head_dim),) * (1 if self.v_proj is None else 2), None)
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:

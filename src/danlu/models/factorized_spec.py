@@ -49,7 +49,7 @@ class Factorized:
 
     @property
     def attention_scale(self) -> float:
-        """What q·k is multiplied by."""
+        """The factor of q·k."""
         return 1 / math.sqrt(self.head_dim)
 
     @property
@@ -80,7 +80,7 @@ class Factorized:
         return 4 * self.query_width
 
     def kept(self, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks, beside scores."""
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides scores."""
         queries, keys = self.query_width / tensor, self.head_dim
         reuse = 2 * keys if self.key_reuse else 0  # the key before its rotation, and N times it
         normed = self.query_rank if self.query_norm else 0

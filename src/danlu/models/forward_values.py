@@ -1,7 +1,7 @@
-"""What a function that is recomputed in the backward pass takes from its forward pass instead of making it again.
+"""Values that a function recomputed in the backward pass takes from its forward pass instead of making them again.
 
-Recomputation runs a function a second time with the same inputs. What it learnt from other processes is the same then:
-`from_forward` asks them once. Activations are not for it, since what is kept takes memory until the backward pass.
+Recomputation runs a function a second time with the same inputs. Values received from other processes are the same
+then: `from_forward` asks them once. It is not for activations, since kept values take memory until the backward pass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def from_forward(make: Callable[[], T]) -> T:
-    """What `make` returns; in a recomputation, what it returned at this place of the forward pass.
+    """Returns `make()`; in a recomputation, the value that it returned at this place of the forward pass.
 
-    Outside of functions that are recomputed, each call makes it.
+    Outside of functions that are recomputed, each call calls `make`.
     """
     calls = _thread.calls
     repeated = max((number for number, (_, repeats) in enumerate(calls) if repeats), default=-1)
@@ -28,7 +28,7 @@ def from_forward(make: Callable[[], T]) -> T:
 
 
 class ForwardValues:
-    """What one call of a recomputed function made by `from_forward`, in order."""
+    """The values that `from_forward` made in one call of a recomputed function, in order."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -36,13 +36,13 @@ class ForwardValues:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within it the function runs for the first time."""
+        """Records values while the function runs for the first time."""
         with self._active(repeats=False):
             yield
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Within it the function runs again."""
+        """Replays values while the function runs again."""
         self._read = 0
         with self._active(repeats=True):
             yield
@@ -67,7 +67,7 @@ class ForwardValues:
 
 
 class _Thread(threading.local):
-    """Of a thread, since on a GPU the backward pass runs in one of its own."""
+    """The running calls of a thread; on a GPU the backward pass runs in a thread of its own."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[ForwardValues, bool]] = []  # those that run, the innermost one last; whether it repeats

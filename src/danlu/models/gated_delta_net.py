@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv:2412.06464): a mixer of tokens whose memory of a document is a state of fixed size.
+"""Gated DeltaNet (arXiv:2412.06464): a mixer of tokens that keeps a document in a state of fixed size.
 
 T packed tokens · D model width · H value heads · J key heads, each of H / J value heads · K width of keys · V of values
 W width of the convolutions
@@ -45,8 +45,8 @@ class GatedDeltaNet(nn.Module):
     """Queries, keys and values go through a short convolution, then through the gated delta rule.
 
     How fast a head's state decays, exp(-exp(A_log) softplus(a + dt_bias)), and how much of a correction it takes,
-    sigmoid(b), follow from the token. What the heads say is normed, multiplied by silu of a gate and projected.
-    Names are those of flash-linear-attention. Cut over processes, each has some of the heads.
+    sigmoid(b), follow from the token. The heads' outputs are normed, multiplied by silu of a gate and projected. Names
+    are those of flash-linear-attention. Cut over processes, each has some of the heads.
     """
 
     tensor_roles: ClassVar[Mapping[str, Role]] = {
@@ -99,7 +99,9 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def cache(self) -> LayerCache:
-        """What is kept of a sequence: the last inputs of the convolutions, and the state of the heads that are here."""
+        """The values cached for a sequence: the last inputs of the convolutions, and the state of the heads that are
+        here.
+        """
         before = self.q_conv1d.weight.shape[-1] - 1
         heads = len(self.A_log)
         inputs = tuple((before, len(conv.weight)) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))

@@ -3,9 +3,9 @@
 On a CPU oneDNN makes products of half precision, and generates code for each number of rows that it meets. Experts have
 other numbers in every micro-batch: 8192 rows among 32 experts, in bfloat16, took twice as long as the same numbers of
 rows again and again, and the code 0.8 GiB (it keeps 1024 kernels). So there each group is multiplied in one of few
-sizes: 9 ms in place of 19 to 25, and 5 MiB (one thread of a Zen 4, [256, 256] each, 24 draws of counts, 2026-11). What
-it multiplies beyond a group's own rows is not used, and the others have the same bits. There, too, the matrix of a
-group is cast when its turn comes, in the processor's cache: 0.4 ms for the 32, less than keeping copies would save.
+sizes: 9 ms in place of 19 to 25, and 5 MiB (one thread of a Zen 4, [256, 256] each, 24 draws of counts, 2026-11). The
+products of rows beyond a group's own are not used, and the others have the same bits. There, too, the matrix of a group
+is cast when its turn comes, in the processor's cache: 0.4 ms for the 32, less than keeping copies would save.
 
 N rows · K contracted · M columns · G groups
 """
@@ -65,7 +65,7 @@ def quantized_grouped_mm(
 
 
 def grouped_weight_gradient(grad: Tensor, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad [N, M] transposed times rows [N, K], by groups of what is contracted -> [G, M, K] in `dtype`.
+    """Computes grad [N, M] transposed times rows [N, K], by groups of the contracted rows -> [G, M, K] in `dtype`.
 
     Zero for a group without rows.
     """
@@ -81,7 +81,7 @@ def grouped_weight_gradient(grad: Tensor, rows: Tensor, counts: Tensor, dtype: t
 def _by_group(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """`grouped_mm` in few sizes. Behind a group's rows stand those of the next ones, and zeros behind the last.
 
-    Products are written where they belong, and what they have beyond a group's rows is written over by the next ones.
+    Products are written where they belong, and their rows beyond the group's are overwritten by the next ones.
     """
     products = [
         (matrix, _filled(group))

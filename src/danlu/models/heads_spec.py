@@ -24,9 +24,9 @@ class Heads:
     rope: Rope | None
     """None: its queries and keys are not rotated (NoPE, arXiv:2305.19466)."""
     scale: float | None = None
-    """What q·k is multiplied by; None: one over the root of head_dim."""
+    """The factor of q·k; None: one over the root of head_dim."""
     window: int | None = None
-    """How many tokens a query sees, itself included; None: all."""
+    """The number of tokens that a query sees, itself included; None: all."""
     softcap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -35,7 +35,7 @@ class Heads:
     sinks: bool = False
     """Whether each query head has one more key, with a learned score and a value of zero (gpt-oss)."""
     output_gate: bool = False
-    """Whether what heads say is multiplied by a sigmoid of as many features of the layer's input (Qwen3-Next)."""
+    """Whether the heads' outputs are multiplied by a sigmoid of as many features of the layer's input (Qwen3-Next)."""
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -51,7 +51,7 @@ class Heads:
 
     @property
     def attention_scale(self) -> float:
-        """What q·k is multiplied by."""
+        """The factor of q·k."""
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     @property
@@ -91,7 +91,7 @@ class Heads:
         return 4 * self.query_width
 
     def kept(self, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks, beside scores."""
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides scores."""
         queries, keys = self.query_width / tensor, self.kv_width / min(tensor, self.kv_heads)
         # The gate and its product with what heads say, which is recomputed.
         gate = queries if self.output_gate else 0

@@ -1,4 +1,4 @@
-"""A config.json into a ModelConfig and back: the keys that all families have. `families` has what only some do."""
+"""Converts a config.json into a ModelConfig and back: the keys that all families have. `families` has the others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
 
 
 def task_of(values: Mapping[str, Any]) -> Task:
-    """What the model of a config.json is for, by its `architectures`; a language model where they do not tell."""
+    """Returns the task of a config.json's model by its `architectures`; a language model where they do not say."""
     architectures = values.get("architectures")
     named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     return next((task for task, ending in ARCHITECTURE_ENDINGS.items() if named.endswith(ending)), "causal-lm")
@@ -78,8 +78,8 @@ def task_of(values: Mapping[str, Any]) -> Task:
 def architecture_of(family: str, task: Task) -> str:
     """The class of transformers that loads a family's models for a task: LlamaForCausalLM.
 
-    Raises ModelError where transformers has none, with the families of which it has one. What trains a model asks
-    first, so that this is not told when the model is to be written.
+    Raises ModelError where transformers has none, with the families for which it has one. Training calls this first, so
+    that the error does not come when the model is to be written.
     """
     architecture = FAMILIES[family].architecture_of(task)
     if architecture is None:
@@ -92,9 +92,10 @@ def architecture_of(family: str, task: Task) -> str:
 
 
 def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
-    """The content of a config.json that transformers 4 and 5 load as this model; of a multimodal one its language part.
+    """Returns the content of a config.json that transformers 4 and 5 load as this model, or as a multimodal model's
+    language part.
 
-    torch_dtype: "float32", "bfloat16" or "float16": how the weights beside it are stored.
+    torch_dtype: "float32", "bfloat16" or "float16": the dtype of the weights in the folder.
     Raises ModelError if the family has no key for something that `config` sets, or no class for its task.
     """
     config = replace(config, multimodal=None)
@@ -141,7 +142,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
 
 
 _ROPE_KEYS = ("rope_theta", "rope_scaling")
-"""Which a family that writes rope_parameters takes out."""
+"""The keys that a family with rope_parameters leaves out."""
 
 
 def _refuse_unsupported(hf: HFValues, family: Family) -> None:

@@ -58,7 +58,7 @@ def resolve_folder(path_or_id: str | Path) -> Path:
 
 
 def find_config(path_or_id: str | Path) -> ModelConfig:
-    """The ModelConfig of what `resolve_folder` finds; of a hub id nothing but its config.json is fetched.
+    """Returns the ModelConfig of a folder that `resolve_folder` finds; only config.json is fetched for a hub id.
 
     Raises ModelError.
     """
@@ -129,7 +129,9 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def ignored_settings(folder: Path) -> list[str]:
-    """Remarks on settings of a model folder's config.json that change nothing, and that other programs apply."""
+    """Returns warnings about settings of a folder's config.json that change nothing here but that other
+    programs apply.
+    """
     values = read_json(folder / CONFIG)
     parts = [part for part in (values, values.get(TEXT_CONFIG)) if isinstance(part, dict)]
     return [f"{folder / CONFIG}: {remark}" for part in parts for remark in ignored_rope_settings(part)]
@@ -159,7 +161,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, TensorLocation]:
     """Name -> location of every tensor in the folder's weights, one file or shards. Reads headers only.
 
-    Raises ModelError for weights that are absent, truncated, or not what the index says.
+    Raises ModelError for weights that are absent, truncated, or not as the index says.
     """
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE)

@@ -1,4 +1,4 @@
-"""Which tensors a Hugging Face folder holds, and which of our parameters each is made of. Pure data; no torch."""
+"""The tensors of a Hugging Face folder, and the parameters of which each is made. Pure data; no torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def hf_tensors(config: ModelConfig, *, stacked: bool | None = None) -> list[HFTe
     """The tensors of this model's folder, in the order of the forward pass; those of experts one expert after the
     other. A tied head is not stored.
 
-    stacked: whether the experts of a layer share tensors, in families that have both forms; None: as in their
-    published folders, which is what danlu writes.
+    stacked: whether the experts of a layer share tensors, in families that have both forms; None: as in their published
+    folders, the form that danlu writes.
     """
     stacked = _is_published_stacked(config) if stacked is None else stacked
     shapes = parameter_shapes(config)
@@ -93,9 +93,9 @@ _BEYOND = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.|mtp\.")
 
 
 def own_name(stored: str, config: ModelConfig) -> str | None:
-    """What a tensor of a model's folder is called among `hf_tensors`; None of one that danlu does not train.
+    """Returns the name among `hf_tensors` of a tensor in a model's folder; None for one that danlu does not train.
 
-    Those are what a multimodal model has beside its language part, and layers that predict further tokens.
+    Those are a multimodal model's tensors outside of its language part, and layers that predict further tokens.
     """
     name = stored if config.multimodal is None else language_name(stored)
     if name is None or (match := _BEYOND.match(name)) is None:
@@ -118,7 +118,7 @@ _STACKED = re.compile(r"\.experts\.(?:gate_up|down)_proj(?:_|$)")
 def holds_stacked_experts(names: Iterable[str], config: ModelConfig) -> bool:
     """Whether the experts of a layer share tensors in a folder of a family that has both forms.
 
-    names: of the folder's tensors.
+    names: the names of the folder's tensors.
     """
     return bool(FAMILIES[config.family].stacked_modules) and any(_STACKED.search(name) for name in names)
 
@@ -190,6 +190,8 @@ def _modules(config: ModelConfig, index: str, stacked: bool) -> Mapping[str, str
 
 
 def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:
-    """(what a family has of the longest beginning of a parameter's path within its layer, how long that is)."""
+    """Returns the entry of a family for the longest beginning of a parameter's path within its layer, and that
+    length.
+    """
     cut = next(cut for cut in range(len(path), 0, -1) if ".".join(path[:cut]) in modules)
     return modules[".".join(path[:cut])], cut

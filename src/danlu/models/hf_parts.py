@@ -1,7 +1,7 @@
-"""How parameters lie in the tensors of a Hugging Face folder: whole, as boxes of them, transposed, or taking turns.
+"""How parameters lie in the tensors of a Hugging Face folder: whole, as boxes of them, transposed, or interleaved.
 
-A tensor on disk is a list of parts, so that whoever has or wants only a box of a parameter (some experts, some rows)
-knows which elements of which tensors that is. Nothing here imports torch.
+A tensor on disk is a list of parts, so that a reader or writer of only a box of a parameter (some experts, some rows)
+knows its elements in each tensor. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its elements have the same order on disk as in the parameter."""
+        """Whether the part's elements have the same order on disk as in the parameter."""
         return not self.transposed and self.stride == 1
 
     def on_disk(self, box: ShardBox, shape: tuple[int, ...]) -> ShardBox:

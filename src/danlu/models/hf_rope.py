@@ -36,7 +36,7 @@ _POSITIVE = ("factor", "beta_fast", "beta_slow")
 
 @dataclass(frozen=True)
 class RopeRules:
-    """What rotary settings a family may have, and what it takes for those that are not given."""
+    """The rotary settings that a family may have, and its defaults for those that are not given."""
 
     scalings: tuple[str, ...] = ("linear", "dynamic", "llama3", "yarn", "longrope")
     theta: float = 10_000.0
@@ -66,12 +66,12 @@ def read_rope(values: HFValues, head_dim: int, rules: RopeRules) -> Rope:
 def read_ropes_by_type(
     values: HFValues, head_dim: int, rules: RopeRules, *, local_theta: tuple[str, float]
 ) -> dict[str, Rope]:
-    """The rotary settings of each type of attention layer, `full_attention` and `sliding_attention`.
+    """Returns the rotary settings of each type of attention layer, `full_attention` and `sliding_attention`.
 
     They are in `rope_parameters`, by type (transformers 5); or, as transformers 4 wrote them, `rope_theta` and
     `rope_scaling` are of `full_attention`, and `sliding_attention` has only a theta. Where a config has both forms,
-    `rope_scaling` changes what `rope_parameters` says. local_theta: the key of that theta, and what holds where it is
-    not given. Raises as `read_rope`.
+    `rope_scaling` overrides `rope_parameters`. local_theta: the key of that theta, and its default. Raises as
+    `read_rope`.
     """
     by_type = HFValues(values.section("rope_parameters"), {}, f"{values.where}: rope_parameters")
     if by_type.keys() and not _is_by_type(by_type):
@@ -104,8 +104,11 @@ def _read(
     keys: tuple[str, str],
     original: int | None,
 ) -> Rope:
-    """The embedding that `rope` and, where that is silent, `values` describe. keys: of theta in `values`, and where
-    `rope` is, for messages. original: the length before scaling, where it is not what `rope` says."""
+    """Returns the embedding that `rope` describes, with missing keys taken from `values`.
+
+    keys: the key of theta in `values`, and the key of `rope`, for messages. original: the length before scaling, where
+    `rope` does not have it.
+    """
     longest = values.integer("max_position_embeddings")
     theta_key, key = keys
     if "rope_theta" in rope:
@@ -206,7 +209,7 @@ def _read_scaling(
 
 
 def ignored_rope_settings(values: Mapping[str, Any]) -> list[str]:
-    """Remarks on rotary settings of a config.json that transformers ignores, and danlu with it."""
+    """Returns warnings about rotary settings of a config.json that transformers and danlu ignore."""
     remarks = []
     for key in ("rope_scaling", "rope_parameters"):
         rope = values.get(key)
@@ -231,7 +234,7 @@ def _check_factors(rope: HFValues, scaling: LongRopeScaling, dim: int) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that a float64 holds."""
+    """Whether the value is a number that a float64 holds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

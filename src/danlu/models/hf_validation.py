@@ -1,4 +1,4 @@
-"""Whether the weights of a folder fit its config, by index and headers alone: no weight is read. No torch.
+"""Checks that the weights of a folder fit its config, by index and headers alone: no weight is read. No torch.
 
 It takes milliseconds, so it comes before rows are tokenised, which may take hours.
 """
@@ -31,7 +31,9 @@ _MAX_SHOWN = 10
 
 
 def own_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorLocation]:
-    """Where the tensors lie that danlu trains, by name among `hf_tensors`. Raises ModelError as `read_tensors`."""
+    """Returns the locations of the tensors that danlu trains, by name among `hf_tensors`. Raises ModelError as
+    `read_tensors`.
+    """
     named = ((own_name(name, config), location) for name, location in read_tensors(folder).items())
     return {name: location for name, location in named if name is not None}
 
@@ -58,8 +60,8 @@ def as_stored(tensor: HFTensor, location: TensorLocation | ScaledLocation | None
 
 
 def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict[str, TensorLocation | ScaledLocation]:
-    """Where each tensor lies that danlu trains, with the scales that it may have, once index, headers and file sizes
-    have been found to fit its config.
+    """Checks that index, headers and file sizes fit the config, and returns the location of each tensor that danlu
+    trains, with its scales if it has any.
 
     quantized: weights may be in 4 bits. Raises one ModelError with all problems of the tensors: missing, unknown, of
     another shape or dtype; and those of `hf_folder.read_tensors`.

@@ -12,7 +12,7 @@ from danlu.core.errors import ModelError
 class HFValues:
     """A config.json over a family's defaults. `null` counts as given, as it does for transformers.
 
-    Args:   values: the JSON object; defaults: what transformers takes for keys that are absent;
+    Args:   values: the JSON object; defaults: transformers' values for absent keys;
             where: the file, for messages.
     """
 

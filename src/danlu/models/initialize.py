@@ -72,7 +72,7 @@ def initial_value(config: ModelConfig, name: str, box: ShardBox, seed: int) -> T
 
 
 def _of_linear_attention(kind: str, uniform: Tensor) -> Tensor:
-    """First values of a convolution [F, 1, W], or of what decay follows from [H], of numbers from 0 to 1."""
+    """Returns first values of a convolution [F, 1, W], or of a decay parameter [H], from numbers between 0 and 1."""
     if kind == "A_log":
         return (uniform * 16).clamp_(min=1e-2).log_()  # zero would have no logarithm
     if kind == "dt_bias":
@@ -88,7 +88,9 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 
 
 def _initial_std(config: ModelConfig, name: str, inputs: int) -> float | None:
-    """Standard deviation a matrix is drawn with, which reads so many features; None for what starts constant."""
+    """Returns the standard deviation of a matrix's initial values, where it reads `inputs` features; None for constant
+    ones.
+    """
     module, kind = name.split(".")[-2:]
     if kind in _START_AT_ZERO or module.endswith("norm"):
         return None

@@ -26,9 +26,9 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention, in either of two forms that are the same function.
 
     Expanded, each head has keys and values of its own, made of the latents: training takes it, and prompts. Absorbed,
-    the matrix that makes keys is multiplied into the queries and the one that makes values into what comes out, and all
-    heads attend to the latents themselves: decoding takes it, whose cache holds nothing else. Cut over processes, each
-    has some of the heads and the latents of all.
+    the matrix that makes keys is multiplied into the queries, the one that makes values is multiplied into the outputs,
+    and all heads attend to the latents themselves: decoding uses it, and its cache holds nothing else. Cut over
+    processes, each has some of the heads and the latents of all.
     """
 
     tensor_slots: ClassVar[Mapping[str, str]] = {}
@@ -54,13 +54,13 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(spec.value_width, width, bias=spec.bias)
         self.layer = layer
         self.rope = config.ropes.index(spec.rope)
-        """Which of the model's rotary embeddings turns its queries and keys."""
+        """The index of the rotary embedding in `config.ropes` that turns queries and keys."""
         self.spec = spec
         self.scale = spec.attention_scale
 
     @property
     def tensor_roles(self) -> Mapping[str, Role]:
-        """How its matrices may be cut over processes: those that are made for heads, by heads."""
+        """How the matrices may be cut over processes: those that make queries, keys or values of heads, by heads."""
         queries: dict[str, Role] = {"q_proj": "column"}
         if self.q_a_norm is not None:
             queries = {"q_a_proj": "whole", "q_b_proj": "column"}
@@ -79,7 +79,7 @@ class LatentAttention(nn.Module):
 
     @property
     def cache(self) -> LayerCache:
-        """What is kept of each token: its latent, and its rotated key, as the one head of one tensor."""
+        """The values cached for each token: its latent, and its rotated key, as the one head of one tensor."""
         return LayerCache(((1, self.spec.cached_width),), None)
 
     def forward(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor:
@@ -93,8 +93,10 @@ class LatentAttention(nn.Module):
         return out
 
     def attend_heads(self, q: Tensor, latent: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Norm of the latent, rotation and attention. q [T, H*C]; latent [T, L], with what is rotated behind it ->
-        [T, H*W]."""
+        """Applies the norm of the latent, rotation and attention.
+
+        q [T, H*C]; latent [T, L], with the features to be rotated behind it -> [T, H*W].
+        """
         spec = self.spec
         rotated = spec.qk_rope_head_dim
         latent, shared_key = latent.split((spec.kv_lora_rank, rotated), dim=-1)
@@ -108,7 +110,9 @@ class LatentAttention(nn.Module):
         return self._mix(attend, q, Keys((stored,), self.expand, Absorbed(self))).flatten(1)
 
     def expand(self, stored: Sequence[Tensor], positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys [S, H, C] and values [S, H, W] of what is stored, [S, 1, L]; see `danlu.core.layer_types.Expand`."""
+        """Computes keys [S, H, C] and values [S, H, W] from stored values [S, 1, L]; see
+        `danlu.core.layer_types.Expand`.
+        """
         (rows,) = stored
         spec = self.spec
         latent, shared_key = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), dim=-1)
@@ -138,7 +142,7 @@ class Absorbed:
 
     @property
     def value_width(self) -> int:
-        """Features of what is stored that values are made of: the latent's, R."""
+        """The stored features from which values are made: the latent's, R."""
         return self._spec.kv_lora_rank
 
     @property
@@ -154,23 +158,23 @@ class Absorbed:
 
     @property
     def merges_adapter(self) -> bool:
-        """Whether its matrices are those of an adapter merged into them."""
+        """Whether the matrices have an adapter merged into them."""
         return self._attention.kv_b_proj.adapter is not None
 
     def queries(self, q: Tensor, *, exact: bool = False) -> Tensor:
-        """q [T, H, C] -> [T, H, L]: multiplied with what makes the keys that are not rotated."""
+        """q [T, H, C] -> [T, H, L]: multiplied with the matrix that makes the keys that are not rotated."""
         spec = self._spec
         of_latent, turned = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1)
         makes_keys = self._matrices(q.dtype)[:, : spec.qk_nope_head_dim]  # [H, C - Cr, R]
         return torch.cat((_by_head(of_latent, makes_keys, exact), turned), dim=-1)
 
     def outputs(self, out: Tensor, *, exact: bool = False) -> Tensor:
-        """out [T, H, R] -> [T, H, W]: multiplied with what makes the values."""
+        """out [T, H, R] -> [T, H, W]: multiplied with the matrix that makes the values."""
         makes_values = self._matrices(out.dtype)[:, self._spec.qk_nope_head_dim :]  # [H, W, R]
         return _by_head(out, makes_values.transpose(1, 2), exact)
 
     def _matrices(self, dtype: torch.dtype) -> Tensor:
-        """[H, C - Cr + W, R]: what makes keys and values of the heads that are here."""
+        """Returns the matrices that make keys and values of the heads that are here, [H, C - Cr + W, R]."""
         linear, spec = self._attention.kv_b_proj, self._spec
         whole = linear.dense_weight(dtype) if linear.adapter is None else linear.adapter.effective(linear).to(dtype)
         return whole.unflatten(0, (-1, spec.qk_nope_head_dim + spec.v_head_dim))

@@ -29,7 +29,7 @@ class Latent:
     """Features of a query, and of a key, that are not rotated."""
     v_head_dim: int
     rope: Rope
-    """Of the other features of a query, Cr, and of the key that all heads share."""
+    """The rotary embedding of the other features of a query, Cr, and of the key that all heads share."""
     q_lora_rank: int | None = None
     """Features of the latent that queries are made of; None: they are made of the layer's input."""
     bias: bool = False
@@ -37,7 +37,7 @@ class Latent:
     interleaved: bool = True
     """Whether neighbouring features of a head make a rotated pair, as DeepSeek stores them; else halves of it do."""
     norm_eps: float = 1e-6
-    """Of the norms of the latents, which take their own in transformers, whatever that of the model is."""
+    """The epsilon of the latents' norms; transformers gives them one of their own, whatever the model's is."""
 
     window: ClassVar[None] = None
     softcap: ClassVar[None] = None
@@ -67,7 +67,7 @@ class Latent:
 
     @property
     def attention_scale(self) -> float:
-        """What q·k is multiplied by: one over the root of C, and YaRN's temperature (see `YarnScaling.score_scale`)."""
+        """The factor of q·k: one over the root of C, and YaRN's temperature (see `YarnScaling.score_scale`)."""
         scaling = self.rope.scaling
         return (scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0) / math.sqrt(self.head_dim)
 
@@ -104,7 +104,7 @@ class Latent:
         return 2 * (self.query_width + self.value_width)
 
     def kept(self, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks, beside scores."""
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides scores."""
         queries, values = self.query_width / tensor, self.value_width / tensor
         expanded = self.expanded_width / tensor
         q_latent = self.q_lora_rank or 0

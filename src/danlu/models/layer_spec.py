@@ -1,9 +1,9 @@
-"""What a layer of a decoder is made of, as plain data: what mixes its tokens, its feed-forward network, its norms.
+"""The parts of a decoder layer as plain data: the mixer of its tokens, its feed-forward network, its norms.
 
-A `LayerSpec` says all that decides the layer's parameters, products, cache and cuts. `decoder.Layer` builds it; the
-plan, tensor parallelism and the shrunken models of `danlu verify` read it. Its mixers are in `heads_spec.py`,
-`latent_spec.py`, `factorized_spec.py` and `delta_spec.py`, its feed-forward networks in `mlp_spec.py` and
-`experts_spec.py`. Imports no torch.
+A `LayerSpec` decides the layer's parameters, products, cache and cuts. `decoder.Layer` builds it; the plan, tensor
+parallelism and the shrunken models of `danlu verify` read it. Its mixers are in `heads_spec.py`, `latent_spec.py`,
+`factorized_spec.py` and `delta_spec.py`, its feed-forward networks in `mlp_spec.py` and `experts_spec.py`. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class LayerSpec:
     mixer: Mixer
     feed: Feed
     norms: Norms = "pre"
-    """Before each half (`pre`), behind it, before it joins the residual stream (`post`), or both (`sandwich`)."""
+    """The place of norms: before each half (`pre`), behind it, before it joins the residual stream (`post`), or both
+    (`sandwich`).
+    """
 
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass."""
@@ -52,7 +54,7 @@ class LayerSpec:
 
     @property
     def attention(self) -> Heads:
-        """Its mixer, of a layer whose mixer is attention by heads."""
+        """The mixer of a layer that mixes tokens with attention by heads."""
         assert isinstance(self.mixer, Heads), f"{self.mixer} is no attention by heads"
         return self.mixer
 
@@ -75,7 +77,7 @@ class LayerSpec:
             yield from ((name, size) for name in MAXIMUMS if (size := getattr(half, name, None)) is not None)
 
     def differences(self, other: LayerSpec) -> list[str]:
-        """Names of what another layer has not, or has otherwise: `mixer.qk_norm`."""
+        """Names the fields in which this layer differs from another: `mixer.qk_norm`."""
         names: list[str] = []
         for half in ("mixer", "feed"):
             own, others = getattr(self, half), getattr(other, half)

@@ -1,6 +1,6 @@
 """LeNet-5, a classifier of small images (LeCun et al., Proceedings of the IEEE 86, 1998), in its modern form.
 
-Sizes of layers are the paper's; what has changed since is changed here too:
+Sizes of layers are the paper's; later changes are made here too:
 
 =========  =============================================  ========================================
 layer      here                                           in the paper

@@ -2,16 +2,16 @@
 
 All sums are over the tokens of a whole step, so neither packing, accumulation nor a layout can change them. A loss that
 multiplies two means over a batch, as Switch Transformer's f·P (arXiv:2101.03961, eq. 4), is no such sum: cut into
-micro-batches it is another one. What takes its place, for each layer, with P the scores of a token divided by their
-sum, E experts and k of them for a token:
+micro-batches it is another one. These losses take its place, for each layer, with P the scores of a token divided by
+their sum, E experts and k of them for a token:
 
 - `sequence` (DeepSeek-V3, arXiv:2412.19437, eq. 17-20): f·P of each document, f from its own tokens' k highest scores;
 - `step`: f·P with the f of the step before, E times the share of its rows that each expert had; at first 1;
 - `z` (ST-MoE, arXiv:2202.08906, eq. 5): the square of the logsumexp of a token's logits.
 
 Each is a mean over the step's tokens, in which a document counts by its length, and a sum over layers. And `bias`
-(arXiv:2408.15664): after an update, what is added to the scores that experts are chosen by moves by `rate`, up where an
-expert had fewer rows than the mean in the step, down where it had more.
+(arXiv:2408.15664): after an update, the bias that is added to the scores for the choice of experts moves by `rate`, up
+where an expert had fewer rows than the mean in the step, down where it had more.
 
 T tokens of a micro-batch · E experts · k experts of a token
 """
@@ -43,11 +43,11 @@ _LOSSES_AND_MORE = ("dropped", "entropy", "balance", "z")
 
 @dataclass(frozen=True)
 class Balancing:
-    """What keeps experts evenly loaded, and how strongly."""
+    """The method that keeps experts evenly loaded, and its strength."""
 
     kind: Literal["bias", "sequence", "step", "none"] = "none"
     rate: float = 0.0
-    """bias: what biases move by in an update; step: the coefficient of its loss."""
+    """bias: the step of the biases in an update; step: the coefficient of its loss."""
     sequence: float = 0.0
     """The coefficient of the loss of each document."""
     z: float = 0.0
@@ -71,16 +71,20 @@ class BatchTokens:
 
     @classmethod
     def of(cls, real: Tensor, boundaries: Sequence[int], packs: Sequence[int], factor: float) -> BatchTokens:
-        """Of tokens in documents, and in packs of these, whose offsets into T are given, from 0 to T."""
+        """Describes tokens in documents, and documents in packs.
+
+        boundaries, packs: offsets into T, from 0 to T.
+        """
         document, pack = _runs(boundaries, real), _runs(packs, real)
         lengths = torch.zeros(len(boundaries) - 1, device=real.device).index_add_(0, document, real.float())
         pack_lengths = torch.zeros(len(packs) - 1, dtype=torch.float64, device=real.device)
         return cls(real, document, lengths, pack, pack_lengths.index_add_(0, pack, real.double()), factor)
 
     def of_share(self, shares: Sequence[Share], index: int, sum_over_documents: SumOverRanks) -> BatchTokens:
-        """The same for the share of one context rank: its documents are whole ones, which other ranks have parts of.
+        """Returns the same for the share of one context rank: documents count as whole ones, though other ranks have
+        parts of them.
 
-        What fills the share up is a document more, with the number behind theirs.
+        The rows that fill the share up are one more document, with the number behind theirs.
         """
         lengths = Counter[int]()
         for run in itertools.chain.from_iterable(share.runs for share in shares):
@@ -110,16 +114,16 @@ class Balancer:
     """Counts the load of all experts of a decoder in each step, and keeps it even.
 
     adds_gradient: whether this process adds the gradients of the losses. Every tensor rank has all tokens and the whole
-    of these gradients, and what a router gets is summed over them: so one of them adds it.
+    of these gradients, and a router's gradient is summed over them: so one of them adds it.
     """
 
     def __init__(self, model: Decoder, balancing: Balancing, *, adds_gradient: bool = True) -> None:
         self.balancing = balancing
         self.adds_gradient = adds_gradient
         self.tokens: BatchTokens | None = None
-        """Of the micro-batch that goes through the model; None: nothing is counted, and nothing added."""
+        """The tokens of the micro-batch that goes through the model; None: nothing is counted, and nothing added."""
         self._copies: dict[torch.device, BatchTokens] = {}
-        """Of `_copied`, on the devices of other layers, where a model lies on several."""
+        """Copies of `_copied` on the devices of other layers, where a model is on several devices."""
         self._copied: BatchTokens | None = None
         self.layers: dict[str, LayerBalancer] = {}
         for name, layer in model.layers.items():
@@ -131,7 +135,7 @@ class Balancer:
 
     @contextmanager
     def active(self, tokens: BatchTokens) -> Iterator[None]:
-        """A context in which what goes through the model is counted and balanced."""
+        """Counts and balances the tokens that go through the model in the context."""
         before, self.tokens = self.tokens, tokens
         try:
             yield
@@ -149,14 +153,14 @@ class Balancer:
         return self._copies[device]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on beside the model's parameters, by name, live."""
+        """The state that the next step depends on, besides the model's parameters, by name, live."""
         if self.balancing.kind != "step":
             return {}
         return {f"router.load.{name}": layer.load for name, layer in self.layers.items()}
 
     @torch.no_grad()
     def end_step(self, sum_over_data: SumOverRanks) -> dict[str, float]:
-        """Sums what was counted over the processes, all of which call it, and returns what is logged of it.
+        """Sums the counts over all processes, each of which calls this, and returns the metrics to log.
 
         By layer: `load`, the most rows of an expert over their mean; `entropy`, of a token's scores in nats, its mean;
         with a capacity `dropped`, the share of rows beyond it. Over all layers together the losses, without their
@@ -197,7 +201,7 @@ class Balancer:
 
 
 def merged_metrics(of_stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What `Balancer.end_step` returns for all layers, of what it returned for those of each stage of a pipeline."""
+    """Merges the metrics that `Balancer.end_step` returned on each stage of a pipeline into those of all layers."""
     merged: dict[str, float] = {}
     for metrics in of_stages:
         for name, value in metrics.items():
@@ -216,7 +220,7 @@ class LayerBalancer:
         self.load = torch.ones(experts, device=device)
         """[E] float32: the same, divided by their mean; 1 before the first step."""
         self.sums = torch.zeros(experts + len(_LOSSES_AND_MORE), dtype=torch.float64, device=device)
-        """Of this process in this step so far: rows of each expert, then `_LOSSES_AND_MORE`."""
+        """The counts of this process in this step so far: rows of each expert, then `_LOSSES_AND_MORE`."""
 
     def __call__(self, logits: Tensor, routes: Routes) -> Routes:
         """The routes, with the losses' gradients in their weights, and without experts that are beyond their capacity.
@@ -238,7 +242,7 @@ class LayerBalancer:
         return Routes(experts, weights, routes.scores)
 
     def end_step(self, sums: Tensor) -> None:
-        """Takes up `sums` over all processes, and begins anew."""
+        """Takes over `sums` over all processes, and resets the counts."""
         self.counts.copy_(sums[: len(self.counts)])
         if self.counts.any():  # not so in a step of which this layer saw nothing
             self.load.copy_(self.counts / self.counts.mean())
@@ -297,12 +301,14 @@ class LayerBalancer:
 
 
 def is_recomputing() -> bool:
-    """Whether this forward pass is made within a backward pass: it has been made, and counted, before."""
+    """Whether this forward pass runs within a backward pass: it has been made, and counted, before."""
     return torch._C._current_graph_task_id() != -1
 
 
 class _WithLoss(torch.autograd.Function):
-    """x as it is; in the backward pass `loss`, a scalar, gets the gradient 1, as a term of what is minimised does."""
+    """Returns x as it is; in the backward pass `loss`, a scalar, gets the gradient 1, like a term of the minimised
+    loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

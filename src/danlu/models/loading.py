@@ -1,8 +1,8 @@
-"""Weights from a Hugging Face folder into a decoder: all problems are told first, then bytes go straight to memory.
+"""Weights from a Hugging Face folder into a decoder: all problems are reported first, then bytes go straight to memory.
 
 Peak memory is the model plus one buffer: a parameter of the stored type is read in place, any other is converted a
-buffer at a time. Where each weight is handed to a function that stores it otherwise (`load_into`), it is the model as
-that function stores it plus one weight. Where a process wants only boxes of parameters, it reads and holds no more.
+buffer at a time. With `load_into`, where a function stores each weight in another form, peak memory is the model in
+that form plus one weight. Where a process wants only boxes of parameters, it reads and holds no more.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from danlu.models.tensor_reader import Location, Target, TensorReader
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""
 _WEIGHT_ENDINGS = (".weight", ".bias", ".gate_up_proj", ".down_proj", ".gate_up_proj_bias", ".down_proj_bias")
-"""Of the names of weights and biases, stacked experts' among them; constants of 4-bit weights end otherwise."""
+"""The endings of names of weights and biases, stacked experts' among them; constants of 4-bit weights end otherwise."""
 
 Located = tuple[HFTensor, Location]
 Take = Callable[[str, Tensor], Tensor | None]
-"""(parameter, its value as stored) -> what becomes the parameter, or None if the weight has been put elsewhere."""
+"""(parameter, its value as stored) -> the value of the parameter, or None if the weight has been put elsewhere."""
 Unpack = Callable[[str, Mapping[str, Tensor], str, Sequence[int]], Sequence[QuantizedWeight]]
 """(name on disk, its tensors by name, the file for messages, the rows of its parts) -> the parts of a weight that
 bitsandbytes quantized."""
@@ -70,8 +70,8 @@ def load(
 def load_boxes(folder: str | Path, config: ModelConfig, targets: Mapping[str, Target]) -> None:
     """Fills boxes of a model's parameters, converted to the targets' dtypes; of the files only they are read.
 
-    targets: by parameter; the others are passed over. Raises ModelError as `load` does, for values only of what it
-    reads.
+    targets: by parameter; the others are passed over. Raises ModelError as `load` does, for values only of the boxes
+    that it reads.
     """
     _fill(_locate(Path(folder), config, quantized=False), targets)
 
@@ -121,14 +121,14 @@ def load_into(
     layer_loaded: Callable[[str], None] = lambda layer: None,
     boxes: Mapping[str, ShardBox] | None = None,
 ) -> None:
-    """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` says what becomes of it.
+    """Gives a `meta_decoder` its weights one by one: each is read as it is stored, and `take` returns the parameter's
+    value.
 
     A weight that bitsandbytes quantized goes through `unpack` into the layer's slot and never through `take`; those of
-    experts, which are tensors of their own, also through `stack` (None: `unpack` takes no weight).
-    `layer_loaded` is called with the name of each layer ("3") that has all of its weights; the order is that of the
-    files. boxes: of parameters of which only that box is read and becomes the parameter, such as a rank's experts.
-    Weights of layers that the model has not, as a stage of a pipeline, are passed over. Raises ModelError as `load`
-    does.
+    experts, which are tensors of their own, also through `stack` (None: `unpack` takes no weight). `layer_loaded` is
+    called with the name of each layer ("3") that has all of its weights; the order is that of the files. boxes: boxes
+    by parameter, such as a rank's experts; only the box is read, and becomes the parameter. Weights of layers that the
+    model has not, as a stage of a pipeline, are passed over. Raises ModelError as `load` does.
     """
     folder = Path(folder)
     stored = own_tensors(folder, model.config)
@@ -223,12 +223,14 @@ class _Values:
 
 
 Describe = Callable[[str, Mapping[str, Tensor], str], Sequence[int]]
-"""(name on disk, its tensors by name, the file for messages) -> the shape of a weight in 4 bits. Tensors
-above a few KiB are on the meta device, without values. Raises ModelError for what does not go together."""
+"""(name on disk, its tensors by name, the file for messages) -> the shape of a weight in 4 bits.
+
+Tensors above a few KiB are on the meta device, without values. Raises ModelError for tensors that do not fit together.
+"""
 
 
 def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) -> None:
-    """Raises ModelError as `load_into` would for headers, and for weights in 4 bits whose parts do not go together.
+    """Raises ModelError as `load_into` would for headers, and for 4-bit weights with parts that do not fit together.
 
     Nothing large is read.
     """
@@ -244,13 +246,13 @@ def check_prequantized(folder: Path, config: ModelConfig, describe: Describe) ->
 
 
 def meta_decoder(config: ModelConfig) -> Decoder:
-    """A decoder whose parameters have shapes only."""
+    """Builds a decoder with parameters that have shapes only."""
     with torch.device("meta"):
         return Decoder(config)
 
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder whose parameters have memory but no values yet."""
+    """Builds a decoder with parameters that have memory but no values yet."""
     model = meta_decoder(config)
     in_float32: tuple[type[nn.Module], ...] = ()
     if config.has_experts:
@@ -285,7 +287,9 @@ def _floating(folder: str | Path) -> list[TensorLocation]:
 
 
 def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Located]:
-    """Where each tensor lies, in the order of files and offsets: disks and page caches like one direction."""
+    """Returns the location of each tensor, in the order of files and offsets: disks and page caches like one
+    direction.
+    """
     stored = check_headers(folder, config, quantized=quantized)
     embedding = hf_name(EMBEDDING, config)
     if config.task == "causal-lm" and config.tie_word_embeddings:
@@ -318,7 +322,7 @@ def _linear(model: Decoder, parameter: str) -> Linear | GroupedLinear:
 
 
 def _check_quantized_alike(located: Iterable[Located]) -> None:
-    """Raises ModelError for a layer some of whose experts are in 4 bits and others are not."""
+    """Raises ModelError for a layer with some experts in 4 bits and others not."""
     first: dict[str, tuple[bool, str]] = {}  # by parameter: whether its first tensor is in 4 bits, and its name
     for tensor, location in located:
         is_quantized = location.dtype == FOUR_BIT

@@ -30,15 +30,15 @@ _KEPT_BY_METHOD: dict[str, type[RopeScaling]] = {
 
 
 def with_long_context(config: ModelConfig, section: LongContext | None, length: int) -> ModelConfig:
-    """The config as `section` scales it for documents of `length` tokens.
+    """Returns the config scaled by `section` for documents of `length` tokens.
 
     The scaling is in transformers' form: NTK-aware, which has none of its own, is a larger rope_theta; linear and
     dynamic leave max_position_embeddings at the length before them, the others raise it to `length`. Layers with a
     window of attention keep their rotation where the family's layers may differ. Up to the length that the model was
-    trained at nothing is scaled, except by LongRoPE, whose factors also follow from each document's own length.
+    trained at nothing is scaled, except by LongRoPE, where factors also follow from each document's own length.
 
     Raises ModelError for a model that is scaled in another way already, for factors of another number of pairs, and for
-    a family whose config.json cannot say the method.
+    a family with a config.json that cannot express the method.
     """
     if section is None or section.method == "none":
         return config

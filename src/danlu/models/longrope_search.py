@@ -1,8 +1,8 @@
 """The evolutionary search for LongRoPE's factors (arXiv:2402.13753, algorithm 1), as functions of numbers.
 
 A candidate is one factor for each rotated pair, the fastest pair first; factors never fall from one pair to the next,
-since slower pairs have seen less of their turn and are interpolated more. What a candidate is worth is asked of a
-`judge`; who that is, and what it reads, is not known here. No torch.
+since slower pairs have seen less of their turn and are interpolated more. A `judge`, a function given by the caller,
+returns the loss of a candidate. No torch.
 
 Of the paper's algorithm one thing is left out: the number of first tokens that are not scaled. No config.json can say
 it, and neither transformers nor vLLM would compute it.
@@ -29,11 +29,12 @@ STRETCH = 1.25
 
 
 def search(rope: Rope, original: int, length: int, settings: LongRopeSearch, seed: int, judge: Judge) -> Candidate:
-    """The best candidate that was found for documents of `length` tokens, of a model trained at `original`.
+    """Returns the best candidate found for documents of `length` tokens, of a model trained at `original`.
 
     The first generation is linear scaling, NTK-aware scaling and YaRN with mutations of these; each later one has
     mutations and crossovers of the best `parents` of all that came before. No candidate is judged twice. The result
-    follows from the arguments and what `judge` says, so that one which remembers resumes an interrupted search.
+    follows from the arguments and the losses of `judge`, so that a judge that caches its losses resumes an interrupted
+    search.
     """
     losses: dict[Candidate, float] = {}
     for generation in range(settings.generations + 1):
@@ -84,9 +85,9 @@ def _next(
 
 
 def mutated(parent: Candidate, probability: float, factor: float, random: np.random.Generator) -> Candidate:
-    """The parent with some factors drawn anew, each between the one before it and the parent's one behind it.
+    """Returns the parent with some factors redrawn, each between the one before it and the parent's one behind it.
 
-    At least one is drawn: the parent itself would say nothing new.
+    At least one is drawn: the parent itself has been judged before.
     """
     drawn = random.random(len(parent)) < probability
     drawn[int(random.integers(len(parent)))] = True
@@ -106,6 +107,6 @@ def crossed(first: Candidate, second: Candidate, probability: float, random: np.
 
 
 def _rounded(factors: np.ndarray, factor: float) -> Candidate:
-    """Within the bounds of the search, in its steps, and never falling."""
+    """Rounds factors to the steps of the search, within its bounds, and never falling."""
     bounded = np.clip(np.round(factors, DIGITS), 1.0, round(STRETCH * factor, DIGITS))
     return tuple(float(value) for value in np.round(np.maximum.accumulate(bounded), DIGITS))

@@ -44,7 +44,7 @@ class Dense:
         return 3 * self.intermediate_size * width
 
     def kept(self, width: int, tensor: int) -> Kept:
-        """What the backward pass needs of each token, on one of so many tensor ranks, beside its input."""
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input."""
         inner = self.intermediate_size / tensor
         return {"none": 3 * inner, "elementwise": 2 * inner, "selective": 2 * inner}
 

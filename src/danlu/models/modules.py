@@ -30,7 +30,7 @@ class Linear(nn.Module):
     """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them.
 
     Two slots are filled from outside: `quantized` holds a frozen weight in few bits, in place of `weight`; `adapter`
-    takes over the whole product. Cut over processes it is a smaller layer, and `shape` is what is here.
+    takes over the whole product. Cut over processes it is a smaller layer, and `shape` is that of the local part.
     """
 
     quantized: QuantizedWeight | None
@@ -193,7 +193,7 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary.
 
-    Where the vocabulary is cut over processes, tokens whose rows another process has give zeros, and `leave` sums over
+    Where the vocabulary is cut over processes, tokens with rows on another process give zeros, and `leave` sums over
     the processes.
     """
 
@@ -207,7 +207,7 @@ class Embedding(nn.Module):
         self.multiplier = config.embedding_multiplier
         self.vocab_size = config.vocab_size
         self.vocab_start = 0
-        """That `weight` has a row for."""
+        """The first token id with a row in `weight`."""
         self.leave: BoundaryOp = identity
         self.sparse_gradient = False
         """Whether the weight's gradient is a sparse tensor of the rows of tokens that occur: see `ops.embedding`."""
@@ -227,7 +227,8 @@ class Embedding(nn.Module):
         return x if elsewhere is None else x.masked_fill(elsewhere.unsqueeze(1), 0)
 
     def local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For tokens [T] the rows of `weight` [T], and a mask [T] of those whose row another process has, or None.
+        """Returns the rows of `weight` [T] for tokens [T], and a mask [T] of those with a row on another process, or
+        None.
 
         A token outside of the vocabulary stays outside on the process with the nearest row: an error of the look-up.
         """

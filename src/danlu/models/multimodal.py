@@ -20,19 +20,19 @@ _STORED_PREFIXES = {
     f"{LANGUAGE_PART}.": f"{LANGUAGE_PART}.",
     "lm_head.": "lm_head.",
 }
-"""How names of the language part begin in folders -> in transformers' classes, which read both."""
+"""Prefixes of the language part's names in folders -> in transformers' classes, which read both."""
 _OUTER_KEYS = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Of which what stands beside text_config counts, where it is given."""
+"""The keys for which a value next to text_config takes precedence, where it is given."""
 
 
 @dataclass(frozen=True)
 class Multimodal:
-    """A class of transformers that has a decoder beside other parts."""
+    """A class of transformers that has a decoder and other parts."""
 
     text_types: tuple[str, ...]
     """The families that its language part may be of."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What its text_config means by absent keys, beside what the family does (transformers 5.23)."""
+    """The values of absent keys in its text_config, over those of the family (transformers 5.23)."""
     stacked_experts: bool = False
     """Whether the experts of a layer share two tensors in its published folders."""
 
@@ -54,7 +54,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "qwen3_5": Multimodal(("qwen3_5_text",), {"tie_word_embeddings": False}),
     "qwen3_5_moe": Multimodal(("qwen3_5_moe_text",), {"tie_word_embeddings": False}, stacked_experts=True),
 }
-"""By model_type of config.json."""
+"""The multimodal classes by model_type of config.json."""
 
 
 def text_values(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _wide_weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor) -> tuple[
 class _Linear(torch.autograd.Function):
     """`F.linear(x, weight.to(x.dtype), bias)` that keeps the weight as it is stored, and no narrow copy of it.
 
-    With a deferral its anchor stands for the weight, whose gradient is left to the queue.
+    With a deferral its anchor stands for the weight, and the queue computes the weight's gradient.
     """
 
     @staticmethod
@@ -204,9 +204,9 @@ def embedding(tokens: Tensor, weight: Tensor, dtype: torch.dtype, *, sparse_grad
 class _HalfEmbedding(torch.autograd.Function):
     """`F.embedding`, with gradients of one token id summed in float32 and rounded once.
 
-    On a CPU torch sums them in the type of the weight, where what a frequent token gets soon rounds away: in bfloat16,
-    with 1000 token ids that follow Zipf's law, 1.6 % of the gradient of 4096 tokens and 19 % of that of 65,536. CUDA's
-    kernels sum in float32 already.
+    On a CPU torch sums them in the type of the weight, where the gradient of a frequent token soon rounds away: in
+    bfloat16, with 1000 token ids that follow Zipf's law, 1.6 % of the gradient of 4096 tokens and 19 % of that of
+    65,536. CUDA's kernels sum in float32 already.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class _HalfEmbedding(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, shard: NormShard | None = None) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis, statistics in float32 (arXiv:1910.07467).
 
-    offset: 1 for Gemma, whose weights are stored as differences from one (and multiplied in float32). shard: where x
+    offset: 1 for Gemma, where weights are stored as differences from one (and multiplied in float32). shard: where x
     and weight are a part of rows that are normed as a whole; the mean is over all of them then, forward and backward.
     """
     if not torch.is_grad_enabled():  # decoding makes dozens of these a token, and a Function costs as much as the norm

@@ -38,15 +38,15 @@ class Product:
     weights: tuple[Tensor, ...]  # with the biases kept, so that their ids are no others'
     biases: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
-    """Of weights and biases."""
+    """The version counters of weights and biases."""
     weight: Tensor
-    """[O, I], or what oneDNN made of it."""
+    """The weight [O, I], or oneDNN's packed form of it."""
     bias: Tensor | None
     """[O]"""
     packed: bool
 
     def follows(self, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], dtype: torch.dtype) -> bool:
-        """Whether this is what weights and biases are now."""
+        """Whether the product still belongs to the present weights and biases."""
         if self.weight.dtype != dtype or not all(map(operator.is_, self.biases, biases)):
             return False
         sources = weights if self.bias is None else (*weights, *self.biases)
@@ -73,7 +73,8 @@ class PackedWeights:
     A copy is used as long as its weights do not change. Weights of another type than activations, such as a trainer's
     float32 ones, are cast once and not for every token.
 
-    limit_bytes: what copies may take of weights that could be multiplied as they are; those that come later are.
+    limit_bytes: the memory for copies of weights that could be multiplied as they are; weights beyond it are multiplied
+    as they are.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -83,7 +84,7 @@ class PackedWeights:
 
     @property
     def copies(self) -> int:
-        """How many there are."""
+        """The number of copies."""
         return len(self._copies)
 
     @contextmanager

@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Name -> config.json without what the tokenizer decides."""
+"""Name -> config.json without the keys that the tokenizer decides."""
 
 
 def from_scratch(

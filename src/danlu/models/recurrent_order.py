@@ -1,7 +1,7 @@
-"""In which order layers with a recurrent state go through packed tokens: documents and branches, cut into chunks.
+"""The order in which layers with a recurrent state go through packed tokens: documents and branches, cut into chunks.
 
-A state begins anew in each document. A branch begins with the state behind its parent's last token, so tokens that
-several branches share are gone through once.
+A state is zero at the beginning of each document. A branch begins with the state behind its parent's last token, so
+tokens that several branches share are gone through once.
 
 T packed tokens · N chunks · C tokens of a chunk · P tokens before a run that a convolution sees
 """
@@ -208,7 +208,7 @@ class RecurrentPart:
 
     tokens: slice
     order: RecurrentOrder | HeadExchange
-    """Of these tokens, or what makes whole documents of them and of other processes' tokens."""
+    """The order of these tokens, or the exchange that makes whole documents of them and of other processes' tokens."""
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,11 @@ class RecurrentRuns:
     """How layers with a state go through the tokens of a forward pass; `runs` of an `Attend`."""
 
     order: RecurrentOrder
-    """Of all tokens, where states begin anew in each document."""
+    """The order of all tokens; states are zero at the beginning of each document."""
     caches: Sequence[RecurrentCache] | None = None
-    """In a rollout: parts of the tokens, in order, which continue what is cached."""
+    """The caches that parts of the tokens, in order, continue in a rollout; None elsewhere."""
     parts: Sequence[RecurrentPart] = ()
-    """On a context rank, in the place of `order`: parts of the tokens, in order, that have nothing of each other."""
+    """The parts of the tokens on a context rank, in order and independent of each other; they replace `order`."""
 
 
 def _tokens_before(run: Segment, most: int) -> list[int]:

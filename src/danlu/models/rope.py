@@ -26,7 +26,7 @@ from danlu.models.rope_config import (
 
 
 class Rotation(NamedTuple):
-    """What one rotary embedding does to queries and keys of T tokens."""
+    """The rotation of queries and keys of T tokens by one rotary embedding."""
 
     cos: Tensor  # [T, R]
     sin: Tensor  # [T, R]
@@ -37,7 +37,7 @@ class Rotation(NamedTuple):
         return self.map(lambda x: x.to(dtype))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Rotation:
-        """Each tensor as a function makes it anew."""
+        """Returns the rotation with a function applied to each tensor."""
         scale = self.query_scale
         return Rotation(function(self.cos), function(self.sin), None if scale is None else function(scale))
 
@@ -45,10 +45,11 @@ class Rotation(NamedTuple):
 def rotary_tables(
     rope: Rope, positions: Tensor, lengths: Tensor | None = None, *, frequencies: Tensor | None = None
 ) -> Rotation:
-    """cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants them.
+    """Returns cos and sin [T, R] float32 for positions [T] int64; both halves of R alike, as half-split rotation wants
+    them.
 
     Under dynamic NTK a document longer than max_position_embeddings gets frequencies of its own, from its own length,
-    and under LongRoPE it has the long or the short factors: what it would get alone, whatever it is packed with.
+    and under LongRoPE it has the long or the short factors: the same as if it were alone, whatever it is packed with.
 
     lengths: [T] int64, the length that each token's document is rotated by; by default its own, read from the
     positions, which works where documents are whole.
@@ -70,15 +71,16 @@ def rotary_tables(
 def rotated_by_length(ropes: Sequence[Rope], length: int) -> bool:
     """Whether the beginning of a document of `length` tokens is rotated in another way than it would be alone.
 
-    Keys that were cached when the document was shorter are then those of other frequencies.
+    Keys that were cached when the document was shorter then have other frequencies.
     """
     return any(rope.follows_length and length > rope.short_length for rope in ropes)
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """For each token the length of its document, read from positions [T]: a document ends where they stop rising by 1.
+    """Returns the length of each token's document, read from positions [T]: a document ends where they stop rising by
+    1.
 
-    Of documents that are not there from their first token to their last it knows too little.
+    Lengths are wrong for documents that are not there from their first token to their last.
     """
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[1:] = positions[1:] != positions[:-1] + 1

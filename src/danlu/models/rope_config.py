@@ -1,4 +1,4 @@
-"""Rotary position embedding as plain data: the base, what is rotated, and how frequencies are scaled. No torch.
+"""Rotary position embedding as plain data: the base, the rotated features, and the scaling of frequencies. No torch.
 
 `rope.py` makes frequencies and tables of it, `hf_rope.py` reads and writes it.
 """
@@ -59,7 +59,7 @@ class YarnScaling:
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by: given, or 0.1 ln(factor) + 1 (DeepSeek's ratio of two where set)."""
+        """The factor of cos and sin: given, or 0.1 ln(factor) + 1 (DeepSeek's ratio of two where set)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -68,10 +68,10 @@ class YarnScaling:
 
     @property
     def score_scale(self) -> float:
-        """What DeepSeek's latent attention multiplies its score scale by: the square of mscale_all_dim's temperature.
+        """The factor of the score scale in DeepSeek's latent attention: the square of mscale_all_dim's temperature.
 
-        Its cos and sin keep `attention_scaling` alone, which turns only the rotated features of a head; the features
-        beside them get their temperature from here (arXiv:2405.04434, transformers' `DeepseekV3Attention`).
+        Its cos and sin keep `attention_scaling` alone, which turns only the rotated features of a head; the other
+        features get their temperature from here (arXiv:2405.04434, transformers' `DeepseekV3Attention`).
         """
         return self._temperature(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
@@ -93,7 +93,7 @@ class LongRopeScaling:
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
     factor: float
-    """How much longer than that documents may be."""
+    """The ratio of the longest document to the original length."""
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class LongRopeScaling:
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by, of short documents too: given, or sqrt(1 + ln factor / ln original)."""
+        """The factor of cos and sin, also for short documents: given, or sqrt(1 + ln factor / ln original)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -183,23 +183,25 @@ class Rope:
 
     @property
     def short_length(self) -> int:
-        """Where frequencies follow the length: the most tokens of a document whose frequencies do not yet."""
+        """The length of the longest document that has the frequencies of short ones, where frequencies follow the
+        length.
+        """
         if isinstance(self.scaling, LongRopeScaling):
             return self.scaling.original_max_position_embeddings
         return self.max_position_embeddings
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return self.scaling.attention_scaling if isinstance(self.scaling, YarnScaling | LongRopeScaling) else 1.0
 
     @property
     def context_length(self) -> int:
-        """Positions with what the scaling adds to them.
+        """The number of positions, extended by the scaling.
 
         Linear scaling and dynamic NTK leave max_position_embeddings at the length before them, as vLLM takes it. Under
-        YaRN and LongRoPE it may be either, and `original_max_position_embeddings` says what is stretched. Llama 3's
-        has both.
+        YaRN and LongRoPE it may be either, and `original_max_position_embeddings` is the length that is stretched.
+        Llama 3's has both.
         """
         match self.scaling:
             case LinearScaling(factor=factor) | DynamicScaling(factor=factor):

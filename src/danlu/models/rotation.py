@@ -1,4 +1,4 @@
-"""How two configs of one model rotate queries and keys: compared, or taken over from one to the other. No torch."""
+"""Comparing how two configs of one model rotate queries and keys, and copying the rotation to another. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_rotation_of(config: ModelConfig, rotated: ModelConfig) -> ModelConfig:
 
 
 def same_rotation(first: ModelConfig, second: ModelConfig) -> bool:
-    """Whether two configs of one model rotate it alike."""
+    """Whether two configs of one model rotate queries and keys alike."""
     positions = first.max_position_embeddings == second.max_position_embeddings
     ropes = [[layer.mixer.rope for layer in config.layers] for config in (first, second)]
     return positions and ropes[0] == ropes[1]

@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token goes to, and how much each of them counts.
+"""The choice of each token's experts in a mixture, and their weights.
 
 T packed tokens · D model width · E experts · k experts of a token
 """
@@ -19,7 +19,7 @@ _LEAST_SUM = 1e-20  # that weights are divided by: sigmoids of very negative log
 
 
 class Routes(NamedTuple):
-    """Where tokens go."""
+    """The experts of each token, with their weights and scores."""
 
     experts: Tensor  # [T, k] int64, of each token its experts, all different; E in the place of one that is full
     weights: Tensor  # [T, k] float32, what the outputs of these are multiplied by; carries the router's gradient
@@ -29,8 +29,8 @@ class Routes(NamedTuple):
 class Router(nn.Module):
     """x [T, D] -> `Routes`, as `experts_spec.Router` says. Parameters are uninitialised.
 
-    The slot `balancer` counts what goes where, adds losses and leaves out what experts have no room for. The slot
-    `replay` is shown the experts [T, k] that are chosen, and says where tokens go in their place (`router_replay`).
+    The slot `balancer` counts the rows of each expert, adds losses and drops rows that experts have no room for. The
+    slot `replay` takes the chosen experts [T, k] and returns those that are used instead (`router_replay`).
 
     Logits and scores are float32 whatever the type of activations: in bfloat16 two experts in a hundred tokens would
     change places with each other (Switch Transformer, arXiv:2101.03961, section 2.4).
@@ -74,7 +74,9 @@ class Router(nn.Module):
         return self.eligible(scores).topk(self.top_k).indices
 
     def eligible(self, scores: Tensor) -> Tensor:
-        """What experts are chosen by, [T, E]: the scores with their corrections, -inf where a group is left out."""
+        """Returns the scores by which experts are chosen, [T, E], with their corrections; -inf where a group is left
+        out.
+        """
         spec = self.spec
         if self.correction is not None:
             scores = scores + self.correction.to(scores.dtype)
@@ -88,7 +90,9 @@ class Router(nn.Module):
         return scores
 
     def group_scores(self, by_group: Tensor) -> Tensor:
-        """What groups are chosen by, [T, groups], from the corrected scores [T, groups, E / groups]."""
+        """Returns the scores by which groups are chosen, [T, groups], from the corrected scores [T, groups, E /
+        groups].
+        """
         return by_group.amax(-1) if self.spec.group_score == "max" else by_group.topk(2).values.sum(-1)
 
     def extra_repr(self) -> str:

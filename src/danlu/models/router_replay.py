@@ -1,8 +1,8 @@
 """Routing replay: the experts that tokens went to in one pass of a decoder, recorded, and used again in another.
 
-A router whose scores differ by rounding alone may choose another expert, and a token's log-probability then jumps. What
-is trained on a rollout therefore goes to the experts that it went to in the rollout (R3, arXiv:2510.11370). Only the
-choice is replayed: the weights of the experts are made anew of the present scores, so the router is trained.
+A router may choose another expert when its scores differ by rounding alone, and a token's log-probability then jumps.
+Tokens of a rollout therefore go to the same experts in training as in the rollout (R3, arXiv:2510.11370). Only the
+choice is replayed: the weights of the experts are recomputed from the present scores, so the router is trained.
 
 T tokens of a pass, flat · L layers with experts · k experts of a token, the most of any layer · E experts
 """
@@ -24,7 +24,7 @@ from danlu.models.experts_spec import Experts
 from danlu.models.router import Router
 
 NO_ROUTE = -1
-"""In the place of the experts of a token whose route is not known: its router chooses."""
+"""The index of an expert that stands for an unknown route: the router chooses itself."""
 
 
 def routers_of(model: Decoder) -> dict[int, Router]:
@@ -42,7 +42,9 @@ def route_shape(config: ModelConfig) -> tuple[int, int] | None:
 
 
 class RecordedRoutes:
-    """What the routers of a decoder chose in one pass, through all of its layers or those of a pipeline's stage."""
+    """The experts that the routers of a decoder chose in one pass, through all of its layers or those of a pipeline's
+    stage.
+    """
 
     def __init__(self, shape: tuple[int, int], places: Iterable[int]) -> None:
         self._shape = shape

@@ -13,11 +13,11 @@ from torch import Tensor
 from danlu.core.safetensors_format import FLOAT_DTYPES, dtype_name, encode_header, raw_bytes, torch_dtype
 
 DTYPES = {name: torch_dtype(name) for name in FLOAT_DTYPES}
-"""Of weights."""
+"""The dtypes of weights, by safetensors' names."""
 BUFFER_BYTES = 1 << 22
-"""What reading and writing take beside the model itself."""
+"""The size of the buffer that reading and writing need besides the model itself."""
 _ENTRY_BYTES = 160
-"""What an entry of the header takes at most beside the tensor's name: a type, two sides and two offsets in JSON."""
+"""The largest size of a header's entry without the tensor's name: a type, two sides and two offsets in JSON."""
 
 
 def read_exactly(handle: FileIO, values: Tensor) -> int:

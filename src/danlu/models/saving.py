@@ -1,7 +1,7 @@
-"""A decoder into a Hugging Face folder: written beside its place and renamed when whole, tensor by tensor.
+"""Writes a decoder into a Hugging Face folder, tensor by tensor: next to its place, and renamed when whole.
 
 Peak extra memory is one buffer: bytes are converted and written a buffer at a time, tensors of several parts part after
-part. Only what is transposed on disk, or takes turns with others, is put together first, an expert at a time.
+part. Only tensors that are transposed on disk, or interleaved with others, are put together first, an expert at a time.
 """
 
 from __future__ import annotations
@@ -55,19 +55,18 @@ def save(
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
 
-    generation_from: whose generation config is taken over, where the tokenizer's folder has none.
-    chat_template: Jinja source that takes the place of the tokenizer's own.
-    config, value: what is written, where it is not the model as it stands: box by box of parameters, as each is needed.
-    writes: False on those of several processes that only help with `value`: they ask for the same boxes in the same
-    order, leave aside what they get, and touch no file.
+    generation_from: the folder of the generation config, where the tokenizer's folder has none. chat_template: Jinja
+    source that takes the place of the tokenizer's own. config, value: the config and a function that returns boxes of
+    parameters as they are needed, where something else than the present model is written. writes: False on those of
+    several processes that only help with `value`: they ask for the same boxes in the same order, ignore the values, and
+    touch no file.
 
-    score_head: of a model that classifies, which has no generation config.
-    pad_token: (text, id) that the tokenizer is to pad with, in its config too.
-    stop_ids: tokens that end an answer besides those of the config, as the chat template ends turns with one; config
-    and generation config name them all, so that transformers and vLLM stop there. A model that classifies has none.
-    origin: the folder that the model comes from, of whose tensors those that danlu does not train are copied byte for
-    byte, with the config of a multimodal model and its processor. Without it a multimodal model's language part alone
-    is written, and so is what classifies.
+    score_head: the head of a model that classifies, which has no generation config. pad_token: (text, id) that the
+    tokenizer is to pad with, in its config too. stop_ids: tokens that end an answer besides those of the config, as the
+    chat template ends turns with one; config and generation config name them all, so that transformers and vLLM stop
+    there. A model that classifies has none. origin: the folder that the model comes from; its tensors that danlu does
+    not train are copied byte for byte, with the config of a multimodal model and its processor. Without it, and for a
+    model that classifies, a multimodal model's language part alone is written.
 
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
@@ -196,7 +195,7 @@ def _generation_values(config: ModelConfig, eos: Any) -> dict[str, Any]:
 
 
 def shard_files(sized: Iterable[tuple[_T, int]], shard_bytes: int) -> dict[str, list[_T]]:
-    """File name -> what goes into it, of tensors with their bytes on disk; each file as full as it gets."""
+    """Distributes tensors with their bytes on disk over files: file name -> tensors; each file as full as it gets."""
     shards = fill_shards(sized, shard_bytes)
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
@@ -204,7 +203,7 @@ def shard_files(sized: Iterable[tuple[_T, int]], shard_bytes: int) -> dict[str, 
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """The index of a folder whose weights are in several files. weight_map: tensor -> file."""
+    """Writes the index of a folder with weights in several files. weight_map: tensor -> file."""
     write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)})
 
 
@@ -275,7 +274,9 @@ def _size_bytes(tensor: HFTensor | KeptTensor, dtype: torch.dtype) -> int:
 
 
 def _dtype_on_disk(tensor: HFTensor, dtype: torch.dtype) -> torch.dtype:
-    """float32 for corrections of routers, as transformers keeps them: bfloat16 would round away what moves them."""
+    """Returns float32 for corrections of routers, as transformers does, and `dtype` for others: bfloat16 would round
+    away their updates.
+    """
     return torch.float32 if any(name.endswith(".router.correction") for name in tensor.parameters) else dtype
 
 

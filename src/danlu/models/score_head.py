@@ -21,7 +21,7 @@ DEFAULT_STD = 0.02
 
 
 def new_score_head(width: int, labels: int, *, bias: bool, seed: int, std: float = DEFAULT_STD) -> nn.Linear:
-    """A head whose weight is drawn from normal(0, std) by the seed alone, and whose bias is 0, as in transformers."""
+    """Returns a head with a weight drawn from normal(0, std) by the seed alone, and a bias of 0, as in transformers."""
     weight = torch.empty(labels, width).normal_(std=std, generator=named_generator(seed, SCORE))
     return _head(weight, torch.zeros(labels) if bias else None)
 

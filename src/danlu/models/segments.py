@@ -37,7 +37,7 @@ class Segment:
 
     @cached_property
     def path_length(self) -> int:
-        """The most keys that a query sees, which is what the last one does without a window."""
+        """The largest number of keys that a query sees: that of the last query without a window."""
         return sum(stop - start for start, stop in self.path)
 
     def keys_of_any(self, start: int, stop: int, window: int | None) -> tuple[Range, ...]:

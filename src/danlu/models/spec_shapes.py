@@ -1,4 +1,4 @@
-"""What specs of layers share: bounds on sizes, and the shapes of parameters. Imports no torch."""
+"""Functions that specs of layers share: bounds on sizes, and the shapes of parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ MAXIMUMS = {
 
 
 def check_sizes(sizes: Mapping[str, Any], maximums: Mapping[str, int] = MAXIMUMS) -> None:
-    """Raises ModelError for a size below 1 or above its maximum; what is None, or has none in `maximums`, is no
-    size."""
+    """Raises ModelError for a size below 1 or above its maximum; a name that is None, or not in `maximums`, is not
+    checked.
+    """
     for name, maximum in maximums.items():
         size = sizes.get(name)
         if size is None:

@@ -1,4 +1,4 @@
-"""What the two sublayers of a decoder layer, attention and feed-forward network, declare of themselves.
+"""The declarations of a decoder layer's two sublayers, attention and feed-forward network.
 
 Tensor parallelism, recomputation and adapters read these declarations and know no class: another attention (latent), or
 another feed-forward network (a mixture of experts) is a file with a class that has them.
@@ -24,7 +24,7 @@ RecomputePoints = Mapping[Literal["elementwise", "selective"], Sequence[str]]
 dropped and computed again in the backward pass. A path may lead to a module that is None."""
 
 BoundaryOp = Callable[[Tensor], Tensor]
-"""What happens where activations enter or leave the part of a model that is cut over processes."""
+"""An operation on activations that enter or leave the part of a model that is cut over processes."""
 
 
 def identity(x: Tensor) -> Tensor:
@@ -36,13 +36,18 @@ class Sublayer(Protocol):
     """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
 
     tensor_slots: ClassVar[Mapping[str, str]]
-    """Slot of an adapter, parameter [H], or convolution -> the linear layer with whose outputs, or heads, it is cut."""
+    """Slot of an adapter, parameter [H], or convolution -> the linear layer with which it is cut, by its outputs or
+    heads.
+    """
     recompute_points: ClassVar[RecomputePoints]
 
     @property
     def tensor_roles(self) -> Mapping[str, Role]:
-        """Its linear layers, and grouped ones, by name ("experts.gate_proj"), in the order of the forward pass. What is
-        none of them and in no slot is held whole by every process, and its gradient is a sum over processes."""
+        """The linear layers, and grouped ones, by name ("experts.gate_proj"), in the order of the forward pass.
+
+        Other parameters that are in no slot are held whole by every process, and their gradients are sums over
+        processes.
+        """
         ...
 
     @property

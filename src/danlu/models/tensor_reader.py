@@ -1,4 +1,4 @@
-"""Boxes of parameters out of the tensors of a folder: of the files, only the bytes of what is wanted are read."""
+"""Reads boxes of parameters from the tensors of a folder: only the bytes of these boxes are read from the files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from danlu.models.safetensors_io import DTYPES, is_finite, ranges, read_exactly
 
 Location = TensorLocation | ScaledLocation
 Target = tuple[Tensor, ShardBox]
-"""What is filled, and which box of the parameter it is."""
+"""A tensor to fill, and its box in the parameter."""
 
 
 class TensorReader:
@@ -42,9 +42,9 @@ class TensorReader:
 
     @torch.no_grad()
     def fill(self, tensor: HFTensor, location: Location, targets: Mapping[str, Target]) -> None:
-        """Fills what is wanted of a tensor's parts, converted to the targets' dtypes.
+        """Fills the targets from a tensor's parts, converted to the targets' dtypes.
 
-        targets: by parameter; of those that are not there nothing is read. Raises ModelError for a file that ends
+        targets: by parameter; nothing is read for parameters that are not in it. Raises ModelError for a file that ends
         early and for values that are not finite, as they are stored or in a target's dtype.
         """
         for group in tensor.groups:
@@ -78,7 +78,7 @@ class TensorReader:
         return values
 
     def _fill_rows(self, target: Tensor, location: Location, box: ShardBox, name: str) -> None:
-        """Fills what has the elements of a box in their order, rows of the tensor at a time."""
+        """Fills a target that has the elements of a box in their order, some rows of the tensor at a time."""
         rows = target.reshape(box.sizes) if target.is_contiguous() else target[(0,) * (target.ndim - len(box.sizes))]
         step = max(1, safetensors_io.BUFFER_BYTES // 4 // max(1, box.numel // box.sizes[0]))
         for start, end in ranges(box.sizes[0], step):

@@ -1,11 +1,11 @@
-"""Attention of some queries over some keys, in tiles of both, that is merged with what the queries see elsewhere.
+"""Attention of some queries over some keys, in tiles of both, that is merged with their attention over other keys.
 
-What a tile says is weighted by the log of the sum of exp(score) of its rows, so tiles may come in any order and at any
-time (`models.blockwise.merge`). Nothing of a tile is kept: the backward pass makes its probabilities again from the
-scores and from the sum over all tiles, as in flash attention (arXiv:2205.14135, arXiv:2310.01889).
+A tile's output is weighted by the logsumexp of its rows' scores, so tiles may come in any order and at any time
+(`models.blockwise.merge`). Nothing of a tile is kept: the backward pass makes its probabilities again from the scores
+and from the sum over all tiles, as in flash attention (arXiv:2205.14135, arXiv:2310.01889).
 
-Where the device has a kernel that says the logsumexp of its rows (`attention_kernels.TileKernel`), it computes the
-tiles, whole if it can. What it does not take (a softcap, say) is done by products of small tiles.
+Where the device has a kernel that returns the logsumexp of its rows (`attention_kernels.TileKernel`), it computes the
+tiles, whole if it can. Calls that it does not take (with a softcap, say) are computed by products of small tiles.
 
 T query rows · S key rows · H query heads · K key/value heads · G = H / K queries a key/value head serves · C head width
 W width of a value · B queries and L keys of a tile
@@ -29,7 +29,7 @@ from danlu.models.blockwise import Attended, with_sinks
 
 QUERY_ROWS = 256
 KEY_ROWS = 1024
-"""The most of a tile whose scores, or mask, are a tensor: scores are float32, 32 MiB of 32 heads."""
+"""The largest number of keys of a tile with scores, or a mask, in a tensor: scores are float32, 32 MiB of 32 heads."""
 
 
 class Tile(NamedTuple):
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
         )
 
     def trimmed(self, window: int | None) -> Tile | None:
-        """Without the queries that see no key and the keys that no query sees; None where nothing is left."""
+        """Returns the tile without queries that see no key and keys that no query sees; None where nothing is left."""
         rows, columns = self.shape
         # Query i sees the keys from i + distance - window + 1 to i + distance.
         first = max(0, -self.distance)
@@ -67,7 +67,7 @@ class Tile(NamedTuple):
         return self.part(range(first, last), range(begin, end)) if first < last and begin < end else None
 
     def cut(self, window: int | None) -> Iterator[Tile]:
-        """The same in tiles of at most `QUERY_ROWS` and `KEY_ROWS`, without what is hidden from all."""
+        """Yields the tile in parts of at most `QUERY_ROWS` and `KEY_ROWS`, without parts that are hidden from all."""
         rows, columns = self.shape
         for first in range(0, rows, QUERY_ROWS):
             own = self.part(range(first, min(first + QUERY_ROWS, rows)), range(columns)).trimmed(window)
@@ -80,10 +80,10 @@ class Tile(NamedTuple):
                     yield smaller
 
     def with_as_many_keys(self, window: int | None) -> Iterator[Tile]:
-        """The same in tiles of no more queries than keys, but for those of which all is seen.
+        """Yields the tile in parts with no more queries than keys, except parts where every query sees all keys.
 
-        FlashAttention takes no bound beside a window for one of as many keys as there are, counted from where a query
-        stands: of more queries than keys the first ones would not see the last keys.
+        FlashAttention takes no bound with a window for one of as many keys as there are, counted from the query's
+        position: with more queries than keys the first ones would not see the last keys.
         """
         rows, columns = self.shape
         if rows <= columns or self._is_seen_whole(window):
@@ -99,7 +99,7 @@ class Tile(NamedTuple):
         return self.distance >= columns - 1 and (window is None or self.distance + rows <= window)
 
     def call(self, window: int | None) -> TileCall:
-        """What a kernel is asked to compute of it."""
+        """Returns the call of a kernel that computes the tile."""
         rows, columns = self.shape
         ahead = self.distance - (columns - rows)  # of its key, where the last query stands at the last key
         left = -1 if window is None or self.distance + rows <= window else window - 1 - ahead
@@ -135,11 +135,11 @@ def tiles_between(queries: Sequence[Run], keys: Sequence[Run], window: int | Non
 
 @dataclass(frozen=True)
 class TilePlan:
-    """What computes each tile."""
+    """The kernel calls and products that compute each tile."""
 
     kernel: TileKernel | None
     calls: tuple[tuple[TileCall, tuple[Tile, ...]], ...]
-    """Of the kernel, with the tiles of each."""
+    """The calls of the kernel, with the tiles of each."""
     products: tuple[Tile, ...]
     """Tiles that are done by products, none larger than `QUERY_ROWS` and `KEY_ROWS`."""
 
@@ -224,7 +224,7 @@ def _adjacent_as_one(pairs: Iterable[tuple[_Rows, _Rows]]) -> list[tuple[_Rows, 
 
 @dataclass(frozen=True)
 class TileSettings:
-    """What scores are made of, and which are hidden."""
+    """The settings of scores: their scale, window and softcap."""
 
     scale: float
     window: int | None
@@ -232,7 +232,7 @@ class TileSettings:
 
 
 def nothing_attended(q: Tensor, width: int) -> Attended:
-    """What attention of q [T, H, C] over no keys says, whose values are of `width`: what tiles are added to."""
+    """Returns the attention of q [T, H, C] over no keys, with values of width `width`; tiles are added to it."""
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=wide)
     return Attended(q.new_zeros(*q.shape[:2], width, dtype=wide), lse)
@@ -269,9 +269,9 @@ def _merge_in_place(total: Attended, part: Attended) -> None:
 
 
 class OutputGradient:
-    """The gradient of attention's output, and what each tile needs of the output: of the sum over all tiles.
+    """The gradient of attention's output, and the values of the output, the sum over all tiles, that each tile needs.
 
-    out, grad: [T, H, W]; lse [T, H], with that of the sinks, of whose probability the values are zero.
+    out, grad: [T, H, W]; lse [T, H], with that of the sinks, which have values of zero.
     """
 
     def __init__(self, out: Tensor, lse: Tensor, grad: Tensor) -> None:
@@ -297,7 +297,7 @@ class InputGradients(NamedTuple):
 
     @classmethod
     def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> InputGradients:
-        """Of no tile yet."""
+        """Returns gradients of zero, to which tiles are added."""
         wide = torch.promote_types(q.dtype, torch.float32)
         return cls(*(torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)))
 
@@ -344,7 +344,7 @@ def add_gradients(
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `TileKernel` takes them."""
+    """Widens q, k and v to one width, as `TileKernel` takes them."""
     width = max(q.shape[2], v.shape[2])
     return widened(q, width), widened(k, width), widened(v, width)
 
@@ -355,7 +355,7 @@ def _laid(x: Tensor, rows: Sequence[slice]) -> Tensor:
 
 
 def finished(total: Attended, sinks: Tensor | None) -> Attended:
-    """What all tiles say together, with the sinks [H], which are one more key of each row: once, whatever its tiles."""
+    """Returns the merged output of all tiles, with the sinks [H], one more key of each row, added once."""
     return total if sinks is None else with_sinks(total, sinks.to(total.lse.dtype).expand_as(total.lse))
 
 
@@ -385,8 +385,9 @@ class TiledAttention(torch.autograd.Function):
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, settings: TileSettings) -> tuple[Tensor, Tensor | None]:
-    """Scores [K, G*B, L] of q [B, H, C] and k [L, K, C], -inf where hidden; and with a softcap their derivative by what
-    they were without."""
+    """Returns scores [K, G*B, L] of q [B, H, C] and k [L, K, C], -inf where hidden, and with a softcap its
+    derivative.
+    """
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     queries = by_head(q.unflatten(1, (kv_heads, groups)))
     scores = attention_scores(queries, k.transpose(0, 1), settings.scale)

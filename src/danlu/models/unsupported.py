@@ -1,4 +1,4 @@
-"""Model types that danlu knows and does not train, each with what it would need."""
+"""Model types that danlu knows and does not train, each with the reason."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ UNSUPPORTED: dict[str, str] = {
     "zamba": _STATE_SPACE,
     "zamba2": _STATE_SPACE,
 }
-"""By `model_type` of config.json, the reason."""
+"""The reasons by `model_type` of config.json."""

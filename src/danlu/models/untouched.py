@@ -1,4 +1,4 @@
-"""What a model folder holds beside what danlu trains, as it goes into the folder of a result: byte for byte."""
+"""Tensors and files of a model folder that danlu does not train, copied into the folder of a result byte for byte."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class KeptTensor:
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """The dtype as safetensors names it."""
         return self.location.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """The shape of the tensor on disk."""
         return self.location.shape
 
     def copy_to(self, handle: BufferedWriter) -> None:
@@ -50,9 +50,9 @@ class KeptTensor:
 
 
 def check_untouched(origin: Path, config: ModelConfig) -> None:
-    """Raises ModelError where a folder of the model can no longer be read of which a result takes tensors over.
+    """Raises ModelError where the model's folder, from which a result copies tensors, can no longer be read.
 
-    For runs that go on, whose own weights are a checkpoint's.
+    Called for runs that resume, which read their own weights from a checkpoint.
     """
     if not may_have_untouched(config):
         return
@@ -66,7 +66,7 @@ def check_untouched(origin: Path, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is taken over from the folder that a model comes from."""
+    """The tensors and files that are copied from the folder that a model comes from."""
 
     origin: Path
     config: ModelConfig
@@ -76,9 +76,10 @@ class Kept:
 
     @classmethod
     def of(cls, origin: Path, config: ModelConfig) -> Self | None:
-        """None where the folder holds nothing else than what danlu trains.
+        """Returns None where the folder holds nothing besides the tensors that danlu trains.
 
-        Most folders cannot: they are not read, and need not be there any more. Raises ModelError as `read_tensors`.
+        Most families' folders cannot: they are not read, and need not be there any more. Raises ModelError as
+        `read_tensors`.
         """
         if not may_have_untouched(config):
             return None
@@ -90,20 +91,22 @@ class Kept:
         return cls(origin, config, {own: name for name, own in named.items() if own is not None}, tensors)
 
     def config_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of the result's config.json. values: of what danlu trains, as a model of its own."""
+        """Returns the content of the result's config.json. values: the config of the trained part, as a model of its
+        own.
+        """
         return with_untouched_values(self.origin, self.config, values)
 
     def copy_processor(self, folder: Path) -> None:
-        """Copies what says how images and sounds are prepared."""
+        """Copies the files of the image and audio processor."""
         for name in _PROCESSOR_FILES:
             if (self.origin / name).is_file():
                 shutil.copyfile(self.origin / name, folder / name)
 
 
 def with_untouched_values(origin: Path, config: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json with what the folder `origin` says beside the language part.
+    """Returns the content of a config.json with the other parts' keys from the folder `origin`.
 
-    config: of the language part, and values: of a config.json of it alone.
+    config: that of the language part. values: the content of a config.json of it alone.
     """
     original = read_json(origin / CONFIG)
     is_whole = config.multimodal is None

@@ -1,1 +1,1 @@
-"""Layout, groups of processes, and what is cut, copied or sharded among them."""
+"""The layout of a run, its process groups, and how tensors and batches are cut, copied or sharded among them."""

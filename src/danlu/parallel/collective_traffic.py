@@ -1,4 +1,5 @@
-"""What a process sends, by axis of the layout and collective: counted (`traffic_counter`) or computed (`plan.traffic`).
+"""Bytes that a process sends, by axis of the layout and collective: counted (`traffic_counter`) or computed
+(`plan.traffic`).
 
 Bytes are those of ring algorithms, the fewest there can be, whatever algorithm the library picks: written out step by
 step in `tests/builders/ring_collectives.py`. Imports no torch.
@@ -33,7 +34,7 @@ SINGLE_NUMBERS_BYTES = 1024
 
 @dataclass(frozen=True)
 class CollectiveTraffic:
-    """What one process sends along an axis by one kind of collective."""
+    """Bytes that one process sends along an axis by one kind of collective."""
 
     axis: str  # "shard", or several: "replicate x shard"
     kind: Kind
@@ -45,8 +46,8 @@ class CollectiveTraffic:
 def ring_bytes(kind: Kind, size: int, full_bytes: int) -> Fraction:
     """Bytes that one of `size` processes sends in a ring, the mean over them where they differ.
 
-    full_bytes: of the tensor that is reduced or broadcast, of the result of an all-gather, of the input of a
-    reduce-scatter, of what a process gives (all-to-all, gather, point-to-point) or gets (scatter).
+    full_bytes: the size of the tensor that is reduced or broadcast, of the result of an all-gather, of the input of a
+    reduce-scatter, or of the tensor that a process gives (all-to-all, gather, point-to-point) or gets (scatter).
     """
     if kind == "point-to-point":
         return Fraction(full_bytes)
@@ -72,7 +73,7 @@ def axis_along(layout: Layout, *axes: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: what was counted beside the formula."""
+    """A row of the table: the bytes that were counted next to those of the formula."""
 
     axis: str
     kind: str

@@ -26,7 +26,7 @@ class PendingSum:
     work: Any  # torch's Work; None where there is nothing to wait for
 
     def wait(self) -> Tensor:
-        """The sum: what is done with it on the present stream comes after the collective."""
+        """Makes the present stream wait for the collective and returns the sum."""
         if self.work is not None:
             self.work.wait()
         return self.x
@@ -126,7 +126,7 @@ class Group:
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """On the first member every member's value, in the group's order; an empty list on the others."""
+        """Returns every member's value in the group's order on the first member, and an empty list on the others."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size if self.index == 0 else []
@@ -168,10 +168,10 @@ class Group:
     def start_exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> Callable[[], None]:
-        """Starts what `exchange` does; a function that returns when everything has arrived.
+        """Starts an `exchange` and returns a function that waits until everything has arrived.
 
-        Until then nothing of `receives` may be read, and nothing of `sends` changed. What two members send each other
-        arrives in the order in which it was sent.
+        Until then nothing of `receives` may be read, and nothing of `sends` changed. Messages between two members
+        arrive in the order in which they were sent.
         """
         moves = [dist.P2POp(dist.isend, x, self.ranks[to], self.handle) for x, to in sends if x.numel()]
         moves += [dist.P2POp(dist.irecv, x, self.ranks[source], self.handle) for x, source in receives if x.numel()]

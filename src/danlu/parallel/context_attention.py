@@ -40,12 +40,12 @@ class ContextAttention:
     It is a `danlu.core.layer_types.Attend`. Rows are those of the share of this rank, in its order.
 
     Args:
-        shares: of all context ranks, of the same pack.
-        groups: of this process.
+        shares: the shares of all context ranks, of the same pack.
+        groups: the context groups of this process.
         filler: rows behind the share, which fill a batch up: a document of their own.
-        sends_expanded: whether keys and values travel in the place of what they are made of: where making them takes
-            more than that, their positions and parameters, as dropout does.
-        kernels: what may be used for documents that are cut; by default whatever the device has.
+        sends_expanded: whether keys and values travel instead of the values from which they are computed. This is
+            needed where computing them takes more than those values, their positions and parameters, as with dropout.
+        kernels: the kernels that may be used for documents that are cut; by default all that the device has.
         recomputed_layers: as `PackedAttention` has it, for documents that are whole; tiles keep no probabilities.
     """
 
@@ -131,7 +131,7 @@ class _ChunkAttention:
         self._gathered_plans: dict[tuple[Any, ...], TilePlan] = {}  # see `_plan`
 
     def exchanged_heads(self) -> UlyssesHeads:
-        """For layers with a state. Raises ModelError where a ring has parts of the documents."""
+        """Returns the exchange for layers with a state. Raises ModelError where a ring has parts of the documents."""
         if self._in_order is None:
             raise ModelError(
                 "linear attention goes through a document in order, and a ring of context ranks has its tokens all at "
@@ -154,7 +154,7 @@ class _ChunkAttention:
     def _of_heads(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, keys: Keys, settings: TileSettings, sinks: Tensor | None
     ) -> Tensor:
-        """Of all tokens of an Ulysses group, and the heads that this rank has of them."""
+        """Computes the attention of all tokens of an Ulysses group, with the heads that this rank has of them."""
         if self._in_order is not None:
             return self._in_order(layer, q, k, v, settings, sinks)
         if self.groups.transport == "ring":
@@ -172,7 +172,7 @@ class _ChunkAttention:
         return torch.cat((k, others[0])), torch.cat((v, others[1]))
 
     def _plan(self, q: Tensor, v: Tensor, settings: TileSettings) -> TilePlan:
-        """What computes the tiles of this rank's queries and the keys of `_gathered`."""
+        """Returns the plan that computes the tiles of this rank's queries and the keys of `_gathered`."""
         window, kernel = settings.window, tile_kernel_for(q, v, settings.softcap, self.kernels)
         key = window, kernel, q.dtype
         if key not in self._gathered_plans:
@@ -186,7 +186,9 @@ class _ChunkAttention:
 
 
 class _RowsInOrder:
-    """Attention over whole documents whose tokens lie in chunks: put in order, they are attended as any pack is."""
+    """Attention over whole documents with tokens that lie in chunks: they are put in order and attended as any
+    pack is.
+    """
 
     def __init__(self, runs: Sequence[Run], recomputed_layers: Container[int]) -> None:
         """runs: rows, of which all documents are whole."""
@@ -208,7 +210,7 @@ class _RowsInOrder:
 
 
 def _attention_of(runs: Sequence[Run], recomputed_layers: Container[int]) -> PackedAttention:
-    """Attention over whole documents, or trees, whose tokens are those of `runs` one after the other."""
+    """Builds attention over whole documents, or trees; their tokens are those of `runs`, one run after the other."""
     branches: list[Branch] = []
     numbers: dict[int, int] = {}  # of `Run.document`, among `branches`
     row = 0

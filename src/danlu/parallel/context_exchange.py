@@ -1,4 +1,4 @@
-"""What context ranks exchange all at once, forward and backward: tokens for heads (Ulysses), and gathered rows.
+"""Exchanges between context ranks, forward and backward: tokens for heads (Ulysses), and gathered rows.
 
 T tokens of this rank · S tokens of all ranks of a group · H heads · C width of a head · U ranks of a group
 """

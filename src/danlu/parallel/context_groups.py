@@ -16,7 +16,7 @@ from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.ranks import Ranks
 
 Transport = Literal["ring", "gather"]
-"""How keys come to queries between ranks that have the same heads."""
+"""The transport of keys to queries between ranks that have the same heads."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class ContextGroups:
         return self.ring.index * self.ulysses.size + self.ulysses.index
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over all context ranks, a new tensor whose gradient is the sum of the ranks' gradients."""
+        """Returns the sum of x over all context ranks, a new tensor; its gradient is the sum of the ranks'
+        gradients.
+        """
         reduced: Tensor = _AllReduce.apply(x, self)
         return reduced
 

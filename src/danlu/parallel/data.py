@@ -89,7 +89,9 @@ class Sharder:
         self._shard(layer, f"{name}.", self._dense, reshard=reshard)
 
     def _expert_modules(self, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The outermost modules of a layer all of whose parameters are distributed among experts' ranks, by name."""
+        """Yields the outermost modules of a layer that have only parameters distributed among experts' ranks,
+        by name.
+        """
         names = [f"{name}.{path}" for path, _ in layer.named_parameters()]
 
         def has_experts_alone(path: str) -> bool:
@@ -101,7 +103,7 @@ class Sharder:
                 yield path, module
 
     def rest(self, *chunks: Sequence[nn.Module]) -> None:
-        """Shards what lies outside of layers, and lets each layer of a chunk gather the next ones ahead of time.
+        """Shards the parameters outside of layers, and lets each layer of a chunk gather the next ones ahead of time.
 
         chunks: the layers that have been sharded, each chunk in the order of the forward pass.
         """
@@ -198,14 +200,14 @@ def to_empty(model: nn.Module, device: torch.device, *, offload: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees gathered parameters, so that the next forward pass gathers what is in the shards then."""
+    """Frees gathered parameters, so that the next forward pass gathers the shards' present values."""
     for module in _units(model):
         module.reshard()
 
 
 @contextmanager
 def gathered_once(model: nn.Module, section: Parallel) -> Iterator[None]:
-    """Within it what a forward pass without gradients gathers stays gathered, so that later ones send nothing.
+    """Keeps parameters gathered after a forward pass without gradients, so that later passes in the block send nothing.
 
     Afterwards it is sharded again. The first pass gathers, so all data ranks make that one at the same time.
     """

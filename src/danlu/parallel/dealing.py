@@ -1,4 +1,4 @@
-"""Which items of a step each process takes, in which micro-batches: pure functions, computed alike on every process.
+"""The assignment of a step's items to processes and micro-batches: pure functions, computed alike on every process.
 
 Every process makes as many micro-batches as any other, for each has the same collectives; the last ones may be empty.
 """

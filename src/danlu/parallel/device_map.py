@@ -1,9 +1,9 @@
 """Naive model parallelism: the layers of a decoder on several devices of one process, as a `DeviceMap` says.
 
 Hidden states are moved where the next part is on another device, and nowhere else; their gradients go back the same
-way, by autograd. What every layer reads, the rotary tables of a micro-batch, is moved once to each device. Attention
-makes what it needs of boundaries on the device of its queries. Hooks before the parts do it, so the decoder and what is
-recomputed of it stay as they are: a layer that is recomputed keeps its input on its own device.
+way, by autograd. The rotary tables of a micro-batch, which every layer reads, are moved once to each device. Attention
+builds its tensors of boundaries on the device of its queries. Hooks before the parts move the tensors, so the decoder
+and its recomputed parts stay as they are: a layer that is recomputed keeps its input on its own device.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def allocate(model: Decoder, device_map: DeviceMap) -> None:
 
 
 def move_parameters(model: Decoder, adapters: AdapterSet | None, device_map: DeviceMap) -> None:
-    """Moves parameters and buffers to their devices, adapters' among them, and those whose trained copies are in their
-    place."""
+    """Moves parameters and buffers to their devices: adapters', and those that a trained copy replaces, too."""
     for part, device in parts_of(model, device_map):
         move_part(part, device)
     if adapters is None:
@@ -65,8 +64,10 @@ def move_part(part: nn.Module, device: str) -> None:
 
 
 def move_activations(model: Decoder, device_map: DeviceMap) -> None:
-    """From here on hidden states go from device to device in the model's forward pass, whose tokens and positions lie
-    where its head does."""
+    """Installs hooks that move hidden states from device to device in the forward pass.
+
+    The model's tokens and positions are on the device of its head.
+    """
     if len(device_map.devices) == 1:
         return
     model.device_map = device_map
@@ -92,9 +93,9 @@ def _before(part: nn.Module, device: str, *, moves_input: bool, rotations: _Rota
 
 
 class _RotationCopies:
-    """The rotary tables of the micro-batches that are under way, on other devices than they were made on.
+    """The rotary tables of micro-batches in flight, copied to devices other than the one where they were made.
 
-    They live as long as what they are copies of.
+    A copy lives as long as its original.
     """
 
     def __init__(self) -> None:

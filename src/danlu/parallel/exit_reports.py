@@ -20,12 +20,13 @@ from danlu.core.errors import DanluError, RecipeError, ResourceError
 from danlu.parallel.world import format_ranks
 
 Kind = Literal["begun", "finished", "stopped", "error", "failure", "hang", "consequence"]
-"""begun: still at work, or died and left no other report; stopped: by a signal, after saving what it could; error: a
-DanluError; failure: any other exception; hang: waited too long for another process in a collective; consequence: failed
-because another process was gone."""
+"""The kind of an exit report. begun: still at work, or died and left no other report; stopped: by a signal, after
+saving what it could; error: a DanluError; failure: any other exception; hang: waited too long for another process in a
+collective; consequence: failed because another process was gone.
+"""
 
 LOADED = "has loaded torch"
-"""What a process that has begun says in its report when it is about to join the process group."""
+"""The message in the report of a process that has begun and is about to join the process group."""
 
 EXIT_REPORT = "DANLU_EXIT_REPORT"
 """The environment variable with the path of a process's exit report."""
@@ -49,7 +50,7 @@ _PEER_IS_GONE = re.compile(
 
 @dataclass(frozen=True)
 class ExitReport:
-    """How one process ended, as its file says."""
+    """How one process ended, as read from its report file."""
 
     rank: int
     kind: Kind
@@ -59,7 +60,7 @@ class ExitReport:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the process did what it was asked to, which includes stopping."""
+        """Whether the process did its task, which includes stopping on request."""
         return self.kind in ("finished", "stopped")
 
     def write(self, file: Path) -> None:
@@ -96,9 +97,9 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def write_report(report: ExitReport, environ: Mapping[str, str] = os.environ) -> None:
-    """Writes the report to the file that whoever started this process has named in its environment, if any.
+    """Writes the report to the file named in the environment by the launcher of this process, if there is one.
 
-    danlu's launcher names EXIT_REPORT, torchrun a file of its own format, whose content it shows. Raises OSError.
+    danlu's launcher names EXIT_REPORT, torchrun a file of its own format, which it shows. Raises OSError.
     """
     if EXIT_REPORT in environ:
         report.write(Path(environ[EXIT_REPORT]))
@@ -162,7 +163,7 @@ def _of_kinds(reports: Mapping[int, ExitReport | None], *kinds: Kind) -> list[Ex
 
 
 def _is_silent(report: ExitReport | None) -> bool:
-    """Whether a process that has ended says nothing of it."""
+    """Whether a process has ended without a report."""
     return report is None or report.kind == "begun"
 
 
@@ -173,7 +174,10 @@ def _same_failure(report: ExitReport, first: ExitReport) -> bool:
 def _reported_cause(
     first: Sequence[ExitReport], failed: Sequence[ExitReport], reports: Mapping[int, ExitReport | None]
 ) -> FailureCause:
-    """What processes say themselves: `first` failed first and alike, `failed` are all that say why."""
+    """Returns the cause that processes report themselves.
+
+    first: the reports of those that failed first and alike. failed: all reports that give a reason.
+    """
     ranks = [report.rank for report in first]
     reason = first[0]
     everyone = len(ranks) == len(reports) or reason.kind == "hang"  # a hang's message names the ranks
@@ -191,7 +195,7 @@ def _reported_cause(
 def _silent_cause(
     died: Mapping[int, int], logs: Mapping[int, Path], reports: Mapping[int, ExitReport | None], memory_kills: int
 ) -> FailureCause:
-    """What is known of processes that died without a report. died: their exit codes, by rank."""
+    """Returns the cause where processes died without a report. died: their exit codes, by rank."""
     lines = []
     for code in sorted(set(died.values())):
         ranks = [rank for rank in died if died[rank] == code]

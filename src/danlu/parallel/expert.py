@@ -1,11 +1,11 @@
 """Expert parallelism: the experts of each mixture distributed among data ranks, to which rows travel and come back.
 
-Of E experts each of `expert` neighbouring data ranks has E / expert, in order (GShard, arXiv:2006.16668). A rank routes
-its own tokens; their rows go to the ranks that have their experts, are multiplied there, and come back in the order in
-which they were sent. What weighs and adds them is on the token's own rank, so nothing of the router travels.
+Each of `expert` neighbouring data ranks has E / expert of the E experts, in order (GShard, arXiv:2006.16668). A rank
+routes its own tokens; their rows go to the ranks that have their experts, are multiplied there, and come back in the
+order in which they were sent. They are weighed and added on the token's own rank, so nothing of the router travels.
 
 In a layer that is four all-to-alls of rows: to the experts and back, and the same for the gradients; six where it is
-recomputed. Ranks tell each other before how many rows of each expert come, once: a recomputation sends the same rows.
+recomputed. Before that, ranks exchange the number of rows for each expert, once: a recomputation sends the same rows.
 Every rank takes part in each of them, also without tokens.
 
 N rows of this rank's tokens · R rows that this rank's experts multiply · D model width · E experts
@@ -56,15 +56,20 @@ class Exchange:
         return _permuted(arrived, order, self._places), by_source.sum(0)
 
     def _agreed(self, counts: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """For counts [E] of this rank's rows: those of each rank for the experts here, [ranks, E here] int64, and how
-        many rows go to each rank and come from it."""
+        """Exchanges counts [E] of this rank's rows.
+
+        Returns the counts of each rank's rows for the experts here, [ranks, E here] int64, and how many rows go to each
+        rank and come from it.
+        """
         size = self.group.size
         even = [len(counts) // size] * size
         by_source = self.group.all_to_all(counts, even, even).view(size, -1)
         return by_source, counts.view(size, -1).sum(1).tolist(), by_source.sum(1).tolist()
 
     def combine(self, rows: Tensor) -> Tensor:
-        """What the experts made of the last `dispatch`'s rows, [R, D] -> [N, D], in the order in which it was given."""
+        """Returns the experts' outputs for the rows of the last `dispatch`, [R, D] -> [N, D], in the rows' original
+        order.
+        """
         assert self._places is not None, "rows come back that were never sent"
         order = torch.empty_like(self._places).scatter_(
             0, self._places, torch.arange(len(self._places), device=rows.device)
@@ -87,7 +92,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """rows[order], whose gradient is a gather too."""
+    """Returns rows[order]; its gradient is a gather too."""
     permuted: Tensor = _Permuted.apply(rows, order, inverse)
     return permuted
 
@@ -105,10 +110,10 @@ class _Permuted(torch.autograd.Function):
 
 
 class ExpertDistributor:
-    """Leaves of each layer's experts those of this rank, a layer at a time, and puts the exchange into their slot.
+    """Keeps this rank's experts of each layer, a layer at a time, and puts the exchange into their slot.
 
     Parameters may be on the meta device; those that were read as `own_boxes` says are left as they are. `boxes` says
-    afterwards which part of each parameter is here; what it says of replicas is of one rank alone.
+    afterwards which part of each parameter is here; its `replicas` count one rank alone.
     """
 
     def __init__(self, model: Decoder, adapters: AdapterSet | None, group: Group) -> None:

@@ -1,7 +1,7 @@
 """Process groups with a program outside the run, such as a server that takes its weights from rank 0.
 
-They stand beside the run's own world: a process may be in a group of another program without being in the default group
-of torch.distributed, and the other way round.
+They are separate from the run's own world: a process may be in a group of another program without being in the default
+group of torch.distributed, and the other way round.
 """
 
 from __future__ import annotations

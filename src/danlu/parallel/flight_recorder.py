@@ -1,4 +1,4 @@
-"""Where a process is: the collective that it has been in for longest, and the line of Python of its main thread.
+"""The place of a process: the collective that it has been in for longest, and the line of Python of its main thread.
 
 torch's flight recorder knows every collective that is pending, gloo's too. It and the frames of the main thread can be
 read from another thread while the main thread is stuck in C++.
@@ -52,7 +52,7 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What a process tells the others of itself while one of them hangs."""
+    """The state that a process reports to the others while one of them hangs."""
 
     pending: PendingCollective | None
     phase: str  # of `watchdog.PHASE`: layers.3.mlp (backward, step 17)
@@ -68,7 +68,7 @@ class ProcessState:
 
 
 def decode(text: str) -> ProcessState:
-    """The state whose `encode` gave `text`."""
+    """Decodes a state from the text that `encode` returned."""
     values = json.loads(text)
     if (pending := values["pending"]) is not None:
         pending["members"] = tuple(pending["members"])
@@ -136,7 +136,9 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_danlu(frame: FrameType) -> bool:
-    """Whether a frame says where danlu is. comm.py calls collectives for others, and cli/ is on every stack."""
+    """Whether a frame belongs to danlu's code. Frames of comm.py, which calls collectives for others, and of cli/,
+    which is on every stack, do not count.
+    """
     file = Path(frame.f_code.co_filename)
     return file.is_relative_to(_PACKAGE) and file.name != "comm.py" and file.parent.name != "cli"
 

@@ -1,10 +1,11 @@
-"""Sums of gradients that every process of a group has whole, in buckets beside a step's last backward pass.
+"""Sums of gradients that every process of a group has whole, in buckets that overlap with a step's last backward pass.
 
 As in DistributedDataParallel (Li et al., arXiv:2006.15704, section 3.2): parameters fill buckets in the reverse of
 their order in the model, which is about that in which their gradients come, and a bucket is all-reduced as soon as all
 of its gradients are there, while the backward pass goes on. Torch's module decides in the forward pass whether the
-backward pass that follows reduces, which only holds where the two follow each other; here each backward pass is told.
-Buckets are the same from the first step to the last, so a run that resumes rounds sums as an uninterrupted one does.
+backward pass that follows reduces, which only holds where the two follow each other; here each backward pass gets a
+flag. Buckets are the same from the first step to the last, so a run that resumes rounds sums as an uninterrupted one
+does.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ class GradientBuckets:
             bucket.missing = len(bucket.members)
 
     def finish_weight_pass(self, is_last: bool) -> None:
-        """Called after each pass that makes weight gradients which were put off: all are summed after the last one.
+        """Starts the sums after the last pass that computes put-off weight gradients; called after each of them.
 
-        Which gradients came in it says nothing: others came in its input pass, which has been told that it is not last.
+        Hooks of this pass cannot say which gradients came: the others came in its input pass, which was not marked as
+        the last.
         """
         if not is_last:
             return
@@ -88,7 +90,7 @@ class GradientBuckets:
 
 
 class _Bucket:
-    """Parameters of one dtype and device whose gradients are summed by one collective."""
+    """Parameters of one dtype and device; one collective sums their gradients."""
 
     def __init__(self, members: NamedParameters, group: Group, dtype: torch.dtype | None) -> None:
         self.members = members

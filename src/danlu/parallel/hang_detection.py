@@ -1,8 +1,8 @@
-"""When a collective hangs, and what is said of it: a state machine of which `parallel.watchdog` is the driver.
+"""A state machine that decides when a collective hangs and what is reported; `parallel.watchdog` drives it.
 
-`transition` is a pure function of what a watchdog knows and what it has just observed. A collective that has been
-pending for most of the time that it may take starts an inquiry; every process replies to it with its `ProcessState`,
-and the replies make the report: who waits where in which collective, and who never came to it.
+`transition` is a pure function of a watchdog's state and its newest observation. A collective that has been pending for
+most of the time that it may take starts an inquiry; every process replies to it with its `ProcessState`, and the
+replies make the report: the ranks that wait, where and in which collective, and those that never came to it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _LEAST_GRACE_S = 2.0  # for torch to fail a collective whose time is up
 
 
 def hang_message(states: Mapping[int, ProcessState | None], timeout_s: float) -> str:
-    """Who waits in which collective, and who never came to it.
+    """Names the ranks that wait, their collective, and the ranks that never came to it.
 
-    states: of each process, by rank; None for one that does not answer. At least one of them has a pending collective.
+    states: the state of each process, by rank; None for one that does not answer. At least one of them has a pending
+    collective.
     """
     longest = longest_pending(states)
     assert longest is not None, "one of them waits"
@@ -48,7 +49,7 @@ def longest_pending(states: Mapping[int, ProcessState | None]) -> PendingCollect
 
 
 def _absence(rank: int, state: ProcessState | None) -> str:
-    """Where a rank is that ought to be in a collective."""
+    """Says where a rank is that ought to be in a collective."""
     if state is None:
         return f"{format_ranks([rank])} does not answer: it is stopped, or gone"
     if state.pending is not None:
@@ -58,7 +59,7 @@ def _absence(rank: int, state: ProcessState | None) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """The times of a watchdog, all of which follow from what a collective may take."""
+    """The time limits of a watchdog; all follow from the time that a collective may take."""
 
     timeout_s: float  # after which a collective fails (parallel.timeout_s)
 
@@ -69,7 +70,7 @@ class Limits:
 
     @property
     def interval_s(self) -> float:
-        """Between two looks."""
+        """The seconds between two looks."""
         return min(_LONGEST_INTERVAL_S, self.patience_s / 10)
 
     @property
@@ -94,7 +95,7 @@ class HangReport:
 
 @dataclass(frozen=True)
 class WatchState:
-    """What a watchdog knows: a state of its machine, from which `transition` goes on.
+    """The state of a watchdog, from which `transition` goes on.
 
     Without a report the process makes progress; with one it hangs in `report.collective`, or that has failed.
     """
@@ -108,7 +109,7 @@ class WatchState:
 
 @dataclass(frozen=True)
 class Looked:
-    """Observed: what the flight recorder shows."""
+    """Observed: the pending collective in the flight recorder, or None."""
 
     pending: PendingCollective | None
     now_s: float  # monotonic
@@ -123,7 +124,7 @@ class InquiriesCounted:
 
 @dataclass(frozen=True)
 class RepliesCollected:
-    """Observed: what the processes have replied to the newest of `count` inquiries; None for no reply."""
+    """Observed: the processes' replies to the newest of `count` inquiries; None for no reply."""
 
     count: int
     states: Mapping[int, ProcessState | None]
@@ -151,7 +152,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class ExitProcess:
-    """Do: end this process, whose main thread may never come back, with an error."""
+    """Do: end this process with an error; its main thread may never come back."""
 
     message: str
 
@@ -163,7 +164,7 @@ Action = Print | StartInquiry | Reply | ExitProcess
 def transition(
     state: WatchState, observation: Observation, limits: Limits, rank: int
 ) -> tuple[WatchState, tuple[Action, ...]]:
-    """The state after an observation, and what is to be done then, in order; reads no clock and changes nothing.
+    """Returns the state after an observation and the actions to take, in order; reads no clock and changes nothing.
 
     A look is observed as `Looked`, then `InquiriesCounted`, and where there is a new inquiry `RepliesCollected`.
     """
@@ -183,7 +184,7 @@ def transition(
 
 
 def _after_look(state: WatchState) -> tuple[WatchState, tuple[Action, ...]]:
-    """Whether the collective of the report is over."""
+    """Ends the report where its collective is over or its time is up."""
     report, pending = state.report, state.pending
     if report is None or (pending is not None and pending.key == report.collective.key):
         return state, ()

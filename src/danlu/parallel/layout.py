@@ -68,7 +68,9 @@ class Layout:
         return self.pipeline, replicate, shard, self.expert, self.tensor
 
     def data_ranks(self, rank: int) -> list[int]:
-        """The ranks of all data ranks beside `rank`, itself included: they have the same part of dense parameters."""
+        """Returns the ranks of all data ranks of `rank`, itself included: they have the same part of dense
+        parameters.
+        """
         return self.ranks_along(rank, ("replicate", "shard"))
 
     @property
@@ -110,7 +112,7 @@ class Layout:
         return index_along
 
     def ranks_along(self, rank: int, axes: Sequence[str]) -> list[int]:
-        """The ranks whose coordinates differ from those of `rank` along `axes` alone, in order."""
+        """Returns the ranks with coordinates that differ from those of `rank` along `axes` alone, in order."""
         kept = [(axis, index) for axis, index in self.coordinates(rank).items() if axis not in axes]
         return [other for other in range(self.world) if {*kept} <= self.coordinates(other).items()]
 
@@ -286,7 +288,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _nearest(fitting: list[int], wanted: int) -> list[int]:
-    """Of rising numbers, the largest below `wanted` and the smallest above it."""
+    """Returns, of rising numbers, the largest below `wanted` and the smallest above it."""
     return [n for n in fitting if n < wanted][-1:] + [n for n in fitting if n > wanted][:1]
 
 

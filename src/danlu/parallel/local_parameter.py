@@ -1,7 +1,8 @@
-"""The local part of each of a model's parameters, as a plain tensor: which box of the whole it is, and who has others.
+"""The local part of each of a model's parameters, as a plain tensor: its box in the whole parameter, and the ranks that
+have other boxes.
 
 A parameter's groups decide how it is treated: over which processes its gradient is summed, among which it is sharded,
-and how many processes hold the same box, which is what clipping divides by. Dense parameters are on all data ranks;
+and how many processes hold the same box, the number by which clipping divides. Dense parameters are on all data ranks;
 experts, where they are distributed, on those data ranks that have the same ones.
 
 FSDP2 keeps its shards as DTensors. Optimizers, clipping, averages and checkpoints want plain tensors: `local` shares
@@ -35,7 +36,7 @@ class LocalParameter:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 shards it, and sums its gradient while it scatters that."""
+        """Whether FSDP2 shards the parameter, and sums its gradient while it scatters that."""
         return self.local is not self.parameter
 
     @property
@@ -57,9 +58,9 @@ def local_parameters_of(
     cut_boxes: Mapping[str, ShardBox],
     expert_names: Collection[str] = (),
 ) -> dict[str, LocalParameter]:
-    """Every parameter of a placed model, by name.
+    """Returns every parameter of a parallelized model, by name.
 
-    cut_boxes: what tensor and expert parallelism left of those that they cut; `replicas` and `is_writer` are among
+    cut_boxes: the boxes of parameters that tensor and expert parallelism have cut; `replicas` and `is_writer` are among
         tensor ranks alone. expert_names: the parameters that are distributed among the ranks of `ranks.expert`.
     """
     dense = ranks.dense_data
@@ -74,7 +75,7 @@ def local_parameters_of(
 def sums_over_data(
     local_parameters: Mapping[str, LocalParameter], ranks: Ranks, *, in_buckets: bool
 ) -> Iterator[tuple[Group, str]]:
-    """(group, name) of each parameter whose gradient is not summed over the group in the backward pass.
+    """Yields (group, name) of each parameter with a gradient that the backward pass does not sum over the group.
 
     FSDP2 sums those that it shards; where nothing is sharded, those that all data and context ranks have are
     summed in buckets.

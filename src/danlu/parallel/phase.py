@@ -1,4 +1,4 @@
-"""What the main thread of a process is doing: the step, the phase and the module of the model."""
+"""The current step, phase and module of a process's main thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _TRACKED_DEPTH = 3  # components of the names of tracked modules: layers.3.mlp
 
 @dataclass
 class PhaseTracker:
-    """What this process's main thread is doing. Written by assignment, which costs nothing; read by another thread."""
+    """The current step, phase and module of this process's main thread.
+
+    Written by assignment, which costs nothing; read by another thread.
+    """
 
     step: int | None = None
     phase: str = ""
@@ -36,14 +39,14 @@ class PhaseTracker:
 
 
 PHASE = PhaseTracker()
-"""Of this process."""
+"""The tracker of this process."""
 
 
 def track_modules(model: nn.Module, tracker: PhaseTracker = PHASE) -> None:
     """Lets `tracker.module` follow the model's layers and their halves from now on, forward and backward.
 
-    To be called after what torch shards or wraps: its own hooks, which gather parameters, then run inside the module
-    that they gather for. Compiled code has no hooks.
+    Call it after torch has sharded or wrapped the model: torch's own hooks, which gather parameters, then run inside
+    the module that they gather for. Compiled code has no hooks.
     """
 
     def entered_backward(name: str) -> None:

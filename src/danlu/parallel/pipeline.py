@@ -1,9 +1,9 @@
 """How one process takes part in a pipeline: its list of actions, and the messages between stages.
 
-No shape is ever sent: every stage knows the packs of a step, and with them the shape and type of what passes between
-two chunks. Messages of one direction between two ranks are sent and received in one order, which the lists promise, so
-they need no tags. Each direction has a process group, and with NCCL a stream, of its own: what goes downstream never
-waits for what goes upstream.
+No shape is ever sent: every stage knows the packs of a step, and with them the shape and type of the tensors that pass
+between two chunks. Messages of one direction between two ranks are sent and received in one order, which the lists
+promise, so they need no tags. Each direction has a process group, and with NCCL a stream, of its own: messages
+downstream never wait for messages upstream.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Pipeline:
     stages: Group = ALONE
     """The ranks that have the other layers of the same copy of the model, in the order of stages."""
     downstream: Group = ALONE
-    """The same ranks, for what goes to stages of a higher index."""
+    """The same ranks, for messages to stages of a higher index."""
     upstream: Group = ALONE
-    """The same ranks, for what goes to stages of a lower index."""
+    """The same ranks, for messages to stages of a lower index."""
     vertical_sync: bool = False
-    """Whether all stages use one version of the weights for a micro-batch, where each has an update of its own."""
+    """Whether all stages use one version of the weights for a micro-batch; otherwise each stage uses its own newest."""
 
     @property
     def alone(self) -> bool:
@@ -54,7 +54,7 @@ class Pipeline:
 
     @property
     def num_chunks(self) -> int:
-        """Of the whole model."""
+        """The number of chunks of the whole model."""
         return self.stages.size * self.chunks_per_rank
 
     @property
@@ -71,7 +71,7 @@ class Pipeline:
         return placement(self.schedule, self.stages.size, self.chunks_per_rank)
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
-        """What this process does in a step of so many micro-batches, in order."""
+        """Returns this process's actions in a step of `micro_batches` micro-batches, in order."""
         lists = schedule(self.schedule, self.stages.size, self.chunks_per_rank, micro_batches)
         return lists[self.stages.index]
 
@@ -88,7 +88,9 @@ class Pipeline:
 
     @property
     def micro_batches_in_flight(self) -> float:
-        """Of how many micro-batches this process keeps activations at once, in a step that fills the pipeline."""
+        """The number of micro-batches with activations kept at once by this process, in a step that fills the
+        pipeline.
+        """
         return peak_in_flight(self.actions(_ROUND * self.stages.size)) / self.chunks_per_rank
 
     @property
@@ -98,8 +100,11 @@ class Pipeline:
 
     @property
     def weight_delay(self) -> int:
-        """Of how many micro-batches right before it a micro-batch does not have the updates in this stage's weights:
-        those that are in flight when it begins, here or (`vertical_sync`) on the first stage."""
+        """The number of updates that this stage's weights lack when a micro-batch begins.
+
+        They are those of the micro-batches right before it that are still in flight, here or (`vertical_sync`) on the
+        first stage.
+        """
         if not self.updates_each_micro_batch:
             return 0
         return self.stages.size - 1 - (0 if self.vertical_sync else self.stages.index)
@@ -119,8 +124,11 @@ class Pipeline:
         return self.stages.broadcast_object(value, self.last_stage)
 
     def from_last_to_first(self, x: Tensor) -> Tensor:
-        """On the first stage the tensor of the one that has the last chunk; on others x itself, which is of the same
-        shape and type, on the device. All stages call this."""
+        """Sends x from the stage that has the last chunk to the first stage; all stages call this.
+
+        Returns the received tensor on the first stage, and x itself on others. x has the same shape, type and device on
+        all stages.
+        """
         last = self.last_stage
         if last == 0 or self.stages.index not in (0, last):
             return x
@@ -140,8 +148,7 @@ class Messages:
     _sends: deque[Callable[[], None]] = field(default_factory=deque)
 
     def send(self, action: Action, message: Sequence[Tensor]) -> None:
-        """Starts to send what the action says, one tensor or several. Waits where many messages before have not
-        arrived."""
+        """Starts to send the action's tensors, one or several. Waits where many earlier messages have not arrived."""
         peer = action.peer
         assert peer is not None
         tensors = [x.contiguous() for x in message]
@@ -156,7 +163,9 @@ class Messages:
             self._sends.popleft()()
 
     def receive(self, action: Action, into: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
-        """Starts to receive what the action says into tensors; a function that waits for them, and returns them."""
+        """Starts to receive the action's message into tensors; returns a function that waits for them and
+        returns them.
+        """
         peer = action.peer
         assert peer is not None
         wait = self._direction(self.pipeline.stages.index, source=peer).start_exchange([], [(x, peer) for x in into])
@@ -178,5 +187,5 @@ class Messages:
         return self.pipeline.downstream if to > source else self.pipeline.upstream
 
     def _rank(self, stage: int) -> int:
-        """In the world."""
+        """The global rank of a pipeline stage."""
         return self.pipeline.stages.ranks[stage]

@@ -35,16 +35,20 @@ class StageParameters:
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """From a parameter's name here to that in the whole, of those that are shared with layers of earlier stages."""
+    """The name in the whole model of each parameter here that is shared with layers of earlier stages, by its name
+    here.
+    """
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of each parameter that several stages have, here or not, the indices of these stages, rising."""
+    """The indices of the stages that have a parameter, rising, for each parameter that several stages have, here or
+    not.
+    """
     chunk_of: Mapping[str, int] = field(default_factory=dict)
-    """Of each parameter here, the lowest of this stage's chunks that has it, whose backward pass comes last."""
+    """The lowest of this stage's chunks that has a parameter, for each parameter here; its backward pass comes last."""
     elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
     """The parameters that only other stages have, without values."""
 
     def named_in_whole(self, local: Mapping[str, LocalParameter], stage: int) -> dict[str, LocalParameter]:
-        """What a stage has of each parameter, by its name here, as parts of the whole model.
+        """Returns a stage's part of each parameter, renamed as in the whole model. `local` has the names of this stage.
 
         A parameter that several stages have counts once in the norm, and the first of them saves it.
         """
@@ -58,7 +62,7 @@ class StageParameters:
         return named
 
     def sums_over_stages(self, ranks: Ranks) -> list[tuple[Group, str]]:
-        """(group, name) of each parameter here whose gradient is a sum over several stages.
+        """Returns (group, name) of each parameter here with a gradient that is a sum over several stages.
 
         Every process of the world calls this, for it makes groups.
         """
@@ -72,10 +76,10 @@ class StageParameters:
 
 
 def split(model: Decoder, adapters: AdapterSet | None, sizes: Sequence[int], pipeline: Pipeline) -> StageParameters:
-    """Leaves of a whole model the chunks of this stage, in place; and of `adapters` their parameters.
+    """Keeps this stage's chunks of a whole model, in place, and the parameters of `adapters` in them.
 
-    sizes: layers in each chunk. The set of adapters still knows the modules of other stages, whose parameters are on
-    the meta device: their names are part of what is saved.
+    sizes: layers in each chunk. The set of adapters still knows the modules of other stages, with parameters on the
+    meta device: their names are saved with the rest.
     """
     chunks, own = Chunks.of_sizes(sizes, pipeline.chunks), pipeline.stages.index
     names: dict[Parameter, list[str]] = {}  # of each parameter in the whole; the first is its own
@@ -119,7 +123,7 @@ def _without_values(parameter: Tensor) -> Parameter:
 
 
 def _absent(name: str, parameter: Parameter) -> LocalParameter:
-    """What says of a parameter that nothing of it is here."""
+    """Returns an entry for a parameter that has no values on this process."""
     return LocalParameter(name, parameter, parameter, ShardBox.full(parameter.shape, is_writer=False))
 
 
@@ -133,8 +137,11 @@ def _replace_parameters(adapters: AdapterSet, absent: Mapping[Parameter, Paramet
 
 
 def _initial_factors(adapters: AdapterSet, absent: set[Parameter]) -> dict[str, Parameter]:
-    """By name, without values, the factors that adapters of other stages take out of the base (PiSSA, OLoRA, LoftQ):
-    they come to be where its weights are read, and their names are part of what is saved."""
+    """Returns, by name and without values, the factors that adapters of other stages take out of the base.
+
+    They are those of PiSSA, OLoRA and LoftQ. They are computed where the base's weights are read, and their names are
+    saved.
+    """
     from danlu.adapters.lora import LowRank
     from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 

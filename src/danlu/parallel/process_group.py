@@ -40,7 +40,7 @@ _REPORTERS = "told"  # key in the store: how many processes have asked whether t
 
 @dataclass
 class _Membership:
-    """What this process has joined."""
+    """The process group that this process has joined, with its store and watchdog."""
 
     store: Any
     watchdog: Watchdog
@@ -125,7 +125,7 @@ def untimed_barrier(name: str) -> None:
 
 
 def error_to_report(error: BaseException) -> BaseException:
-    """What to report of an error: where a collective failed after the watchdog had reported a hang, that report."""
+    """Returns the error to report: the hang report where a collective failed after the watchdog had reported a hang."""
     if (
         _membership is not None
         and exit_reports.is_peer_failure(error)
@@ -136,7 +136,7 @@ def error_to_report(error: BaseException) -> BaseException:
 
 
 def current_phase() -> str:
-    """What the main thread of this process is doing: ``layers.3.mlp (backward, step 17)``."""
+    """Returns the phase of this process's main thread: ``layers.3.mlp (backward, step 17)``."""
     return str(PHASE)
 
 
@@ -179,9 +179,9 @@ def device_of(rank: int, local_rank: int | None, devices: int) -> int:
 def agree_on_devices(world: World, store: Any, device: str | RecipeError) -> None:
     """Checks that each process has a CUDA device of its own; NCCL refuses one that two have taken.
 
-    Every process calls it, and all raise the same RecipeError: one that only some raise might not be reported.
-    device: what identifies the device of this process, the same in all processes that see it (its UUID); or why the
-    process has none.
+    Every process calls it, and all raise the same RecipeError: one that only some raise might not be reported. device:
+    an identifier of this process's device, the same in all processes that see it (its UUID); or the error that says why
+    it has none.
     """
     store.set(f"device/{world.rank}", json.dumps([isinstance(device, RecipeError), str(device)]))
     if world.rank == 0:
@@ -206,7 +206,7 @@ def agree_on_devices(world: World, store: Any, device: str | RecipeError) -> Non
 
 
 def _require_launcher(launcher: int | None) -> None:
-    """Raises ResourceError in a process whose launcher is gone: nobody waits for it, and the store is gone too."""
+    """Raises ResourceError in a process that has lost its launcher: nobody waits for it, and the store is gone too."""
     if launcher is not None and os.getppid() != launcher:
         raise ResourceError("the danlu that has started this process is gone")
 
@@ -228,7 +228,7 @@ def _connect(world: World, backend: str, store: Any, timeout_s: float) -> None:
 
 
 def _end(rank: int, text: str) -> None:
-    """Ends this process, whose main thread may never come back."""
+    """Ends this process; its main thread may never come back."""
     exit_reports.write_report(exit_reports.ExitReport(rank, "hang", HangError.exit_code, (text,)))
     if exit_reports.EXIT_REPORT not in os.environ:
         write_to_stderr(f"error: {text}")

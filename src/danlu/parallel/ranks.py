@@ -18,7 +18,7 @@ class DataGroups:
     """The data and context ranks that have the same part of a parameter before it is sharded among them.
 
     They take different tokens, so the parameter's gradient is a sum over `all`. FSDP2 shards it among `shard`, of which
-    there are as many copies as `replicate` has processes; what is not sharded is whole on all of them.
+    there are as many copies as `replicate` has processes; other parameters are whole on all of them.
     """
 
     all: Group = ALONE

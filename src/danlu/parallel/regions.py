@@ -1,4 +1,4 @@
-"""Where tensor parallelism communicates: activations and their gradients where they enter and leave what is cut.
+"""Communication of tensor parallelism: activations and gradients that enter and leave the parts that are cut.
 
 Between `enter` and `leave` every rank has all tokens and works on its part of the heads, features or vocabulary.
 Outside all have the same activations, or under sequence parallelism each has its tokens (Megatron, arXiv:1909.08053,
@@ -12,9 +12,9 @@ leave         all-reduce   | reduce-scatter   nothing      | all-gather
 gather_vocab  all-gather                      this rank's part
 ============  ==============================  ==============================
 
-(tensor parallelism alone | with sequence parallelism). What `enter` gathers is not saved for the backward pass, which
-gathers it again where it needs it: see `memory.recompute`. A pass without gradients, as in sampling, never cuts its
-tokens, so it may have any number of them.
+(tensor parallelism alone | with sequence parallelism). The tensor that `enter` gathers is not saved for the backward
+pass, which gathers it again where it needs it: see `memory.recompute`. A pass without gradients, as in sampling, never
+cuts its tokens, so it may have any number of them.
 
 T tokens · D model width · V vocabulary · tp tensor ranks
 """
@@ -53,7 +53,9 @@ class Regions:
         return self.leave(x)
 
     def enter_chunk(self, x: Tensor) -> Tensor:
-        """What a chunk is given that does not begin at the embedding, as it is: [T, D], or this rank's rows."""
+        """Begins a chunk that does not start at the embedding, and returns its input as it is: [T, D], or this rank's
+        rows.
+        """
         self._begin()
         return x
 
@@ -119,5 +121,5 @@ class _GatherVocab(torch.autograd.Function):
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy to sum in place: autograd may have saved x, or x may be a view of what others use."""
+    """Returns a copy to sum in place: autograd may have saved x, or x may be a view of a tensor that others use."""
     return x.clone(memory_format=torch.contiguous_format)

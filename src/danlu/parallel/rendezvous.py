@@ -20,7 +20,7 @@ from danlu.core.errors import RecipeError, ResourceError
 from danlu.parallel.world import World, format_ranks
 
 NOTICE_AFTER_S = 20.0
-"""Until the user is told who is waited for: processes load torch at different speeds."""
+"""Seconds after which the user sees who is waited for: processes load torch at different speeds."""
 
 _CONNECT_TIMEOUT_S = 2.0
 _POLL_INTERVAL_S = 0.05
@@ -29,10 +29,10 @@ _POLL_INTERVAL_S = 0.05
 def rendezvous(
     world: World, timeout_s: float, say: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> Any:
-    """torch's store, once every process of `world` has come to it.
+    """Waits until every process of `world` has joined, and returns torch's store.
 
-    timeout_s: after which processes that have not come are given up, and what the store's own calls may take.
-    say: tells the user who is waited for. check: called again and again; raises what is to end the waiting.
+    timeout_s: after which processes that have not come are given up, and the limit of the store's own calls. say: shows
+        a message that names who is waited for. check: called again and again; raises an error to end the waiting.
     Raises ResourceError that names who has not come, or says why rank 0 cannot be reached or cannot listen; RecipeError
     for a port or a rank that cannot be.
     """

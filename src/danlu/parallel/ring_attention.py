@@ -1,8 +1,8 @@
 """Ring attention: keys travel around the ranks of a group while each computes with those it has (arXiv:2310.01889).
 
-What travels is what is stored of each token (`Keys.stored`): of multi-head latent attention the latents, which every
-rank expands anew. In the backward pass they travel again, and behind them the gradients, to which each rank adds its
-part, until they are home. So no rank ever holds keys of more than two others.
+The values that are stored of each token travel (`Keys.stored`): for multi-head latent attention these are the latents,
+which every rank expands again. In the backward pass they travel again, and behind them the gradients, to which each
+rank adds its part, until they are home. So no rank ever holds keys of more than two others.
 
 T query rows · S key rows of one rank · H query heads · K key/value heads · C head width · W width of a value
 R ranks of the ring
@@ -39,9 +39,9 @@ from danlu.parallel.comm import Group
 
 
 class RankRows:
-    """Which tokens the rows of each rank of a group are; every rank knows it of all.
+    """The tokens in the rows of each rank of a group; every rank has this for all ranks.
 
-    runs: of each rank, laid end to end in its rows.
+    runs: the runs of each rank, laid end to end in its rows.
     """
 
     def __init__(self, group: Group, runs: Sequence[Sequence[Run]]) -> None:
@@ -53,11 +53,11 @@ class RankRows:
         self._positions: dict[int, Tensor] = {}
 
     def tiles(self, source: int, window: int | None) -> tuple[Tile, ...]:
-        """In which this rank's queries see the keys of rank `source`."""
+        """Returns the tiles in which this rank's queries see the keys of rank `source`."""
         return tiles_between(self.runs[self.group.index], self.runs[source], window)
 
     def plan(self, source: int, window: int | None, kernel: TileKernel | None, dtype: torch.dtype) -> TilePlan:
-        """What computes these tiles, of numbers of such a type; made once for all layers that are alike."""
+        """Returns the plan that computes these tiles in this dtype; made once for all layers that are alike."""
         key = source, window, kernel, dtype
         if key not in self._plans:
             self._plans[key] = plan_tiles(self.tiles(source, window), window, kernel, dtype)
@@ -90,11 +90,11 @@ def ring_attention(
     settings: TileSettings,
     kernels: Kernels | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries [T, H, C] over the keys of all ranks -> [T, H, W].
+    """Computes attention of this rank's queries [T, H, C] over the keys of all ranks -> [T, H, W].
 
-    k [T, K, C], v [T, K, W]: of this rank's own tokens. keys: what is stored of them, and what makes keys and values of
-    it; its `expand` is a function of what is stored, of positions and of parameters alone. kernels: what may be used;
-    by default whatever the device has.
+    k [T, K, C], v [T, K, W]: the keys and values of this rank's own tokens. keys: the values stored of them, and the
+    function that makes keys and values of these; its `expand` depends on the stored values, positions and parameters
+    alone. kernels: the kernels that may be used; by default all that the device has.
     """
     kernel = tile_kernel_for(q, v, settings.softcap, kernels)
     passes = _Passes(ranks, settings, keys.expand, len(keys.stored), kernel)
@@ -117,11 +117,11 @@ class _Passes:
         return self.ranks.group.size
 
     def source(self, hop: int) -> int:
-        """Whose keys are here after so many hops."""
+        """Returns the rank that owns the keys here after `hop` hops."""
         return (self.ranks.group.index - hop) % self.size
 
     def plan(self, hop: int, q: Tensor) -> TilePlan:
-        """What computes the tiles of the keys that are here after so many hops."""
+        """Returns the plan that computes the tiles of the keys here after `hop` hops."""
         return self.ranks.plan(self.source(hop), self.settings.window, self.kernel, q.dtype)
 
     def pass_on(self, tensors: Sequence[Tensor], hop: int) -> Callable[[], Sequence[Tensor]]:
@@ -148,7 +148,7 @@ class _Passes:
         return self.expand(stored, self.ranks.positions(source, stored[0].device))
 
     def parameters(self, stored: Sequence[Tensor]) -> list[Tensor]:
-        """What is trained of what expands keys, in an order that is the same each time."""
+        """Returns the trained parameters that expand keys, in an order that is the same each time."""
         if self.expand is None or not torch.is_grad_enabled():
             return []
         leaves = [x.new_zeros(1, *x.shape[1:]).requires_grad_() for x in stored]
@@ -157,8 +157,10 @@ class _Passes:
     def add_gradients(
         self, total: InputGradients, q: Tensor, output: OutputGradient, stored: Sequence[Tensor], hop: int
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Adds to `total.q` what the keys give that are here after so many hops; the gradients of what is stored of
-        them, and of `parameters`."""
+        """Adds to `total.q` the gradients that come from the keys here after `hop` hops.
+
+        Returns the gradients of their stored values, and of `parameters`.
+        """
         plan = self.plan(hop, q)
         if plan.is_empty:
             return [x.new_zeros(x.shape, dtype=total.q.dtype) for x in stored], ()

@@ -31,7 +31,7 @@ class StepParallel:
 
     ranks: Ranks = field(default_factory=Ranks)
     local_parameters: Mapping[str, LocalParameter] = field(default_factory=dict)
-    """By name, what this process has of each parameter; empty on a single process, which has all of the model."""
+    """This process's part of each parameter, by name; empty on a single process, which has all of the model."""
     partial_gradients: Sequence[tuple[Group, str]] = ()
     """A group and a parameter's name: after the backward pass its gradient is one term of a sum over the group."""
     prepare_backward: Callable[[bool, int], None] = lambda is_last, chunk: None
@@ -48,13 +48,13 @@ class StepParallel:
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
     pipeline: Pipeline = field(default_factory=Pipeline)
     elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
-    """By name, parameters that other stages have: nothing of them is here, unless first values that nobody uses."""
+    """Parameters of other stages, by name: nothing of them is here, except first values that nobody uses."""
     chunk_of: Mapping[str, int] = field(default_factory=dict)
-    """By name, the chunk of a parameter here, of those of this process that use it the lowest; none: one chunk."""
+    """The lowest chunk of this process that uses a parameter, by the parameter's name here; empty: one chunk."""
 
     @property
     def all_parameters(self) -> Mapping[str, LocalParameter]:
-        """By name, what this process has of each parameter of the whole model: nothing of those of other stages."""
+        """This process's part of each parameter of the whole model, by name; nothing of parameters of other stages."""
         return {**self.elsewhere, **self.local_parameters}
 
     @property
@@ -87,7 +87,7 @@ class StepParallel:
         return next(count for count in itertools.count(micro_batches) if not self.pipeline.problems(count))
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
-        """What this process does in a step of so many micro-batches, in order."""
+        """Returns this process's actions in a step of `micro_batches` micro-batches, in order."""
         return self.pipeline.actions(micro_batches)
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class StepParallel:
         return self.ranks.dense_data.all.sum(values)
 
     def any_rank(self, fact: bool) -> bool:
-        """Whether `fact` is true on any process; every process must ask."""
+        """Returns whether `fact` is true on any process; every process must call it."""
         if self.alone:
             return fact
         return bool(self.ranks.world.max(torch.tensor([float(fact)])).item())
@@ -105,7 +105,7 @@ class StepParallel:
     def reduce_gradients(self) -> None:
         """Completes the gradients after a step's last backward pass: in `local.grad`, summed over all processes.
 
-        FSDP2 or buckets have summed most of them by then; what is left are `partial_gradients`.
+        FSDP2 or buckets have summed most of them by then; `partial_gradients` are left.
         """
         if self.alone:
             return
@@ -121,25 +121,28 @@ class StepParallel:
             _all_reduce_flat(group, grads)
 
     def local_weights(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What this process has of tensors of the whole model, live; on a single process these themselves."""
+        """Returns this process's parts of tensors of the whole model, live; on a single process the tensors
+        themselves.
+        """
         if not self.local_parameters:
             return dict(named)
         local = self.local_parameters
         return {name: local[name].local.detach() for name in named if name not in self.elsewhere}
 
     def norm_weights_without_pipeline(self) -> dict[Tensor, float]:
-        """`norm_weights` for the norm of one stage, whose squares are summed over its tensor ranks alone: data and
-        context ranks have the same gradients."""
+        """`norm_weights` for the norm of one stage, which sums squares over its tensor ranks alone: data and context
+        ranks have the same gradients.
+        """
         copies = self.ranks.dense_data.all.size
         return {parameter.local: copies / parameter.box.replicas for parameter in self.local_parameters.values()}
 
     def norm_weights(self) -> dict[Tensor, float]:
-        """For the global gradient norm: local parameter -> what its gradient's square counts here, 1 / its copies."""
+        """The weight of each local parameter's squared gradient in the global norm: 1 / the number of its copies."""
         return {parameter.local: 1 / parameter.box.replicas for parameter in self.local_parameters.values()}
 
 
 def _is_large(grad: Tensor) -> bool:
-    """Whether a copy of it costs more than a collective of its own, as of experts' gradients."""
+    """Whether a copy of a gradient costs more than a collective of its own, as with experts' gradients."""
     return grad.nbytes >= LARGE_BYTES and grad.is_contiguous()
 
 

@@ -1,11 +1,12 @@
 """Tensor parallelism: a decoder's matrices cut among processes, each of which keeps plain, smaller tensors.
 
-What may be cut how is declared by the modules: `tensor_roles` of attention and MLP, `tensor_axes` of adapters. Here
-every parameter and quantized weight is replaced by its shard, in place and under its name, and the communication of
-`regions` is put into the decoder's slots. The forward pass stays single-device code over fewer heads, features and
-rows of the vocabulary.
+Modules declare how they may be cut: `tensor_roles` of attention and MLP, `tensor_axes` of adapters. Here every
+parameter and quantized weight is replaced by its shard, in place and under its name, and the communication of `regions`
+is put into the decoder's slots. The forward pass stays single-device code over fewer heads, features and rows of the
+vocabulary.
 
-The gradient of a parameter that is cut is complete on its rank. Of a parameter that every rank has whole it is:
+The gradient of a parameter that is cut is complete on its rank. The gradient of a parameter that every rank has whole
+is:
 
 - between `enter` and `leave`, a term of a sum over the ranks: biases and norms of single heads there, A or B of LoRA;
 - outside, the same on all ranks; under sequence parallelism a term of a sum, for each rank has some of the tokens.
@@ -46,9 +47,9 @@ class Cuts:
     """How tensor parallelism has cut a model, by parameter name."""
 
     boxes: dict[str, ShardBox] = field(default_factory=dict)
-    """What this rank has of each parameter; `replicas` and `is_writer` are among the tensor ranks alone."""
+    """This rank's box of each parameter; `replicas` and `is_writer` are among the tensor ranks alone."""
     partial: dict[str, Group] = field(default_factory=dict)
-    """Parameters whose gradient is a term of a sum over a group, which is to be made after the backward pass."""
+    """Parameters with a gradient that is a term of a sum over a group; the sum is made after the backward pass."""
 
 
 def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: bool) -> Cuts:
@@ -66,9 +67,9 @@ def cut(model: Decoder, adapters: AdapterSet | None, group: Group, *, sequence: 
 class Cutter:
     """Cuts a decoder a layer at a time, so that a layer can be cut before the next one has its weights.
 
-    sequence: outside of attention, MLP and head each rank has its part of the tokens, whose number has to be a multiple
-    of the group's size wherever there are gradients. boxes: of parameters of which a rank has a part already, as of
-    experts that are distributed among others (`parallel.expert`); read when they are cut.
+    sequence: outside of attention, MLP and head each rank has its part of the tokens, and their number has to be a
+    multiple of the group's size wherever there are gradients. boxes: the boxes of parameters of which a rank has only a
+    part already, such as distributed experts (`parallel.expert`); read when they are cut.
 
     Raises RecipeError for a model that cannot be cut among so many ranks.
     """
@@ -117,7 +118,7 @@ class Cutter:
         self._record(layer, f"layers.{name}.")
 
     def rest(self) -> Cuts:
-        """Cuts what lies outside of layers, and returns how everything has been cut."""
+        """Cuts the parameters outside of layers, and returns how everything has been cut."""
         model, regions = self.model, self._regions
         if self.group.alone:
             return self._cuts
@@ -277,7 +278,7 @@ class Cutter:
         self._cut.setdefault(parameter, (box, gradient_group))
 
     def _box_of(self, parameter: Tensor) -> ShardBox:
-        """What this rank had of a parameter before tensor parallelism."""
+        """Returns this rank's box of a parameter before tensor parallelism."""
         return self._boxes.get(parameter) or ShardBox.full(parameter.shape)
 
     # ── shards ──
@@ -286,7 +287,9 @@ class Cutter:
         return LinearShard(axis, outputs, inputs, self.group, self.group.index == 0)
 
     def _features(self, features: int, unit: int, role: Role, name: str) -> tuple[slice, Group]:
-        """Which of a matrix's features this rank has, in units, and the ranks that have the same ones."""
+        """Returns the slice of a matrix's features that this rank has, in multiples of `unit`, and the ranks with the
+        same slice.
+        """
         size, index, count = self.group.size, self.group.index, features // unit
         if count % size == 0:
             share = features // size

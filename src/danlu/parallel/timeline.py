@@ -1,4 +1,4 @@
-"""What each rank of a pipeline did when: events that a simulation makes, or that a run has measured and written.
+"""Timelines of pipeline ranks: events that a simulation makes, or that a run has measured and written.
 
 A run's folder has a file `timeline-RANK.jsonl` for each rank, with one JSON object a line for each action of each step
 that was measured::
@@ -26,7 +26,7 @@ from danlu.parallel.schedules.action import Kind
 
 _NAME = re.compile(r"timeline-(\d+)\.jsonl")
 _KEPT_STEPS = 3
-"""Of each file, the last ones: ranks that were stopped may be a step apart, with one that has only begun."""
+"""The number of last steps kept of each file: ranks that were stopped may be a step apart, with one only begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def timeline_events(path: Path, rank: int) -> Iterator[tuple[int, TimelineEvent]
 
 
 def _event(line: str, rank: int, place: str) -> tuple[int, TimelineEvent]:
-    """(step, event) of a line; raises DataError that says what is wrong with it."""
+    """Parses a line into (step, event); raises DataError that names the fault."""
     try:
         values = parse_json(line)
     except json.JSONDecodeError as error:
@@ -124,7 +124,7 @@ def _event(line: str, rank: int, place: str) -> tuple[int, TimelineEvent]:
 
 
 def _wrong(values: dict[str, Any], rank: int) -> Iterator[str]:
-    """What is wrong with the values of an event."""
+    """Yields the faults in the values of an event."""
     if values["kind"] not in get_args(Kind):
         yield f"kind: {values['kind']!r} is none of {', '.join(get_args(Kind))}"
         return

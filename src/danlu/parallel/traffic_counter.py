@@ -1,4 +1,4 @@
-"""Counts what this process sends, by axis and collective, whoever calls them: our groups, FSDP2 or DTensor.
+"""Counts the bytes that this process sends, by axis and collective, in all calls: our groups, FSDP2 or DTensor.
 
 All of torch's collectives pass its dispatcher as operators of `c10d` or `_c10d_functional`; a dispatch mode sees them
 there, forward and backward, on any backend. With the `fake` backend a single process can stand for one of 512.
@@ -82,9 +82,9 @@ _SPACES = ("c10d", "_c10d_functional")
 class TrafficCounter(TorchDispatchMode):
     """`with TrafficCounter(layout) as traffic: step()`, then `traffic.counted()`.
 
-    Counts what the thread inside the block starts, and its backward passes; a checkpoint that is written in another
-    thread is left out. Compiled functions run uncompiled meanwhile. Bytes are those of a ring, whatever the backend
-    does, and each message is counted when it is started, whether or not anyone waits for it.
+    Counts the collectives that the thread starts inside the block, and those of its backward passes; a checkpoint that
+    is written in another thread is left out. Compiled functions run uncompiled meanwhile. Bytes are those of a ring,
+    whatever the backend does, and each message is counted when it is started, whether or not anyone waits for it.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -93,7 +93,7 @@ class TrafficCounter(TorchDispatchMode):
         self._counts: dict[tuple[str, Kind], tuple[Fraction, int]] = {}
 
     def counted(self) -> list[CollectiveTraffic]:
-        """What has been sent since the block was entered, by axis and kind."""
+        """Returns the bytes sent since the block was entered, by axis and kind."""
         return [CollectiveTraffic(axis, kind, count, calls) for (axis, kind), (count, calls) in self._counts.items()]
 
     def __torch_dispatch__(
@@ -165,7 +165,7 @@ def _own_rows(given: Mapping[str, Any], ranks: tuple[int, ...]) -> Fraction | No
 def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
     """torch.distributed as rank `rank` of `world` processes that do not exist: collectives return and move nothing.
 
-    Their results are not initialised, so only shapes and counts of what runs inside mean anything.
+    Their results are not initialised, so only shapes and counts of the code inside mean anything.
     """
     assert not dist.is_initialized(), "this process belongs to a world already"
     # Importing it registers the backend, which nothing but counting needs.

@@ -1,7 +1,7 @@
 """A thread of each process that notices collectives that hang, and the place of the main thread that it reports.
 
 It looks again and again at torch's flight recorder. An inquiry into a hang is a number in torch's store, which answers
-while main threads are stuck in C++ and let other threads run. What is done when is decided in `hang_detection`.
+while main threads are stuck in C++ and let other threads run. `hang_detection` decides when to act and how.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Watchdog:
 
     Args:
         store      torch's store, on a connection that no other thread uses
-        timeout_s  what a collective may take; an inquiry starts a minute before, or after half of it
+        timeout_s the time that a collective may take; an inquiry starts a minute before, or after half of it
         say        shows a message to the user; called on rank 0 alone
         end        ends the process with a message, once torch ought to have: it may be stuck in C++
-        launcher   process number of what has started this process; when that is gone, SIGTERM asks this one to stop
+        launcher process id of the launcher of this process; when that is gone, SIGTERM asks this one to stop
     """
 
     def __init__(

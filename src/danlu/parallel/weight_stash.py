@@ -1,15 +1,15 @@
 """Versions of a stage's weights that PipeDream's micro-batches in flight still use (arXiv:1806.03377, section 3.3).
 
-Each micro-batch is a step, whose update comes while others are between their forward and their backward pass. Both
-passes of a micro-batch use one version of the weights, or its gradient would be that of no function. Version v is what
-the updates of micro-batches 0 to v - 1 have made since the last flush.
+Each micro-batch is a step; its update comes while others are between their forward and their backward pass. Both passes
+of a micro-batch use one version of the weights, or its gradient would be that of no function. Version v has the updates
+of micro-batches 0 to v - 1 since the last flush.
 
 With p stages, stage r of which (from 0) has p - r micro-batches in flight, micro-batch t uses there version
 
     t - (p - 1 - r)    the newest when its forward pass begins (weight stashing)
     t - (p - 1)        that of the first stage, on all of them (vertical sync)
 
-and version 0 where this is less. `Pipeline.weight_delay` is what is taken from t.
+and version 0 where this is less. `Pipeline.weight_delay` is subtracted from t.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True)
 class _Weights:
-    """What the trained parameters of a stage are at a time: their memory, and autograd's counters of changes in it."""
+    """The trained parameters of a stage at one time: their memory, and autograd's counters of changes in it."""
 
     data: tuple[Tensor, ...]
     counters: tuple[int, ...]
@@ -56,7 +56,7 @@ class WeightStash:
 
     @property
     def num_versions(self) -> int:
-        """How many versions there are, the newest included."""
+        """The number of versions, the newest included."""
         return len(self._stashed) + 1
 
     def version_of(self, micro: int) -> int:
@@ -65,7 +65,7 @@ class WeightStash:
 
     @contextmanager
     def in_place(self, micro: int) -> Iterator[None]:
-        """Around each pass of a micro-batch: the parameters are its version, and the newest one afterwards."""
+        """Puts a micro-batch's version into the parameters for one pass, and the newest version back afterwards."""
         version = self.version_of(micro)
         if version == self._newest:
             yield

@@ -1,4 +1,4 @@
-"""How many processes a run has and which of them this is, by the environment variables of whoever started them.
+"""How many processes a run has and which of them this is, by the environment variables of their launcher.
 
 Imports no torch: the command line asks before it loads anything.
 """

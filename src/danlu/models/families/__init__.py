@@ -1,11 +1,11 @@
-"""The model families: how each one's config.json is read and written, and what its tensors are called on disk.
+"""The model families: how each one's config.json is read and written, and the names of its tensors on disk.
 
-A file for each maker, or for each kind of its models, with a row of `FAMILIES` for each model_type. A row says what is
-a family's own: the values that transformers takes for absent keys, the layers that only it has, and where its tensor
-names leave Llama's. `family.py` has what a row is, `layer_keys.py` and `expert_keys.py` what several families share;
-the keys that all have are in `hf_config.py`, beside this folder. Each `read_*` takes a config.json, a layer by the keys
-that all families have, and the number of layers, and returns fields of ModelConfig; each `write_*` returns the keys of
-config.json that `read_*` reads. Nothing here imports torch.
+A file for each maker, or for each kind of its models, with a row of `FAMILIES` for each model_type. A row has a
+family's particulars: the values that transformers takes for absent keys, the layers that only it has, and where its
+tensor names leave Llama's. `family.py` defines a row, `layer_keys.py` and `expert_keys.py` the keys that several
+families share; the keys that all have are in `hf_config.py`, next to this folder. Each `read_*` takes a config.json, a
+layer by the keys that all families have, and the number of layers, and returns fields of ModelConfig; each `write_*`
+returns the keys of config.json that `read_*` reads. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a model family is to danlu: how its layers are read from a config.json and written, and its tensors' names."""
+"""A row of the table of model families: how its layers are read from a config.json and written, and its
+tensors' names.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ ARCHITECTURE_ENDINGS: dict[Task, str] = {
     "sequence-classification": "ForSequenceClassification",
     "token-classification": "ForTokenClassification",
 }
-"""By task, how the classes of transformers are called: LlamaForCausalLM."""
+"""The endings of transformers' class names, by task: LlamaForCausalLM."""
 GENERATION_ONLY: dict[Task, None] = {"sequence-classification": None, "token-classification": None}
-"""Of families for which transformers has no class that classifies."""
+"""The endings for families with no class in transformers that classifies."""
 
 DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""What transformers takes for absent keys of most families."""
+"""transformers' values for absent keys, in most families."""
 
 LLAMA_MODULES: dict[str, str] = {
     "attention": "self_attn",
@@ -38,7 +40,7 @@ LLAMA_MODULES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter of a layer lies on disk, where that is not as rows of a tensor.
+    """The layout of a parameter of a layer on disk, where it is not simply rows of a tensor.
 
     Parameters of the same `name` share the tensor. With `*` in it each expert of stacked parameters [E, ...] has one of
     its own, and `*` is its number.
@@ -48,10 +50,13 @@ class Stored:
     transposed: bool = False
     """Whether matrices are [inputs, outputs] on disk."""
     alternates: bool = False
-    """Whether the outputs of those that share the tensor take turns one by one: gate, up, gate, up."""
+    """Whether the outputs of parameters that share the tensor are interleaved one by one: gate, up, gate, up."""
     turns: Callable[[LayerSpec], int] = lambda layer: 1
-    """How often those that share the tensor take turns, each time with an equal number of their outputs: as often as
-    there are heads, where each head of q_proj is followed by the same head of its gate."""
+    """The number of blocks in which parameters that share the tensor are interleaved, each with an equal number of
+    their outputs.
+
+    It is the number of heads where each head of q_proj is followed by the same head of its gate.
+    """
 
 
 @dataclass(frozen=True)
@@ -59,18 +64,23 @@ class Family:
     architecture: str
     """The classes of transformers that load it, without the task: Llama of LlamaForCausalLM."""
     read: Callable[[HFValues, LayerSpec, int], dict[str, Any]]
-    """From config.json, a layer by the keys that all families have, and the number of layers: fields of ModelConfig,
-    `layers` among them."""
+    """Reads a config.json, a layer by the keys that all families have, and the number of layers; returns fields of
+    ModelConfig, `layers` among them.
+    """
     write: Callable[[ModelConfig], dict[str, Any]]
-    """What only some families have, as keys of config.json."""
+    """Returns the keys of config.json that only some families have."""
     defaults: Mapping[str, Any]
-    """What transformers (5.23) takes for absent keys. A key/value head count is always asked for where it guesses."""
+    """transformers' (5.23) values for absent keys. A key/value head count is always required where transformers
+    guesses.
+    """
     modules: Mapping[str, str | Stored] = field(default_factory=lambda: LLAMA_MODULES)
     linear_modules: Mapping[str, str | Stored] | None = None
-    """What `modules` is for layers with linear attention."""
+    """The same as `modules`, for layers with linear attention."""
     stacked_modules: Mapping[str, str | Stored] = field(default_factory=dict)
-    """What takes the place of entries of `modules` where all experts of a layer share two tensors, as they do in
-    transformers' own modules; empty for families that have no other form, or no experts."""
+    """Replaces entries of `modules` where all experts of a layer share two tensors, as in transformers' own modules.
+
+    It is empty for families that have no other form, or no experts.
+    """
     rope: RopeRules = field(default_factory=RopeRules)
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""
@@ -83,7 +93,7 @@ class Family:
     has_mtp: bool = False
     """Whether folders may hold layers that predict further tokens (MTP), behind the last layer or under `mtp.`."""
     has_mtp_module: bool = False
-    """Whether they may hold such layers under `mtp.` alone."""
+    """Whether folders may hold MTP layers under `mtp.` alone."""
     mtp_keys: Sequence[str] = ()
     """The keys of config.json that tell of them."""
 

@@ -96,7 +96,9 @@ def _gemma_keys(config: ModelConfig) -> dict[str, Any]:
 
 
 def _query_pre_attn_scalar(scale: float) -> float:
-    """Of whose root attention's scale is one over; transformers 5 wants an integer where it is one."""
+    """`query_pre_attn_scalar`: attention is scaled by its inverse square root; transformers 5 wants an integer where it
+    is one.
+    """
     scalar = round(scale**-2, 9)
     return int(scalar) if scalar == int(scalar) else scalar
 

@@ -38,7 +38,7 @@ GPT_OSS_ROPE_PARAMETERS: dict[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What transformers takes where a config has no rotary settings."""
+"""transformers' values where a config has no rotary settings."""
 
 
 def read_gpt_oss(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def attention_biases(hf: HFValues) -> dict[str, Any]:
 
 
 def interval_of(hf: HFValues, key: str) -> int:
-    """After how many layers something recurs. Raises ModelError for less than one."""
+    """Returns the number of layers after which something recurs. Raises ModelError for less than one."""
     every = hf.integer(key)
     if every < 1:
         raise hf.error(key, f"{every} is no number of layers")
@@ -95,7 +95,7 @@ def alternating_windows(hf: HFValues, layers: int) -> tuple[int | None, ...]:
 
 
 def with_windows(plain: LayerSpec, windows: Sequence[int | None], **mixer: Any) -> dict[str, Any]:
-    """Layers that are alike but for their windows; mixer: what else is not as in `plain`."""
+    """Returns layers that are alike but for their windows. mixer: other fields that differ from `plain`."""
     return {"layers": tuple(replace(plain, mixer=replace(plain.attention, window=each, **mixer)) for each in windows)}
 
 
@@ -115,7 +115,9 @@ def one_window(config: ModelConfig) -> int | None:
 def with_ropes(
     plain: LayerSpec, windows: Sequence[int | None], ropes: dict[str, Rope], **mixer: Any
 ) -> tuple[LayerSpec, ...]:
-    """Layers whose rotary embedding goes by whether they have a window. ropes: of `read_ropes_by_type`."""
+    """Returns layers with a rotary embedding that depends on whether they have a window. ropes: from
+    `read_ropes_by_type`.
+    """
     kinds = {windowed: ropes["sliding_attention" if windowed else "full_attention"] for windowed in (False, True)}
     return tuple(
         replace(plain, mixer=replace(plain.attention, window=window, rope=kinds[window is not None], **mixer))

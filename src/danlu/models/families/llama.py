@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what is built like them: TinyLlama, SmolLM2."""
+"""Llama 2 and 3, and models built like them: TinyLlama, SmolLM2."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MINISTRAL3_PARAMETERS: dict[str, Any] = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""What transformers takes where a config has no rotary settings."""
+"""transformers' values where a config has no rotary settings."""
 MIXTRAL_ROPE = RopeRules(theta=1_000_000.0)
 
 

@@ -1,4 +1,4 @@
-"""Families most of whose layers have linear attention: Qwen3-Next, and Qwen3.5's language part.
+"""Families with linear attention in most layers: Qwen3-Next, and Qwen3.5's language part.
 
 Every fourth layer, or those that layer_types names, has attention by heads with an output gate and partial rotation.
 """
@@ -123,7 +123,7 @@ def _layer_types(hf: HFValues, layers: int) -> list[str]:
 
 
 def write_linear(config: ModelConfig) -> dict[str, Any]:
-    """What `read_linear` reads."""
+    """Returns the keys that `read_linear` reads."""
     delta = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Delta))
     attention = next(layer.attention for layer in config.layers if not isinstance(layer.mixer, Delta))
     rope = {} if attention.rope is None else write_rope_parameters(attention.rope, attention.head_dim)
@@ -149,12 +149,12 @@ def read_linear_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, An
 
 
 def write_linear_moe(config: ModelConfig) -> dict[str, Any]:
-    """What `read_linear_moe` reads."""
+    """Returns the keys that `read_linear_moe` reads."""
     return {**write_linear(config), **gated_shared_keys(config)}
 
 
 def read_qwen3_5_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    """As `read_linear_moe`; transformers has experts in every layer, and divides their weights by their sum."""
+    """Reads as `read_linear_moe`; transformers has experts in every layer, and divides their weights by their sum."""
     if hf.raw("mlp_only_layers") or hf.integer("decoder_sparse_step") != 1 or not hf.flag("norm_topk_prob"):
         key = next(key for key in ("mlp_only_layers", "decoder_sparse_step", "norm_topk_prob") if key in hf)
         raise hf.error(key, "transformers has no such key for this family: all its layers have the same experts")
@@ -162,7 +162,7 @@ def read_qwen3_5_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, A
 
 
 def write_qwen3_5_moe(config: ModelConfig) -> dict[str, Any]:
-    """What `read_qwen3_5_moe` reads."""
+    """Returns the keys that `read_qwen3_5_moe` reads."""
     unknown = ("mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
     return {key: value for key, value in write_linear_moe(config).items() if key not in unknown}
 

@@ -30,7 +30,7 @@ def read_qwen2_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any
 
 
 def gated_shared_experts(hf: HFValues, plain: LayerSpec) -> Experts:
-    """Experts of Qwen's later models: beside those of the router one that all tokens go through, with a gate."""
+    """Reads the experts of Qwen's later models: besides the router's, one that all tokens go through, with a gate."""
     return replace(
         qwen_experts(hf, plain),
         shared=Dense(hf.integer("shared_expert_intermediate_size"), plain.feed.activation),

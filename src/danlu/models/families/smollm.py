@@ -1,4 +1,4 @@
-"""SmolLM3: Llama some of whose layers are not rotated."""
+"""SmolLM3: Llama with some layers that are not rotated."""
 
 from __future__ import annotations
 

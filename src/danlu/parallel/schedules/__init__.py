@@ -1,4 +1,4 @@
-"""Pipeline schedules as lists of actions: what each rank does in a step, in which order. Pure data, no torch.
+"""Pipeline schedules as lists of actions: each rank's actions in a step, in order. Pure data, no torch.
 
 The executor carries out one rank's list, the simulation (`planning/pipeline_simulation.py`) gives the same lists times,
 and tests read them without starting a process.

@@ -1,4 +1,4 @@
-"""One action of a pipeline rank, and what can be counted in a list of them."""
+"""One action of a pipeline rank, and counts over a list of actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["forward", "backward", "input", "weight", "send", "receive", "red
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does next. Only the fields that a kind needs are set; the others are None.
+    """The next action of a rank. Only the fields that a kind needs are set; the others are None.
 
     ============  =====  =====  ====  =====================================================================
     kind          chunk  micro  peer  meaning
@@ -41,8 +41,11 @@ class Action:
     peer: int | None = None
     """The pipeline rank at the other end of a message: an index along the pipeline axis, no global rank."""
     what: Literal["activation", "gradient"] | None = None
-    """What a message carries. It does not follow from the ranks: in a V-shaped placement activations of the first
-    half and gradients of the second go the same way, between the same two ranks."""
+    """The content of a message.
+
+    It does not follow from the ranks: in a V-shaped placement activations of the first half and gradients of the second
+    go the same way, between the same two ranks.
+    """
 
     def __str__(self) -> str:
         """The action in words, for messages about hangs and deadlocks."""
@@ -65,7 +68,7 @@ class Action:
 
 
 def peak_in_flight(actions: Iterable[Action]) -> int:
-    """The most (chunk, micro-batch) pairs of a rank whose activations are kept at once.
+    """Returns the largest number of (chunk, micro-batch) pairs that a rank keeps activations of at once.
 
     A pair is in flight from its forward pass until its weight gradients are computed, since a put-off weight gradient
     still needs the inputs of its layers.
@@ -81,5 +84,5 @@ def peak_in_flight(actions: Iterable[Action]) -> int:
 
 
 def forwards_only(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """The forward passes of a rank's list and their messages, in the same order: what an evaluation does."""
+    """Returns the forward passes of a rank's list and their messages, in the same order, as an evaluation runs them."""
     return tuple(action for action in actions if action.kind == "forward" or action.what == "activation")

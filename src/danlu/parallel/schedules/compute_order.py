@@ -1,7 +1,7 @@
-"""A rank's computations in order: the builder, and schedules whose chunks are placed in a loop.
+"""A rank's computations in order: the builder, and schedules that place chunks in a loop.
 
-p ranks, m micro-batches, r the rank. What is optimal here is so for forward, input and weight gradient of equal time
-(F = B = W); the messages between are added by `messages.py`.
+p ranks, m micro-batches, r the rank. The optimal schedules here are optimal for forward, input and weight gradient of
+equal time (F = B = W); the messages between are added by `messages.py`.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def one_forward_one_backward(order: ComputeOrder, rank: int, stages: int, micro_
 
 
 def zb_h1(order: ComputeOrder, rank: int, stages: int, micro_batches: int) -> None:
-    """1F1B whose weight gradients run r micro-batches behind (ZB-H1, arXiv:2401.10241, section 2.2 and figure 2).
+    """1F1B with weight gradients that run r micro-batches behind (ZB-H1, arXiv:2401.10241, section 2.2 and figure 2).
 
-    The later the rank, the more it puts off: input gradients reach the first rank p - 1 units earlier, and what was
-    put off fills the end. Every rank holds p micro-batches, what 1F1B holds on its first.
+    The later the rank, the more it puts off: input gradients reach the first rank p - 1 units earlier, and the put-off
+    work fills the end. Every rank holds p micro-batches, as many as 1F1B holds on its first.
     """
     for _ in range(stages - rank):
         order.forward(rank)

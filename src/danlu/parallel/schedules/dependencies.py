@@ -1,4 +1,4 @@
-"""What a computation makes, and what it is made of: the same on one rank and on many."""
+"""Inputs and outputs of each pipeline action: the same on one rank and on many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ Result = tuple[str, int | None, int | None]
 
 
 def result(action: Action) -> Result:
-    """What a computation makes: the activation behind a chunk, the gradient before it, or its weight gradients."""
+    """Returns the result of a computation: the activation behind a chunk, the gradient before it, or its weight
+    gradients.
+    """
     what = {"forward": "activation", "weight": "weight"}.get(action.kind, "gradient")
     return what, action.chunk, action.micro
 

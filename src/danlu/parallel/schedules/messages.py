@@ -59,7 +59,7 @@ def with_messages(
 def _messages(
     action: Action, rank: int, rank_of: dict[int, int]
 ) -> Iterator[tuple[int, tuple[object, ...], Action, Action]]:
-    """(peer, key, send, receive) of what a computation makes for a chunk on another rank."""
+    """Yields (peer, key, send, receive) where the result of a computation is needed by a chunk on another rank."""
     assert action.chunk is not None
     if action.kind == "weight":
         return
@@ -72,7 +72,7 @@ def _messages(
 
 
 def start_times(orders: Sequence[Sequence[Action]], num_chunks: int) -> list[list[int]]:
-    """When each computation begins, in `UNITS`, where every rank goes through its order as early as it can.
+    """Returns when each computation begins, in `UNITS`, if every rank goes through its order as early as it can.
 
     Raises AssertionError where no order is possible: that is a mistake in a schedule, never in a recipe.
     """

@@ -1,9 +1,9 @@
-"""Which rank holds which chunks of the model."""
+"""The placement of the model's chunks on ranks."""
 
 from __future__ import annotations
 
 V_SHAPED = ("zbv", "dualpipev")
-"""Schedules whose first rank holds the first and the last chunk."""
+"""Schedules that give the first and the last chunk to the first rank."""
 
 
 def placement(kind: str, stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:

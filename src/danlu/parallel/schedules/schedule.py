@@ -1,4 +1,4 @@
-"""The schedules by name: `schedule` makes the lists, `schedule_problems` says what a schedule cannot do."""
+"""The schedules by name: `schedule` makes the lists, `schedule_problems` says why a schedule is not possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ KINDS = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "
 
 
 class ScheduleProblem(NamedTuple):
-    """Why there is no such schedule: which argument of `schedule`, and what is wrong with it and fits instead."""
+    """Why there is no such schedule: the wrong argument of `schedule`, the fault, and the nearest values that are
+    possible.
+    """
 
     argument: str
     message: str
@@ -34,20 +36,20 @@ class ScheduleProblem(NamedTuple):
 
 @lru_cache(maxsize=64)
 def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank does in a step, in order: one tuple for each rank.
+    """Returns each pipeline rank's actions in a step, in order: one tuple for each rank.
 
-    Of `pipedream` the lists are those between two flushes: each micro-batch is a step of its own, whose forward pass on
-    a rank takes the newest weights there, and whose backward pass takes the same ones once more (weight stashing,
+    The lists of `pipedream` are those between two flushes: each micro-batch is a step of its own. Its forward pass on a
+    rank takes the newest weights there, and its backward pass takes the same ones once more (weight stashing,
     arXiv:1806.03377, section 3.3). This is not synchronous SGD.
 
     Args:
         kind: one of `KINDS`.
         stages: pipeline ranks.
         chunks: parts of the model on each of them (`chunks_per_rank`).
-        micro_batches: of the step; of `pipedream` between two flushes.
+        micro_batches: the number in a step; for `pipedream` between two flushes.
 
     Raises:
-        RecipeError: there is no such schedule; the message names the nearest that there is.
+        RecipeError: there is no such schedule; the message names the nearest one.
     """
     problems = [
         f"{argument}: {message}" for argument, message in schedule_problems(kind, stages, chunks, micro_batches)
@@ -85,7 +87,7 @@ def evaluation_actions(chunks_of: Sequence[Sequence[int]], micro_batches: int) -
 
 
 def chunks_per_rank(kind: str) -> int:
-    """How many chunks a rank has where nothing else is asked for: only `interleaved` leaves a choice."""
+    """Returns the default number of chunks of a rank; only `interleaved` leaves a choice."""
     return 2 if kind == "interleaved" or kind in V_SHAPED else 1
 
 

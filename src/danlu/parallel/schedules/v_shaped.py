@@ -1,4 +1,4 @@
-"""Computations of schedules whose chunks are placed in a V: ZBV and DualPipeV.
+"""Computations of schedules that place chunks in a V: ZBV and DualPipeV.
 
 Rank r of p holds chunk r, through which the forward pass goes down, and chunk 2p - 1 - r, through which it comes up.
 """
@@ -45,7 +45,7 @@ def zbv(order: ComputeOrder, rank: int, stages: int, micro_batches: int) -> None
 def dualpipev(order: ComputeOrder, rank: int, stages: int, micro_batches: int) -> None:
     """DualPipeV, the V-shaped half of DeepSeek-V3's DualPipe (arXiv:2412.19437, section 3.2.1): needs m >= 2p.
 
-    A forward of one chunk stands beside the backward of the other, so that an executor which computes both at once
+    A forward of one chunk stands next to the backward of the other, so that an executor which computes both at once
     hides the messages of each behind the other. Here they are two actions, one after the other.
     """
     down, up = rank, 2 * stages - 1 - rank
