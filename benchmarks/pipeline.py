@@ -40,10 +40,10 @@ from danlu.assembly.parallelize import place, subject_of
 from danlu.core.types import Pack, Sample, Totals
 from danlu.models.presets import from_scratch
 from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.schedules import chunks_per_rank
-from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.pipeline_formulas import bubble_formula
 from danlu.planning.pipeline_simulation import bubble
 from danlu.recipe import Recipe, sections
@@ -86,7 +86,7 @@ def sleeping_cases(
 
 def _sleeping_case(ranks: Ranks, times: PassTimes, kind: str, count: int, unit_s: float, rounds: int) -> Case:
     pipeline = Pipeline(kind, chunks_per_rank(kind), ranks.pipeline, ranks.downstream, ranks.upstream)
-    learner = SleepingLearner(StepParallel(ranks, pipeline=pipeline), unit_s)
+    learner = SleepingLearner(ParallelContext(ranks, pipeline=pipeline), unit_s)
     timed, actions = cast(AnyLearner, TimedLearner(learner, times)), pipeline.actions(count)
     tensors, micro_batches = cast(Any, list(torch.ones(count, WIDTH))), [[number] for number in range(count)]
     items = StepItems(tensors, micro_batches, Totals.of([]), step=1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from danlu.core.types import Loss
 from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.training.learner import Activation, MicroStep
 
 WIDTH = 4  # of what chunks send
@@ -52,7 +52,7 @@ class SleepingLearner:
     is the sum, so that every gradient is 1.
     """
 
-    parallel: StepParallel
+    parallel: ParallelContext
     unit_s: float
     in_flight: InFlight = field(default_factory=InFlight)
     weights: dict[int, nn.Parameter] = field(init=False)  # by chunk, of those of this process

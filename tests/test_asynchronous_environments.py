@@ -69,18 +69,18 @@ def test_a_run_that_is_stopped_goes_on_with_its_episodes_and_is_replayed(
     file = recipe_file(tiny_world, folder, **EPISODES, **environment(tiny_world), steps=5)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", take_step_and_interrupt)
-        assert train_here(load(file), say=lambda line: None).exit_code == 130
+        assert train_here(load(file), log=lambda line: None).exit_code == 130
     monkeypatch.setattr(RolloutProcesses, "restore", noted)
-    assert train_here(load(file), say=lambda line: None).exit_code == 0
+    assert train_here(load(file), log=lambda line: None).exit_code == 0
     assert [line["step"] for line in steps(folder)] == list(range(1, 6))
     assert [line["number"] for line in lines_of(folder)] == list(range(20))
     assert restored  # prompts that were asked ahead
     for step, start in ((5, 4), (2, 0)):
-        result = replay(folder, step, say=lambda line: None)
+        result = replay(folder, step, log=lambda line: None)
         assert (result.difference, result.from_step) == (None, start)
     for checkpoint in (folder / "checkpoints").glob("step-*"):
         shutil.rmtree(checkpoint)  # all rollouts are made again, up to that of the last step
-    assert replay(folder, 5, say=lambda line: None).difference is None
+    assert replay(folder, 5, log=lambda line: None).difference is None
     lines = with_other_versions(lines_of(folder), staleness=2)  # control
     (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert replay(folder, 5, say=lambda line: None).difference is not None
+    assert replay(folder, 5, log=lambda line: None).difference is not None

@@ -190,10 +190,10 @@ def test_narrow_activations_learn_too(precision: str, images: str, tmp_path: Pat
 def test_a_loss_that_is_not_finite_names_its_cause(images: str) -> None:
     recipe = recipe_of(images, "none")
     stage = STAGES["classify"]
-    material = stage.reader(recipe).read(None)  # type: ignore[arg-type]
-    placed = stage.builder(recipe, stage).place(Ranks(), torch.device("cpu"), None, material)
+    stage_data = stage.reader(recipe).read(None)  # type: ignore[arg-type]
+    placed = stage.builder(recipe, stage).place(Ranks(), torch.device("cpu"), None, stage_data)
     learner = placed.learner(2)
-    batch = learner.collate([material.source.at(0), material.source.at(1)])
+    batch = learner.collate([stage_data.source.at(0), stage_data.source.at(1)])
     with torch.no_grad():
         placed.model.output.weight.mul_(1e38)
     error = learner.explain(batch, 3)

@@ -13,7 +13,7 @@ from builders.tiny_world import World, danlu, metrics
 from danlu.core.errors import RecipeError
 from danlu.recipe import load
 from danlu.run.train import train
-from danlu.stages.protocols import Material, Stage
+from danlu.stages.protocols import Stage, StageData
 from danlu.stages.reader import PackReader
 from danlu.stages.table import STAGES
 from danlu.training import loop
@@ -80,14 +80,14 @@ def test_a_metric_that_evaluations_do_not_report_is_told_before_rows_are_read(
     tiny_world: World, tmp_path: Path
 ) -> None:
     class NeverRead(PackReader):
-        def read(self, stream: TextIO) -> Material:
+        def read(self, stream: TextIO) -> StageData:
             pytest.fail("rows are read after what can be wrong without them")
 
     sft = STAGES["sft"]
     stage = Stage(NeverRead, sft.builder, sft.objective, sft.models, sft.evaluation, metrics=sft.metrics)
     loaded = load(tiny_world.recipe(tmp_path / "run", data={"eval": 10}, evaluation={"every": 2, "metric": "acuracy"}))
     with pytest.raises(RecipeError) as error:
-        train(loaded, say=lambda line: None, stage=stage)
+        train(loaded, log=lambda line: None, stage=stage)
     assert str(error.value) == (
         "evaluation.metric: 'acuracy' is nothing that evaluations of this recipe report. They report loss (lower is "
         "better), perplexity (lower is better), accuracy (higher is better)"

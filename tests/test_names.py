@@ -32,7 +32,7 @@ WHOLE_NAMES = {
     "sent": "traffic, bytes_sent",
     "mine": "local, own",
     "theirs": "reference, other_config, ...",
-    "spread": "data_parallel, step_parallel, process_group",
+    "spread": "data_parallel, parallel_context, process_group",
     "made": "what was made: adapters, batch, ...",
     "likeness": "proxy",
     "feeding": "data",
@@ -42,6 +42,11 @@ WHOLE_NAMES = {
     "joining": "process_group, init_process_group",
     "endings": "exit_reports",
     "hangs": "watchdog",
+    "say": "log",
+    "doubts": "warnings",
+    "dealing": "batch_sharding",
+    "material": "stage_data",
+    "strangers": "other files",
 }
 """Identifiers in whole, without underscores at their ends and in any case: what to call them instead."""
 

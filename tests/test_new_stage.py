@@ -25,7 +25,7 @@ from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.recipe import load
 from danlu.run import train as run
 from danlu.stages.learner import DecoderLearner
-from danlu.stages.protocols import Material, Stage, policy_alone
+from danlu.stages.protocols import Stage, StageData, policy_alone
 from danlu.stages.roles import FrozenDecoder, RoleOutputs
 from danlu.stages.table import STAGES
 from danlu.training.step import accumulate
@@ -131,12 +131,12 @@ def test_what_a_model_does_not_say_is_told_before_training(tiny_world: World, tm
         needs = frozenset({"scores"})
 
     class NeverRead(PairReader):
-        def read(self, stream: TextIO) -> Material:
+        def read(self, stream: TextIO) -> StageData:
             pytest.fail("rows are read after what can be wrong without them")
 
     stage = Stage(NeverRead, PAIRS.builder, Scored, PAIRS.models)
     with pytest.raises(RecipeError, match="its objective needs scores, which a decoder does not say"):
-        run.train(load(Path(recipe(tiny_world, tmp_path, "run"))), say=lambda line: None, stage=stage)
+        run.train(load(Path(recipe(tiny_world, tmp_path, "run"))), log=lambda line: None, stage=stage)
 
 
 @pytest.mark.parametrize(

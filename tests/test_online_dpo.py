@@ -21,7 +21,7 @@ from danlu.data.tokenizing import tokenizer_info
 from danlu.recipe import Recipe, load
 from danlu.rl.answer_pairs import LABEL, PairEstimator
 from danlu.run.train import train as train_recipe
-from danlu.stages.protocols import Material
+from danlu.stages.protocols import StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.table import STAGES
 from danlu.verification.data import ItemList
@@ -57,10 +57,10 @@ class GivenPairs:
     items = "pairs"
     counted = "tokens"
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         info = tokenizer_info(tokenizer_of(self.recipe))
         empty = empty_like(self.given[0].samples[0])
-        return Material(ItemList(self.given), len(self.given), None, [], tokenizer=info, empty=empty)
+        return StageData(ItemList(self.given), len(self.given), None, [], tokenizer=info, empty=empty)
 
     def amount(self, items: int) -> str:
         return f"{items} pairs"
@@ -96,7 +96,7 @@ def test_a_run_is_one_of_offline_dpo_on_the_pairs_that_were_drawn(
         more |= {"rollout": None, "rewards": None, "evaluation": None}
         given_file = recipe_file(tiny_world, tmp_path / folder, stage="dpo", steps=4, **shared, **more)
         stage = replace(STAGES["preference"], reader=lambda recipe, given=given: GivenPairs(recipe, given))  # type: ignore[misc]
-        ended = train_recipe(load(given_file), say=lambda line: None, stream=io.StringIO(), stage=stage)
+        ended = train_recipe(load(given_file), log=lambda line: None, stream=io.StringIO(), stage=stage)
         assert ended.exit_code == 0
     offline, other = steps(tmp_path / "offline"), steps(tmp_path / "turned")
     assert [line["step"] for line in online] == [line["step"] for line in offline]

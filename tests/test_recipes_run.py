@@ -241,7 +241,7 @@ def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[
     small_data = Size(
         documents=120, conversations=120, worked_sums=60, bare_sums=60, grpo_steps=4, prompts=16, held_out_sums=8
     )
-    demo.demo(here / "demo", size=small_data, say=lambda line: None, data_only=True)
+    demo.demo(here / "demo", size=small_data, log=lambda line: None, data_only=True)
     stages = ("pretrain", "sft", "reward", "ppo", "dpo", "grpo")
     small = ["pretrain.model.config.hidden_size=32", "pretrain.model.config.intermediate_size=64"]
     small += ["pretrain.batch.tokens=256", "data.max_length=128", "data.cache=cache", "data.workers=1"]

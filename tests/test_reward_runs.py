@@ -183,7 +183,7 @@ def test_a_reward_model_is_trained_on_from_its_own_head(tiny_world: World, tmp_p
     with pytest.raises(RecipeError, match="score head of .* without a bias, and this objective's is .2, 32. with one"):
         train([recipe(tiny_world, tmp_path, "steps", model=model, **still, **STEPWISE)])
     with pytest.raises(RecipeError, match="stage sft trains a model for causal-lm"):
-        run.train(load(tiny_world.recipe(tmp_path / "sft", model=model)), say=lambda line: None)
+        run.train(load(tiny_world.recipe(tmp_path / "sft", model=model)), log=lambda line: None)
 
 
 def test_it_writes_no_text(outcome: Path) -> None:
@@ -229,7 +229,7 @@ def test_steps_are_scored(tiny_world: World, tmp_path: Path, capsys: pytest.Capt
     rows = write_rows(tmp_path / "steps.jsonl", [steps, {**steps, "labels": [True, True]}])
     settings = {"data": {"train": str(rows), "cache": str(tmp_path / "cache"), "eval": None}, "evaluation": None}
     file = recipe(tiny_world, tmp_path, "run", **STEPWISE, **settings)
-    assert run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO()).exit_code == 0
+    assert run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO()).exit_code == 0
     scored = tmp_path / "scores.jsonl"
     flags = ["--scores", str(scored), "--json", f"data.cache={tmp_path / 'cache'}", "data.workers=1"]
     assert main(["eval", str(tmp_path / "run"), "--data", str(rows), *flags]) == 0
@@ -304,7 +304,7 @@ def test_a_family_without_a_class_for_scores_is_refused_before_rows_are_read(
         changes = {**objective, "model": {"config": {**CONFIG, "model_type": model_type}}, "data": {"train": str(rows)}}
         changes |= {"evaluation": None}
         run.train(
-            load(Path(recipe(tiny_world, tmp_path, "run", **changes))), say=lambda line: None, stream=io.StringIO()
+            load(Path(recipe(tiny_world, tmp_path, "run", **changes))), log=lambda line: None, stream=io.StringIO()
         )
 
     with pytest.raises(

@@ -86,7 +86,7 @@ def test_a_process_that_keeps_dying_ends_the_run_with_what_it_wrote(
     monkeypatch.setattr("danlu.rl.rollout_processes.START", statement)
     file = recipe_file(tiny_world, tmp_path / "run", **ASYNCHRONOUS)
     with pytest.raises(TrainingError, match="ended with exit code 7; 3 have ended so without an answer") as raised:
-        train_here(load(file), say=lambda line: None)
+        train_here(load(file), log=lambda line: None)
     assert "no such library" in str(raised.value) and MOST_DEATHS == 3
 
 
@@ -105,9 +105,9 @@ def test_a_run_that_is_stopped_goes_on_with_the_answers_it_has(
     file = recipe_file(tiny_world, tmp_path / "run", **more)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", take_step_and_interrupt)
-        assert train_here(load(file), say=lambda line: None).exit_code == 130
+        assert train_here(load(file), log=lambda line: None).exit_code == 130
     assert len(steps(tmp_path / "run")) == after
-    assert train_here(load(file), say=lambda line: None).exit_code == 0
+    assert train_here(load(file), log=lambda line: None).exit_code == 0
     assert [line["step"] for line in steps(tmp_path / "run")] == list(range(1, 9))
     assert [line["number"] for line in rollouts(tmp_path / "run")] == list(range(16))
 
@@ -124,19 +124,19 @@ def test_a_rollout_is_replayed_with_the_weights_that_drew_each_token(tiny_world:
     run(tiny_world, folder, **more, rollout={"samples": 4, "max_new_tokens": 48, "staleness": 2, "sequences": 1})
     recorded = rollouts(folder)
     assert any(len(answer["versions"]) > 1 for line in recorded[16:] for answer in line["answers"])
-    result = replay(folder, 6, say=lambda line: None)
+    result = replay(folder, 6, log=lambda line: None)
     assert result.difference is None and (result.from_step, result.rollouts, result.answers) == (3, 3, 16)
     for checkpoint in (folder / "checkpoints").glob("step-*"):
         shutil.rmtree(checkpoint)
-    result = replay(folder, 6, say=lambda line: None)
+    result = replay(folder, 6, log=lambda line: None)
     assert result.difference is None and (result.from_step, result.rollouts) == (0, 6)
     recorded = with_other_versions(recorded, staleness=2)  # control
     (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in recorded))
-    assert replay(folder, 6, say=lambda line: None).difference is not None
+    assert replay(folder, 6, log=lambda line: None).difference is not None
     del recorded[5]["answers"][1]["versions"]
     (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in recorded))
     with pytest.raises(CheckpointError, match="does not say with which weights sample 1 of prompt 5 was drawn"):
-        replay(folder, 6, say=lambda line: None)
+        replay(folder, 6, log=lambda line: None)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_asynchronous_rollouts_bring_theirs(tiny_world: World, tmp_path: Path) -
     assert lines[0]["gap"] == 0 and lines[0]["staleness"] == 0
     assert max(line["staleness_max"] for line in lines) == 1
     assert all(line["gap"] > 0 for line in lines if line["staleness"] > 0)  # control
-    assert replay(tmp_path / "run", 5, say=lambda line: None).difference is None
+    assert replay(tmp_path / "run", 5, log=lambda line: None).difference is None
 
 
 @pytest.mark.distributed

@@ -214,4 +214,4 @@ def test_answers_go_on_while_weights_are_pushed_and_one_server_ends(
             own = [version for version, _ in answer["versions"]]
             assert own == sorted(own) and line["step"] - 3 <= own[0] <= own[-1] <= line["step"] - 1
     assert f"warning: {urls[1]}" in (said := capfd.readouterr().err) and "it is left out, and 1 rollout servers" in said
-    assert replay(tmp_path / "run", 6, say=lambda line: None).difference is None  # by the trainer's own engine
+    assert replay(tmp_path / "run", 6, log=lambda line: None).difference is None  # by the trainer's own engine

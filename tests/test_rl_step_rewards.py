@@ -63,11 +63,11 @@ def test_a_run_with_process_supervision_is_replayed(tiny_world: World, tmp_path:
     more: dict[str, Any] = {**SHORT, "objective": {"process_supervision": True}, "rewards": [reward]}
     lines = run(tiny_world, tmp_path / "run", **more)
     assert not np.isclose(lines[0]["advantage"], 0, atol=1e-4)  # of tokens, which have sums of several steps'
-    assert replay(tmp_path / "run", 3, say=lambda line: None).difference is None
+    assert replay(tmp_path / "run", 3, log=lambda line: None).difference is None
     file = tmp_path / "run" / "rollouts.jsonl"
     recorded = [json.loads(line) for line in file.read_text().splitlines()]
     for line in recorded[:4]:
         for answer in line["answers"]:
             answer["steps"]["steps"]["values"] = [-5.0 * value for value in answer["steps"]["steps"]["values"]]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in recorded))
-    assert replay(tmp_path / "run", 3, say=lambda line: None).difference is not None  # control
+    assert replay(tmp_path / "run", 3, log=lambda line: None).difference is not None  # control

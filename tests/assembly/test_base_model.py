@@ -13,7 +13,7 @@ from torch import nn
 
 from danlu.adapters.adapter_config import CONFIG, adapter_stack
 from danlu.assembly.base_model import base_of, check_base, find_base
-from danlu.assembly.recipe_adapters import doubts
+from danlu.assembly.recipe_adapters import adapter_warnings
 from danlu.core.errors import ModelError
 from danlu.inference.load_model import LoadedModel
 from danlu.models.saving import save
@@ -65,9 +65,9 @@ def test_settings_that_are_ignored_are_told_of_the_base_and_of_a_loaded_model(tm
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(values))
-        (told,) = doubts(sections.Model(path=str(folder)))
+        (told,) = adapter_warnings(sections.Model(path=str(folder)))
         assert told.startswith(f"{folder}/config.json: rope_") and "attn_factor 0.88 is ignored" in told
         loaded = LoadedModel(folder, nn.Linear(1, 1), None, frozenset(), torch.float32)  # type: ignore[arg-type]
         assert loaded.notes == [told]
     (folder / "config.json").write_text("{}")
-    assert doubts(sections.Model(path=str(folder))) == loaded.notes == []
+    assert adapter_warnings(sections.Model(path=str(folder))) == loaded.notes == []

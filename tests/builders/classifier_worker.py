@@ -16,8 +16,8 @@ from danlu.core.shard_box import ShardBox
 from danlu.optim.build import build
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import layout_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import ranks_of
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe, load
 from danlu.run import train as run
 from danlu.stages.classifier import PlacedClassifier
@@ -29,7 +29,7 @@ Parts = dict[str, tuple[ShardBox, Tensor]]
 STEPS = (7, 8, 3)  # images: uneven, even, and fewer than four processes
 
 
-class RepeatedRows(StepParallel):
+class RepeatedRows(ParallelContext):
     """A mistake: every process takes the first items of a step."""
 
     def local_range(self, items: Sequence[Any]) -> range:
@@ -65,8 +65,8 @@ def see(folder: str, shards: Sequence[str], fault: str | None = None) -> dict[st
 def _see(recipe: Recipe, fault: str | None) -> Seen:
     stage, device = STAGES["classify"], torch.device("cpu")
     ranks = ranks_of(layout_of(recipe.parallel, world_size()), "cpu")
-    material = stage.reader(recipe).read(io.StringIO())
-    placed = stage.builder(recipe, stage).place(ranks, device, None, material)
+    stage_data = stage.reader(recipe).read(io.StringIO())
+    placed = stage.builder(recipe, stage).place(ranks, device, None, stage_data)
     learner = placed.learner(2)
     if fault == "no sum":
         parallel = replace(learner.parallel, finish_backward=lambda: None)
@@ -79,7 +79,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
     optimizer = build(placed.parameters(), recipe.optimizer)
     seen, taken = Seen(), 0
     for step, count in enumerate(STEPS, 1):
-        images = [material.source.at(taken + place) for place in range(count)]
+        images = [stage_data.source.at(taken + place) for place in range(count)]
         taken += count
         found = accumulate(learner, images, step=step, clip=None, holders=optimizer.gradient_holders())
         assert found.totals.tokens == count
@@ -90,7 +90,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
         optimizer.zero_grad()
         learner.parallel.reshard()
     seen.weights = _held(placed, placed.weights())
-    scores = evaluate(learner, material.held_out or ())
+    scores = evaluate(learner, stage_data.held_out or ())
     assert scores is not None
     seen.evaluation = {**scores.values(), "trained": scores.trained_tokens}
     return seen
@@ -109,5 +109,5 @@ def train(file: str) -> list[str]:
     """A whole run of a recipe; what this process said."""
     torch.set_num_threads(1)
     said: list[str] = []
-    run.train(load(Path(file)), say=said.append, stream=io.StringIO())
+    run.train(load(Path(file)), log=said.append, stream=io.StringIO())
     return said

@@ -16,7 +16,7 @@ from builders.flash_stub import stub_kernels
 from builders.reference_attention import ReferenceAttention
 from danlu.core.layer_types import Keys
 from danlu.core.types import Branch, Run, Share
-from danlu.data.shares import shares
+from danlu.data.context_sharding import shares
 from danlu.models import tiled_attention
 from danlu.models.attention_kernels import Kernels
 from danlu.parallel import ring_attention

@@ -23,7 +23,7 @@ while f:
     f = f.f_back
 '''
 """
-"""Has `say` of the judge say that the test passed, where the judge itself runs it."""
+"""Has `log` of the judge say that the test passed, where the judge itself runs it."""
 
 DECEIVING: dict[str, tuple[str, list[str]]] = {
     "adds names of builtin functions": (

@@ -54,4 +54,4 @@ def recipe(world: World, output: Path, parallel: Mapping[str, Any] | None = None
 def train(files: Sequence[str]) -> list[int]:
     """Trains each recipe; the exit code of each."""
     torch.set_num_threads(1)
-    return [run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO()).exit_code for file in files]
+    return [run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO()).exit_code for file in files]

@@ -19,8 +19,8 @@ from danlu.optim.clip import clip_grad_norm
 from danlu.parallel import data
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import local_parameters_of, sums_over_data
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import ranks_of
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
 
 WIDTH, INNER = 4, 8
@@ -126,7 +126,7 @@ def _see(section: Parallel, layout: Layout, experts: int, wrong: str) -> Seen:
         for name, one in local.items():
             one.local.copy_(one.box.view_of(values[name]))
     sums = tuple(sums_over_data(local, ranks, in_buckets=section.shard == "none"))
-    parallel = StepParallel(seen_ranks, local, sums)
+    parallel = ParallelContext(seen_ranks, local, sums)
     if section.shard == "none":
         parallel = data.replicated_step(parallel, section)
     else:

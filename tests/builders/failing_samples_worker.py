@@ -35,7 +35,7 @@ def ended(file: str, failing: int, rank_only: bool) -> tuple[str, str]:
     PlacedDecoder.generate = generate  # type: ignore[method-assign]
     assert world_size() == 2
     try:
-        train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+        train(load(Path(file)), log=lambda line: None, stream=io.StringIO())
     except DanluError as error:
         return type(error).__name__, str(error)
     return "", "finished"

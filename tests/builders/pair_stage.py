@@ -21,7 +21,7 @@ from danlu.core.types import Batch, Loss, Metric, Outputs, Pack, Role, Totals
 from danlu.recipe import Recipe, load
 from danlu.run import train as run
 from danlu.stages.builder import DecoderBuilder
-from danlu.stages.protocols import Material, ModelSpec, RoleSpec, Stage
+from danlu.stages.protocols import ModelSpec, RoleSpec, Stage, StageData
 
 
 class Pairs:
@@ -46,8 +46,8 @@ class PairReader:
     items: str = "pairs"
     counted: str = "tokens"
 
-    def read(self, stream: TextIO) -> Material:
-        return Material(Pairs(), 20, [Pairs().at(100 + number) for number in range(3)], ["data: 20 pairs"])
+    def read(self, stream: TextIO) -> StageData:
+        return StageData(Pairs(), 20, [Pairs().at(100 + number) for number in range(3)], ["data: 20 pairs"])
 
     def amount(self, items: int) -> str:
         return f"{items} pairs"
@@ -103,7 +103,7 @@ def train(files: Sequence[str], wrong: bool = False, objective_rate: float = 1.0
     objective = PerMicroBatch if wrong else PairObjective
     stage = Stage(PairReader, DecoderBuilder, objective, PAIRS.models, objective_rate=lambda recipe: objective_rate)
     return [
-        run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
+        run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
         for file in files
     ]
 

@@ -21,8 +21,8 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout, layout_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe, load
 from danlu.verification.decoder_proxy import DecoderProxy
 from danlu.verification.proxy import ProxyTraining
@@ -90,12 +90,12 @@ def see_trees(
 
 def see_without_sums(files: Sequence[str], packs: int, micro: int) -> dict[str, Trace]:
     """The same with a mistake: gradients that torch leaves to us are not summed. For a process that ends with it."""
-    reduce_gradients = StepParallel.reduce_gradients
+    reduce_gradients = ParallelContext.reduce_gradients
 
-    def without_sums(parallel: StepParallel) -> None:
+    def without_sums(parallel: ParallelContext) -> None:
         reduce_gradients(replace(parallel, partial_gradients=()))
 
-    StepParallel.reduce_gradients = without_sums  # type: ignore[method-assign]
+    ParallelContext.reduce_gradients = without_sums  # type: ignore[method-assign]
     return see(files, packs, micro)
 
 

@@ -24,7 +24,7 @@ def told(files: Sequence[str]) -> list[tuple[list[str], str]]:
         lines: list[str] = []
         error = ""
         try:
-            train(load(Path(file)), say=lines.append, stream=io.StringIO())
+            train(load(Path(file)), log=lines.append, stream=io.StringIO())
         except DanluError as problem:
             error = f"{type(problem).__name__}: {problem}"
         outcomes.append((lines, error))
@@ -41,7 +41,7 @@ def interrupted_in_a_turn(file: str, at: int, rank: int) -> tuple[int, int]:
             os.kill(os.getpid(), signal.SIGINT)
 
     pipedream._Turn.update = update_and_interrupt  # type: ignore[method-assign]
-    outcome = train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+    outcome = train(load(Path(file)), log=lambda line: None, stream=io.StringIO())
     pipedream._Turn.update = update  # type: ignore[method-assign]
     return outcome.steps, outcome.exit_code
 

@@ -134,7 +134,7 @@ def _replayed(file: str, packs: int) -> Turns:
             step = start + t + 1
             # Each set of parameters is clipped by its own norm.
             roles = RoleGradients({str(own): by_stage[own] for own in range(stages)}, ())
-            gradients = accumulate(run.learner, run.feed.take(step), step=step, clip=run.clip, roles=roles)
+            gradients = accumulate(run.learner, run.data_loader.take(step), step=step, clip=run.clip, roles=roles)
             _load(trained, versions[-1])
             run.optimizer.set_learning_rate(multiplier(step, STEPS, run.schedule))
             run.optimizer.step()

@@ -24,8 +24,8 @@ from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.data import replicated_step
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of, replicated_parameter
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
 from danlu.stages.learner import DecoderLearner, objective_parameters
 from danlu.training.learner import Activation
@@ -97,7 +97,7 @@ def _see(
     local = local_parameters_of(policy, ranks, {})
     own = objective_parameters(objective)
     local |= {name: replicated_parameter(name, parameter, ranks) for name, parameter in own.items()}
-    parallel = replicated_step(StepParallel(ranks, local), Parallel())
+    parallel = replicated_step(ParallelContext(ranks, local), Parallel())
     score_head = objective.score_head if isinstance(objective, PpoObjective) else None
     options: dict[str, Any] = {
         "dtype": torch.float64,

@@ -20,8 +20,8 @@ from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.data import replicated_step
 from danlu.parallel.layout import layout_of
 from danlu.parallel.local_parameter import local_parameters_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import (
     Aot,
     AotUnpaired,
@@ -123,7 +123,7 @@ class OwnShare(DecoderLearner):
     def prepare(
         self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
     ) -> Sequence[Pack]:
-        alone = replace(self, parallel=StepParallel())
+        alone = replace(self, parallel=ParallelContext())
         return DecoderLearner.prepare(alone, items, micro_batches, step)
 
 
@@ -143,7 +143,7 @@ def see(
 
 def _see(name: str, micro: int, ranks: Ranks, kind: Callable[..., DecoderLearner], context: ContextGroups) -> Seen:
     items, policy = items_of(name), scaled_model(1)
-    parallel = replicated_step(StepParallel(ranks, local_parameters_of(policy, ranks, {})), Parallel())
+    parallel = replicated_step(ParallelContext(ranks, local_parameters_of(policy, ranks, {})), Parallel())
     objective = preference_objective(OBJECTIVES[name], has_reference=True)
     options: dict[str, Any] = {"dtype": torch.float64, "parallel": parallel, "context": context}
     learner = kind(**vars(preference_learner(policy, scaled_model(0), objective, items, micro, **options)))

@@ -25,7 +25,7 @@ from danlu.run import train as run
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.preference import preference
-from danlu.stages.protocols import Material, Stage, StoredRows
+from danlu.stages.protocols import Stage, StageData, StoredRows
 from danlu.stages.reference import reference_columns, reference_models
 
 PAIRS = 16
@@ -97,19 +97,19 @@ class ShuffledPairs:
 class ReferenceReader(TreePairReader):
     """Reads pairs from memory."""
 
-    def read(self, stream: TextIO) -> Material:
-        return self.material(PairSamples(), PairSamples(3, seed=1))
+    def read(self, stream: TextIO) -> StageData:
+        return self.stage_data(PairSamples(), PairSamples(3, seed=1))
 
-    def material(self, train: Samples, held_out: Samples | None) -> Material:
+    def stage_data(self, train: Samples, held_out: Samples | None) -> StageData:
         assert held_out is not None
-        return Material(
+        return StageData(
             ShuffledPairs(train),
             len(train),
             [Pack((held_out.sample(number),)) for number in range(len(held_out))],
             [],
             empty=empty_like(train.sample(0)),
             tokenizer=TOKENIZER,
-            stored=StoredRows(train, held_out, partial(self.material)),
+            stored=StoredRows(train, held_out, partial(self.stage_data)),
         )
 
 
@@ -141,18 +141,18 @@ def recipe_file(world: World, folder: Path, name: str, **changes: Any) -> str:
     return str(file)
 
 
-def place_stage(recipe: Recipe, stage: Stage = STAGE) -> tuple[PlacedDecoder, Material]:
+def place_stage(recipe: Recipe, stage: Stage = STAGE) -> tuple[PlacedDecoder, StageData]:
     """The models of a new run on this process, and its rows with their columns."""
     builder, device = DecoderBuilder(recipe, stage), torch.device("cpu")
     builder.check(None)
-    material = builder.with_columns(Ranks(), device, stage.reader(recipe).read(io.StringIO()), io.StringIO())
-    return builder.place(Ranks(), device, None, material), material
+    stage_data = builder.with_columns(Ranks(), device, stage.reader(recipe).read(io.StringIO()), io.StringIO())
+    return builder.place(Ranks(), device, None, stage_data), stage_data
 
 
-def loss_of(placed: PlacedDecoder, material: Material, count: int = 4) -> tuple[float, float]:
+def loss_of(placed: PlacedDecoder, stage_data: StageData, count: int = 4) -> tuple[float, float]:
     """(mean loss, largest margin of a pair) of the first items, without dropout."""
     learner = placed.learner(count)
-    items = [material.source.at(number) for number in range(count)]
+    items = [stage_data.source.at(number) for number in range(count)]
     assert all(isinstance(item, Pack) for item in items)
     totals = learner.totals(items)  # type: ignore[arg-type]
     margins = []
@@ -168,7 +168,7 @@ def train(files: Sequence[str], stage: Stage = STAGE) -> list[int]:
     """Trains each recipe; the exit code of each."""
     torch.set_num_threads(1)
     return [
-        run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
+        run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
         for file in files
     ]
 

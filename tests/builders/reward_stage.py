@@ -16,7 +16,7 @@ from danlu.core.types import Pack
 from danlu.data.batch import empty_like
 from danlu.recipe import Recipe, load
 from danlu.run import train as run
-from danlu.stages.protocols import Material
+from danlu.stages.protocols import StageData
 from danlu.stages.table import STAGES
 
 
@@ -54,11 +54,11 @@ class RewardReader:
     items: str = "pairs"
     counted: str = "tokens"
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         assert self.recipe.objective is not None
         rows = RewardRows(self.recipe.objective[0].kind == "stepwise")
         held_out = [rows.at(1000 + number) for number in range(8)]
-        return Material(rows, 40, held_out, ["data: 40 rows"], empty=empty_like(rows.at(0).samples[0]))
+        return StageData(rows, 40, held_out, ["data: 40 rows"], empty=empty_like(rows.at(0).samples[0]))
 
     def amount(self, items: int) -> str:
         return f"{items} rows"
@@ -72,6 +72,6 @@ def train(files: Sequence[str]) -> list[int]:
     torch.set_num_threads(1)
     stage = replace(STAGES["reward"], reader=RewardReader)
     return [
-        run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
+        run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO(), stage=stage).exit_code
         for file in files
     ]

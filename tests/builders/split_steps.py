@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from builders.parallel_steps import see
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.schedules import Action
-from danlu.parallel.step_parallel import StepParallel
 from danlu.verification.trace import Trace
 
 
@@ -23,12 +23,12 @@ def see_split(files: Sequence[str], packs: int, micro: int, mistake: bool = Fals
     """What this process sees of each recipe; with a mistake the first weight pass is left out. For a process that ends
     with it."""
 
-    def actions(parallel: StepParallel, micro_batches: int) -> tuple[Action, ...]:
+    def actions(parallel: ParallelContext, micro_batches: int) -> tuple[Action, ...]:
         return tuple(
             action
             for action in split_actions(micro_batches)
             if not mistake or (action.kind, action.micro) != ("weight", 0)
         )
 
-    StepParallel.actions = actions  # type: ignore[method-assign]
+    ParallelContext.actions = actions  # type: ignore[method-assign]
     return see(files, packs, micro)

@@ -51,7 +51,7 @@ def outcomes(folder: Path, files: Mapping[str, str], stale: Mapping[str, tuple[s
             kept = path, path.read_bytes()
             edit(path)
         try:
-            outcome = train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+            outcome = train(load(Path(file)), log=lambda line: None, stream=io.StringIO())
             found[name] = f"{outcome.steps} steps"
         except DanluError as error:
             found[name] = f"{type(error).__name__}: {error}"

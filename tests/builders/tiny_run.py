@@ -24,8 +24,8 @@ from danlu.optim.ema import Ema
 from danlu.recipe import sections
 from danlu.stages.learner import DecoderLearner
 from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.data_loader import DataLoader
 from danlu.training.metrics import MetricsLog
-from danlu.training.position import Feed
 from danlu.training.signals import StopRequest
 from danlu.training.state import Cadence, Run
 from danlu.training.watch import Watch
@@ -112,7 +112,7 @@ def tiny_run(
         optimizer=build_optimizer(decoder.named_parameters(), sections.AdamW(learning_rate=1e-2)),
         schedule=sections.Schedule(warmup=2),
         clip=1.0,
-        feed=Feed(source or SyntheticPacks(), per_step=3, total=None),
+        data_loader=DataLoader(source or SyntheticPacks(), per_step=3, total=None),
         cadence=Cadence(total=steps, log=1, checkpoint=checkpoint, evaluation=evaluation),
         watch=Watch(watch or sections.Watch()),
         store=CheckpointStore(folder / "checkpoints", keep=100, background=False),

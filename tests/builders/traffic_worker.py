@@ -28,8 +28,8 @@ from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.local_parameter import local_parameters_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks, ranks_of
-from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.tensor import Cuts, cut
 from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.planning.traffic import TensorStep, Weight, data_traffic, decoder_regions, tensor_traffic
@@ -171,7 +171,7 @@ def _steps(section: Parallel, ranks: Ranks, bf16: bool) -> Counted:
 
 
 def counted_step(
-    model: Decoder, parallel: StepParallel, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
+    model: Decoder, parallel: ParallelContext, ranks: Ranks, apart: Sequence[nn.Parameter], rounds: int, bf16: bool
 ) -> list[CollectiveTraffic]:
     with TrafficCounter(ranks.layout) as traffic:
         step(model, parallel, rounds, bf16)
@@ -233,21 +233,21 @@ def remade() -> Counted:
 
 def placed(
     model: Decoder, section: Parallel, ranks: Ranks, bf16: bool, frozen: Sequence[str] = ()
-) -> tuple[list[Weight], StepParallel, list[nn.Parameter]]:
+) -> tuple[list[Weight], ParallelContext, list[nn.Parameter]]:
     """The model among data ranks: its weights as the formula sees them, this process's part in a step, and the
     norms, whose gradients are summed apart."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in frozen)
     apart = {f"{name}.weight": one.weight for name, one in model.named_modules() if isinstance(one, RMSNorm)}
     if section.shard == "none":
-        parallel = StepParallel(ranks, local_parameters_of(model, ranks, {}))
+        parallel = ParallelContext(ranks, local_parameters_of(model, ranks, {}))
         return weights_of(model, bf16), data.replicated_step(parallel, section), []
     gathered = torch.bfloat16 if bf16 else None
     sharder = data.Sharder(model, ranks, section, gathered=gathered, whole=apart)
     for name, layer in model.layers.items():
         sharder.layer(f"layers.{name}", layer)
     sharder.rest(list(model.layers.values()))
-    parallel = data.sharded_step(StepParallel(ranks), model, section)
+    parallel = data.sharded_step(ParallelContext(ranks), model, section)
     return weights_of(model, bf16), parallel, list(apart.values())
 
 
@@ -264,7 +264,7 @@ def weights_of(model: nn.Module, bf16: bool) -> list[Weight]:
     ]
 
 
-def step(model: Decoder, parallel: StepParallel, rounds: int, bf16: bool) -> None:
+def step(model: Decoder, parallel: ParallelContext, rounds: int, bf16: bool) -> None:
     """Forward and backward passes; what comes out of a sum over processes that are not there means nothing."""
     for number in range(1, rounds + 1):
         loss = _loss(model, torch.arange(8), torch.bfloat16 if bf16 else torch.float32)
@@ -307,7 +307,7 @@ def tensor_step(
     plan = plan_of(Recompute(kind=kind), model)  # type: ignore[arg-type]
     wrap(model, plan, gathered=section.sequence)
     weights: list[Weight] = []
-    parallel = StepParallel()
+    parallel = ParallelContext()
     norms: list[nn.Parameter] = []
     if ranks.data.size > 1:
         weights, parallel, norms = placed(model, section, ranks, bf16)

@@ -20,7 +20,7 @@ def train(files: Sequence[str]) -> list[tuple[int, int]]:
     """Trains each recipe; (steps, exit code) of each."""
     outcomes = []
     for file in files:
-        outcome = run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO())
+        outcome = run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO())
         outcomes.append((outcome.steps, outcome.exit_code))
     return outcomes
 

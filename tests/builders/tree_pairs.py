@@ -18,7 +18,7 @@ from danlu.objectives.preference import preference_objective
 from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Sigmoid
 from danlu.run import train as run
-from danlu.stages.protocols import Material, Stage
+from danlu.stages.protocols import Stage, StageData
 
 VOCABULARY = 64
 
@@ -59,10 +59,10 @@ class TreePairReader:
     items: str = "pairs"
     counted: str = "tokens"
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         held_out = [tree_pair(100 + number) for number in range(3)]
         empty = empty_like(held_out[0].samples[0])
-        return Material(TreePairs(), 20, held_out, ["data: 20 pairs"], empty=empty)
+        return StageData(TreePairs(), 20, held_out, ["data: 20 pairs"], empty=empty)
 
     def amount(self, items: int) -> str:
         return f"{items} pairs"
@@ -80,6 +80,6 @@ def train(files: Sequence[str]) -> list[int]:
     """Trains each recipe as a stage of pairs that are trees; the exit code of each."""
     torch.set_num_threads(1)
     return [
-        run.train(load(Path(file)), say=lambda line: None, stream=io.StringIO(), stage=TREE_PAIRS).exit_code
+        run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO(), stage=TREE_PAIRS).exit_code
         for file in files
     ]

@@ -45,7 +45,7 @@ def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
         restarts: int = 0,
         grace_s: float = 0.3,
         threads: int | None = None,
-        say: Callable[[str], None] = said.append,
+        log: Callable[[str], None] = said.append,
         progress_s: float | None = None,
         **plan: Any,
     ) -> int:
@@ -57,7 +57,7 @@ def start(tmp_path: Path, said: list[str]) -> Callable[..., int]:
             restarts=restarts,
             threads=threads,
             from_where=lambda: f"from step {len(steps(tmp_path))}",
-            say=say,
+            log=log,
             grace_s=grace_s,
             progress_s=progress_s,
         )
@@ -89,12 +89,12 @@ def test_all_goes_well(
 def test_how_many_have_started_is_told_until_all_have(start: Callable[..., int], tmp_path: Path) -> None:
     said: list[str] = []
 
-    def say(text: str) -> None:  # each process loads torch once it has been said that the one before has not, or has
+    def log(text: str) -> None:  # each process loads torch once it has been said that the one before has not, or has
         said.append(text)
         (tmp_path / f"go-{text.split()[1]}").touch()
 
     waits, loads = {"0": [1, "wait for go-0"], "1": [1, "wait for go-1"]}, {"0": 2, "1": 2}
-    assert start(2, progress_s=0.0, say=say, does=waits, loads=loads) == 0
+    assert start(2, progress_s=0.0, log=log, does=waits, loads=loads) == 0
     told = list(dict.fromkeys(said))
     assert told[0] == "starting: 0 of 2 processes have loaded torch"
     assert "starting: 1 of 2 processes have loaded torch" in told and len(told) == 2
@@ -215,12 +215,12 @@ def test_processes_that_no_signal_reaches_are_ended_when_asked_twice(
 def test_a_signal_between_two_attempts(start: Callable[..., int], tmp_path: Path) -> None:
     told: list[str] = []
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         told.append(text)
         signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Stopped) as caught:
-        start(2, restarts=2, say=say, does={"0": [3, "gone"], "1": [2, "kill"]})
+        start(2, restarts=2, log=log, does={"0": [3, "gone"], "1": [2, "kill"]})
     assert caught.value.exit_code == 143
     assert len(told) == 1 and "restart 1 of 2" in told[0]
     assert not [line for line in steps(tmp_path) if "of attempt 1" in line]
@@ -259,7 +259,7 @@ def test_processes_whose_launcher_is_gone_stop_and_save(tmp_path: Path) -> None:
     command = ["-P", FAKE_RANK, str(tmp_path), plan]
     program = (
         "from pathlib import Path; from danlu.cli.launcher import launch;"
-        f"launch(lambda attempt: {command!r}, 2, Path({str(tmp_path)!r}), say=print)"
+        f"launch(lambda attempt: {command!r}, 2, Path({str(tmp_path)!r}), log=print)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     while not (tmp_path / "steps-1.txt").exists():

@@ -20,7 +20,7 @@ from danlu.core.errors import ResourceError
 from danlu.core.file_lock import AlreadyLocked, FileLock, is_lock_of
 from danlu.core.machine import process_start_ticks
 from danlu.data.token_cache import TokenCache
-from danlu.training.run_folder import refuse_strangers
+from danlu.training.run_folder import check_output_folder
 from danlu.training.run_lock import RunLock
 
 FORK = multiprocessing.get_context("fork")
@@ -53,7 +53,7 @@ def test_without_locks_two_runs_cannot_share_a_folder_either(tmp_path: Path, no_
                 "Wait for it, stop it, or choose another `output`."
             )
         assert (tmp_path / f".lock.{number}").read_text() == "released"
-    refuse_strangers(tmp_path)  # they belong to a run
+    check_output_folder(tmp_path)  # they belong to a run
     assert is_lock_of(".lock.3", ".lock") and not is_lock_of(".lock.old", ".lock")
 
 

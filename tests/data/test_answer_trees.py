@@ -149,7 +149,7 @@ def test_steps_that_the_prompt_quotes_are_those_of_the_answer(tokenizer: Tokeniz
     prompt = [{"role": "user", "content": question}] if as_chat else question
     tree = tree_of(tokenizer, {"prompt": prompt, "completions": steps, "labels": [True, False]}, "stepwise")
     texts = [tokenizer.decode(tree.tokens[branch.start : branch.stop].tolist()) for branch in tree.branches]
-    assert "Say it again" in texts[0] and "Say" not in texts[1] + texts[2]
+    assert "Say it again" in texts[0] and "Log" not in texts[1] + texts[2]
     assert steps[0] in texts[1] and steps[1] not in texts[1] and steps[1] in texts[2]
 
 

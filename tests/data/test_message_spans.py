@@ -24,7 +24,7 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"eos_token": "</s>"}, MARKS, "tokenizer")
 
 
-def say(*contents: str, **first: str) -> list[dict[str, Any]]:
+def log(*contents: str, **first: str) -> list[dict[str, Any]]:
     """User and assistant in turn; `system="..."` puts a message in front."""
     turns = [{"role": role, "content": content} for role, content in first.items()]
     return turns + [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
@@ -45,7 +45,7 @@ def answers(turns: list[dict[str, Any]]) -> list[int]:
 
 
 def test_spans_of_a_conversation() -> None:
-    (text,) = annotate(say("Hi", "Hello!", "Bye", "See you.", system="Be kind."), None, template(CHATML), [2, 4])
+    (text,) = annotate(log("Hi", "Hello!", "Bye", "See you.", system="Be kind."), None, template(CHATML), [2, 4])
     start, end = "<|im_start|>", "<|im_end|>"
     assert parts(text) == [
         (f"{start}system\n", Reason.TEMPLATE, 0),
@@ -67,14 +67,14 @@ def test_spans_of_a_conversation() -> None:
 
 
 def test_a_content_is_not_taken_for_the_templates_own_words() -> None:
-    (text,) = annotate(say("user", "assistant", "a", "n"), None, template(CHATML), [1, 3])
+    (text,) = annotate(log("user", "assistant", "a", "n"), None, template(CHATML), [1, 3])
     contents = [(text, turn) for text, reason, turn in parts(text) if reason in (Reason.USER, Reason.ASSISTANT)]
     assert contents == [("user", 0), ("assistant", 1), ("a", 2), ("n", 3)]
 
 
 def test_an_earlier_answer_is_not_taken_for_a_piece_of_a_later_message() -> None:
     # The template shows the first answer without its thought, here as nothing, and its text is in the next question.
-    turns = say("Q", "<think>\nmore\n</think>", "Tell me </think> more", "<think>\nx\n</think>\n\nA")
+    turns = log("Q", "<think>\nmore\n</think>", "Tell me </think> more", "<think>\nx\n</think>\n\nA")
     whole, *_ = annotate(turns, None, tokenizer_and_oracle("qwen3")[0].template(), [1, 3])
     assert list(whole.stops) == sorted(whole.stops)
     assert ("Tell me </think> more", Reason.USER, 2) in parts(whole)
@@ -91,7 +91,7 @@ MOVED_SYSTEM = """\
 
 
 def test_contents_that_the_template_puts_in_another_order() -> None:
-    turns = say("Hi", "Hello!", "Bye", "See you.", system="Be kind.")
+    turns = log("Hi", "Hello!", "Bye", "See you.", system="Be kind.")
     whole, early = annotate(turns, None, template(MOVED_SYSTEM), [2, 4])
     order = [(text, turn) for text, reason, turn in parts(whole) if reason not in (Reason.TEMPLATE, Reason.TERMINATOR)]
     assert order == [("Hi", 1), ("Hello!", 2), ("Be kind.", 0), ("Bye", 3), ("See you.", 4)]
@@ -101,7 +101,7 @@ def test_contents_that_the_template_puts_in_another_order() -> None:
 
 
 def test_a_turn_that_is_not_wanted_is_no_sample_of_its_own() -> None:
-    turns = say("A", "<think>\na\n</think>\n\nAlpha", "B", "Beta")
+    turns = log("A", "<think>\na\n</think>\n\nAlpha", "B", "Beta")
     qwen = tokenizer_and_oracle("qwen3")[0].template()
     assert [text.trained for text in annotate(turns, None, qwen, [1, 3])] == [{3}, {1}]
     assert [text.trained for text in annotate(turns, None, qwen, [3])] == [{3}]
@@ -112,17 +112,17 @@ BACKWARDS = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}</s>{
 
 def test_a_template_from_which_no_prompt_can_be_made() -> None:
     with pytest.raises(DataError, match="renders message 2 so that the prompt before it is not in front of it"):
-        annotate(say("Hi", "Hello"), None, template(BACKWARDS), [1])
+        annotate(log("Hi", "Hello"), None, template(BACKWARDS), [1])
 
 
 def test_spans_in_bytes() -> None:
-    (text,) = annotate(say("é", "你好"), None, template(CHATML), [1])
+    (text,) = annotate(log("é", "你好"), None, template(CHATML), [1])
     data = text.text.encode()
     in_bytes = text.in_bytes()
     starts = (0, *in_bytes.stops)
     texts = [data[start:stop].decode() for start, stop in zip(starts, in_bytes.stops, strict=False)]
     assert texts == [text for text, _, _ in parts(text)]
-    (ascii_,) = annotate(say("e", "a"), None, template(CHATML), [1])
+    (ascii_,) = annotate(log("e", "a"), None, template(CHATML), [1])
     assert ascii_.in_bytes() is ascii_
 
 
@@ -156,17 +156,17 @@ def test_span_templates_are_used_where_they_can_be(style: str, monkeypatch: pyte
     monkeypatch.setattr(message_spans, "annotate", lambda *arguments: calls.append(arguments) or original(*arguments))
     renderer = SpanRenderer(tokenizer_and_oracle(style)[0].template(), offsets_in_bytes=True)
     for number in range(10):
-        renderer.annotate(say(f"Question {number}", f"Answer {number}"), None, (1,))
+        renderer.annotate(log(f"Question {number}", f"Answer {number}"), None, (1,))
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
     "turns",
     [
-        say("Hi", " Hello"),  # the template may trim it
-        say("Hi", "Say </think> now"),  # it may take it apart
-        say("Hi", "Hello <|im_end|>"),  # it may be taken for the end
-        [*say("Hi"), {"role": "assistant", "content": "Hello", "reasoning_content": "Hm."}],
+        log("Hi", " Hello"),  # the template may trim it
+        log("Hi", "Say </think> now"),  # it may take it apart
+        log("Hi", "Hello <|im_end|>"),  # it may be taken for the end
+        [*log("Hi"), {"role": "assistant", "content": "Hello", "reasoning_content": "Hm."}],
     ],
 )
 def test_span_templates_are_not_used_for_contents_that_may_look_different(
@@ -185,20 +185,20 @@ def test_an_answer_that_begins_as_the_prompt_ends_has_no_span_template() -> None
     # The prompt of this template ends in <think>: it is not written by an answer that begins so.
     one = tokenizer_and_oracle("open-thought")[0].template()
     renderer = SpanRenderer(one, offsets_in_bytes=False)
-    renderer.annotate(say("Hi", "Hello"), None, (1,))  # so that the span template is known
-    (text,) = renderer.annotate(say("Hi", "<think>Hello"), None, (1,))
-    assert text == annotate(say("Hi", "<think>Hello"), None, one, [1])[0]
+    renderer.annotate(log("Hi", "Hello"), None, (1,))  # so that the span template is known
+    (text,) = renderer.annotate(log("Hi", "<think>Hello"), None, (1,))
+    assert text == annotate(log("Hi", "<think>Hello"), None, one, [1])[0]
     assert ("Hello", Reason.ASSISTANT, 1) in parts(text)
 
 
 def test_a_wrong_span_template_is_noticed() -> None:
     renderer = SpanRenderer(template(CHATML), offsets_in_bytes=False)
-    renderer.annotate(say("Hi", "Hello"), None, (1,))
+    renderer.annotate(log("Hi", "Hello"), None, (1,))
     ((key, known),) = renderer._by_roles.items()
     assert known is not None
     wrong = tuple(replace(one, literals=("x", *one.literals[1:])) for one in known.templates)
     renderer._by_roles[key] = replace(known, templates=wrong)
     for _ in range(message_spans._RENDERINGS_PER_CHECK - 1):
-        renderer.annotate(say("Hi", "Hello"), None, (1,))
+        renderer.annotate(log("Hi", "Hello"), None, (1,))
     with pytest.raises(AssertionError, match="filled-in spans do not give what the template renders"):
-        renderer.annotate(say("Hi", "Hello"), None, (1,))
+        renderer.annotate(log("Hi", "Hello"), None, (1,))

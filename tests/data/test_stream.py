@@ -16,7 +16,7 @@ from danlu.data.stream import InterleavedRows, StreamingDataset
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Packing, Source
-from danlu.training.position import Feed
+from danlu.training.data_loader import DataLoader
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
@@ -171,7 +171,7 @@ def test_a_step_of_many_blocks_is_given_back(tokenizer: Path, sources: list[Path
     """What an error in such a step does: the run is saved where the step began."""
     settings: dict[str, Any] = {"shuffle_buffer": 5, "packing": Packing(kind="none")}
     with stream(tokenizer, sources, **settings) as packs:
-        feed = Feed(packs, per_step=60, total=None)
+        feed = DataLoader(packs, per_step=60, total=None)
         feed.take()
         feed.state()  # a checkpoint before the step
         step = [content(pack) for pack in feed.take()]
@@ -180,7 +180,7 @@ def test_a_step_of_many_blocks_is_given_back(tokenizer: Path, sources: list[Path
         state = feed.state()
     assert state["next"] == 60
     with stream(tokenizer, sources, **settings) as packs:
-        feed = Feed(packs, per_step=60, total=None)
+        feed = DataLoader(packs, per_step=60, total=None)
         feed.restore(state)
         assert [content(pack) for pack in feed.take()] == step
         assert [content(pack) for pack in feed.take()] != step

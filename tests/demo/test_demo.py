@@ -44,7 +44,7 @@ def steps(run_folder: Path) -> list[dict[str, object]]:
 
 
 def quietly(folder: Path, *, size: Size = SMALL, stream: io.TextIOBase | None = None) -> Result:
-    return demo.demo(folder, size=size, say=lambda line: None, stream=stream or io.StringIO())  # type: ignore[arg-type]
+    return demo.demo(folder, size=size, log=lambda line: None, stream=stream or io.StringIO())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_again_it_says_that_it_is_finished_and_touches_nothing(finished: Result)
     files = [place.run(stage) / "model" / "model.safetensors" for stage in STAGES]
     files += [place.documents, place.conversations, place.recipe("sft"), place.tokenizer / "tokenizer.json"]
     before = [file.stat().st_mtime_ns for file in files]
-    again = demo.demo(place.folder, say=said.append, stream=io.StringIO())
+    again = demo.demo(place.folder, log=said.append, stream=io.StringIO())
     assert [line for line in said if line.startswith("finished already")] == [
         f"finished already, after step {len(steps(place.run(stage)))}" for stage in STAGES
     ]
@@ -173,15 +173,15 @@ def test_interrupted_it_goes_on_to_the_same_model(
     whole = finished.place.folder.absolute()
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    stopped = demo.demo(Path("demo"), size=SMALL, say=said.append, stream=Interrupting("step 1/"))
+    stopped = demo.demo(Path("demo"), size=SMALL, log=said.append, stream=Interrupting("step 1/"))
     assert stopped.exit_code == 130
     assert stopped.shown == ()
     assert said[-1] == "stopped after step 1, saved in demo/pretrain; the same command goes on from there"
     # The second time at the size it began with, whatever is asked for.
-    stopped = demo.demo(Path("demo"), size=Size(), say=said.append, stream=Interrupting("step 1/"))
+    stopped = demo.demo(Path("demo"), size=Size(), log=said.append, stream=Interrupting("step 1/"))
     assert said[-1] == "stopped after step 1, saved in demo/sft; the same command goes on from there"
-    stopped = demo.demo(Path("demo"), say=said.append, stream=Interrupting("step 1/"))
-    stopped = demo.demo(Path("demo"), say=said.append, stream=Interrupting("step 1/"))
+    stopped = demo.demo(Path("demo"), log=said.append, stream=Interrupting("step 1/"))
+    stopped = demo.demo(Path("demo"), log=said.append, stream=Interrupting("step 1/"))
     assert said[-1] == "stopped after step 1, saved in demo/grpo; the same command goes on from there"
     done = quietly(Path("demo"))
     assert done == replace(finished, place=done.place)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from danlu.core.layer_types import Keys
 from danlu.core.types import Run
-from danlu.data.shares import shares
+from danlu.data.context_sharding import shares
 from danlu.models.tiled_attention import TiledAttention, TileSettings, plan_tiles, tile_kernel_for, tiles_between
 from danlu.parallel.ring_attention import RankRows, as_rows, ring_attention
 

@@ -494,7 +494,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_long_context.py",
     ),
     Mutation(
-        "training/position.py",
+        "training/data_loader.py",
         "self.next = max(self.next, stretch.first_item)",
         "pass",
         "test_long_context_runs.py",
@@ -888,9 +888,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "travelling = travelling or passes.pass_on(of_stored, hop + 1)",
         "parallel/test_context_attention.py",
     ),
-    Mutation("data/shares.py", "min(number, count - 2 - number)", "number % ranks", "data/test_shares.py"),
-    Mutation("data/shares.py", "(-each.cost, each", "(each.cost, each", "data/test_shares.py"),
-    Mutation("data/shares.py", "position=run.position + first", "position=run.position", "data/test_shares.py"),
+    Mutation(
+        "data/context_sharding.py", "min(number, count - 2 - number)", "number % ranks", "data/test_context_sharding.py"
+    ),
+    Mutation("data/context_sharding.py", "(-each.cost, each", "(each.cost, each", "data/test_context_sharding.py"),
+    Mutation(
+        "data/context_sharding.py",
+        "position=run.position + first",
+        "position=run.position",
+        "data/test_context_sharding.py",
+    ),
     Mutation(
         "models/tiled_attention.py",
         "(*rows.ancestors, rows.document)",
@@ -1004,13 +1011,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "training/test_watch.py",
     ),
     Mutation(
-        "training/position.py",
+        "training/data_loader.py",
         'self.excluded = set(state["excluded"])',
         "self.excluded = set()",
         "training/test_loop.py",
     ),
     Mutation(
-        "training/position.py",
+        "training/data_loader.py",
         "self.next = self.last_taken[0]",
         "self.next = self.last_taken[-1]",
         "training/test_loop.py",

@@ -749,7 +749,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "training/loop.py",
-        "excluded = run.feed.excluded | set(rows)",
+        "excluded = run.data_loader.excluded | set(rows)",
         "excluded = set(rows)",
         "training/test_loop.py",
         "second_rewind",

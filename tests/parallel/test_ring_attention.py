@@ -8,7 +8,7 @@ from builders.reference_attention import ReferenceAttention
 from torch import Tensor
 
 from danlu.core.layer_types import Keys
-from danlu.data.shares import shares
+from danlu.data.context_sharding import shares
 from danlu.models.tiled_attention import TileSettings
 from danlu.parallel.ring_attention import RankRows, ring_attention
 

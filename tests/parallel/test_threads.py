@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack
 from danlu.models.decoder import Decoder
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.threads import Replicas, replica, shares_of
 from danlu.recipe import load
 from danlu.stages.learner import DecoderLearner, ThreadedLearner
@@ -37,7 +37,7 @@ def model() -> Decoder:
 @pytest.fixture
 def threaded(model: Decoder) -> Iterator[ThreadedLearner]:
     replicas = Replicas(model, [CPU] * 3)
-    yield ThreadedLearner(model, model, CPU, torch.float32, 4, parallel=StepParallel(), replicas=replicas)
+    yield ThreadedLearner(model, model, CPU, torch.float32, 4, parallel=ParallelContext(), replicas=replicas)
     replicas.close()
 
 

@@ -91,7 +91,7 @@ def test_a_launcher_whose_store_went_before_it_is_still_missed(monkeypatch: pyte
     monkeypatch.setattr("danlu.parallel.watchdog.os.getppid", lambda: parent[0])
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
     store = Gone()
-    watch = Watchdog(store, 0, 2, 0.4, say=print, end=print, launcher=parent[0]).start()
+    watch = Watchdog(store, 0, 2, 0.4, log=print, end=print, launcher=parent[0]).start()
     try:
         assert store.reached.wait(10)
         assert not asked.is_set()  # control: the launcher is there

@@ -290,7 +290,7 @@ def test_a_run_before_its_first_step_has_a_report(run: Path, capsys: Any) -> Non
 
 def test_a_run_without_checkpoint_begins_again_among_its_rollouts_and_report(run: Path) -> None:
     (run / "report.html").write_text("page")
-    run_folder.refuse_strangers(run)
+    run_folder.check_output_folder(run)
     (run / "mine.txt").write_text("mine")  # control
     with pytest.raises(Exception, match=r"mine\.txt"):
-        run_folder.refuse_strangers(run)
+        run_folder.check_output_folder(run)

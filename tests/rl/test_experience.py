@@ -23,7 +23,7 @@ from danlu.rl.experience import Experience
 from danlu.rl.experience_trees import ADVANTAGE, OLD
 from danlu.rl.held_out_answers import HeldOutAnswers
 from danlu.rl.rollout_sampler import ExperienceSettings, RolloutSampler
-from danlu.training.position import GeneratedItems
+from danlu.training.data_loader import GeneratedItems
 
 
 @dataclass

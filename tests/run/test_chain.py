@@ -235,7 +235,7 @@ def test_each_stage_has_the_threads_of_the_chain_and_none_begins_after_a_signal(
     monkeypatch.setattr("danlu.run.chain.train", train)
     chain = chain_of(write(tmp_path / "chain.yaml", values(tiny_world, tmp_path / "run")))
     try:
-        outcome = train_chain(chain, say=lambda line: None, ended=lambda stage: ended.append(stage.stage.name))
+        outcome = train_chain(chain, log=lambda line: None, ended=lambda stage: ended.append(stage.stage.name))
     finally:
         torch.set_num_threads(threads)
     assert seen == [threads] * begun and ended == ["pretrain", "sft"][:begun]

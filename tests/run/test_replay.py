@@ -78,7 +78,7 @@ def test_a_rollout_made_again_has_the_same_tokens(
 ) -> None:
     keep_checkpoints(run, *kept)
     before = files(run)
-    result = replay(run, step, say=quiet)
+    result = replay(run, step, log=quiet)
     assert result.difference is None
     assert (result.step, result.from_step, result.rollouts) == (first, from_step, rollouts)
     assert result.answers == 16 and 16 <= result.tokens <= 16 * 6
@@ -92,11 +92,11 @@ def test_a_token_that_differs_is_named(run: Path) -> None:
 
     keep_checkpoints(run, 3)
     rewrite(run, change)
-    difference = replay(run, 5, say=quiet).difference
+    difference = replay(run, 5, log=quiet).difference
     assert difference is not None
     assert (difference.step, difference.number, difference.sample, difference.position) == (5, 9, 2, 1)
     assert difference.recorded is not None and difference.replayed == difference.recorded - 1
-    assert replay(run, 3, say=quiet).difference is None  # control: the rollout before
+    assert replay(run, 3, log=quiet).difference is None  # control: the rollout before
 
 
 def test_a_changed_reward_is_noticed_in_a_later_rollout(run: Path) -> None:
@@ -107,8 +107,8 @@ def test_a_changed_reward_is_noticed_in_a_later_rollout(run: Path) -> None:
 
     keep_checkpoints(run)
     rewrite(run, change)
-    assert replay(run, 1, say=quiet).difference is None  # made before any reward
-    difference = replay(run, 7, say=quiet).difference
+    assert replay(run, 1, log=quiet).difference is None  # made before any reward
+    difference = replay(run, 7, log=quiet).difference
     assert difference is not None and 1 < difference.step <= 7
 
 
@@ -131,7 +131,7 @@ def test_a_run_of_several_processes_is_replayed_in_one(run: Path, layout: dict[s
     recipe = run / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"parallel": layout}))
     said: list[str] = []
-    replayed = replay(run, 5, say=said.append)
+    replayed = replay(run, 5, log=said.append)
     assert replayed.difference is None and replayed.from_step == 4  # this one had one process
     assert any("replayed in one process" in line for line in said)
 
@@ -143,26 +143,26 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(run: Path, capsys: p
     lines = (run / "rollouts.jsonl").read_text()
     (run / "rollouts.jsonl").write_text('{"step": 1}\n' + lines)
     with pytest.raises(CheckpointError, match=r"rollouts\.jsonl:1: not a line"):
-        replay(run, 5, say=quiet)
+        replay(run, 5, log=quiet)
     (run / "rollouts.jsonl").write_text(lines)
     rewrite(run, lambda lines: lines.pop(0))
     with pytest.raises(CheckpointError, match=r"no whole rollout of step 1, which has to be repeated .*keep_every"):
-        replay(run, 5, say=quiet)
+        replay(run, 5, log=quiet)
 
 
 def test_a_run_that_went_back_is_refused_unless_a_checkpoint_lies_after_it(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "event": "rewind", "back_to": 2}) + "\n")
-    assert replay(run, 5, say=quiet).difference is None  # from step 4
+    assert replay(run, 5, log=quiet).difference is None  # from step 4
     keep_checkpoints(run, 1)
     with pytest.raises(CheckpointError, match="went back from step 4 to step 2"):
-        replay(run, 5, say=quiet)
+        replay(run, 5, log=quiet)
 
 
 def test_runs_of_other_stages_have_no_rollouts(tiny_world: World, tmp_path: Path) -> None:
     assert danlu("train", tiny_world.recipe(tmp_path / "sft", steps=2)) == 0
     with pytest.raises(RecipeError, match="stage sft, which has no rollouts"):
-        replay(tmp_path / "sft", 1, say=quiet)
+        replay(tmp_path / "sft", 1, log=quiet)
 
 
 def test_another_environment_is_told(run: Path) -> None:
@@ -170,12 +170,12 @@ def test_another_environment_is_told(run: Path) -> None:
     environment["packages"]["torch"] = "0.1"
     (run / "environment.json").write_text(json.dumps(environment))
     said: list[str] = []
-    replay(run, 1, say=said.append)
+    replay(run, 1, log=said.append)
     assert any("tokens may differ where nothing is wrong: packages.torch: '0.1'" in line for line in said)
     assert not any("processes trained" in line for line in said)
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps({**summary, "peak": {**summary["peak"], "processes": 2}}))
-    replay(run, 1, say=said.append)
+    replay(run, 1, log=said.append)
     assert any("2 processes trained, and one replays" in line for line in said)
 
 
@@ -188,21 +188,21 @@ def test_prompts_that_were_replaced_are_replaced_again(tiny_world: World, tmp_pa
     keep_checkpoints(tmp_path / "run")
     numbers = [json.loads(line)["number"] for line in (tmp_path / "run" / "rollouts.jsonl").open()]
     assert max(numbers) > len(numbers)  # control: some were replaced
-    assert replay(tmp_path / "run", 7, say=quiet).difference is None
+    assert replay(tmp_path / "run", 7, log=quiet).difference is None
 
 
 def test_rewards_of_greedy_answers_are_recorded_for_it(tiny_world: World, tmp_path: Path) -> None:
     more = {**RUN, "objective": {"kind": "grpo", "baseline": "greedy"}, "steps": 4}
     assert danlu("train", recipe_file(tiny_world, tmp_path / "run", **more)) == 0
     keep_checkpoints(tmp_path / "run")
-    assert replay(tmp_path / "run", 3, say=quiet).difference is None
+    assert replay(tmp_path / "run", 3, log=quiet).difference is None
 
     def change(lines: list[dict[str, Any]]) -> None:
         for line in lines[:4]:
             line["greedy_rewards"]["letters"] += 50.0
 
     rewrite(tmp_path / "run", change)
-    assert replay(tmp_path / "run", 3, say=quiet).difference is not None
+    assert replay(tmp_path / "run", 3, log=quiet).difference is not None
 
 
 def line(tokens: list[int], **more: Any) -> dict[str, Any]:

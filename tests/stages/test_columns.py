@@ -22,7 +22,7 @@ from danlu.models.saving import save
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import load
 from danlu.stages.builder import DecoderBuilder
-from danlu.stages.protocols import Material, StoredRows
+from danlu.stages.protocols import StageData, StoredRows
 
 
 def folders(world: World, folder: Path, rows: int = 16, **changes: Any) -> set[str]:
@@ -30,11 +30,11 @@ def folders(world: World, folder: Path, rows: int = 16, **changes: Any) -> set[s
     cache = folder / "cache"
     before = {path.name for path in cache.glob("reference-*")}
     recipe = load(Path(recipe_file(world, folder, "run", reference={"kind": "cached"}, **changes))).recipe
-    material = STAGE.reader(recipe).read(io.StringIO())
-    assert material.stored is not None
-    stored = replace(material.stored, train=PairSamples(rows))
+    stage_data = STAGE.reader(recipe).read(io.StringIO())
+    assert stage_data.stored is not None
+    stored = replace(stage_data.stored, train=PairSamples(rows))
     builder = DecoderBuilder(recipe, STAGE)
-    builder.with_columns(Ranks(), torch.device("cpu"), replace(material, stored=stored), io.StringIO())
+    builder.with_columns(Ranks(), torch.device("cpu"), replace(stage_data, stored=stored), io.StringIO())
     return {path.name for path in cache.glob("reference-*")} - before
 
 
@@ -58,9 +58,9 @@ def test_the_key_is_what_the_values_follow_from(tiny_world: World, tmp_path: Pat
     assert folders(tiny_world, tmp_path, model={"path": str(tmp_path / "copied")}) == set()
 
 
-def reference_of(material: Material) -> list[np.ndarray]:
-    assert isinstance(material.stored, StoredRows)
-    samples = material.stored.train
+def reference_of(stage_data: StageData) -> list[np.ndarray]:
+    assert isinstance(stage_data.stored, StoredRows)
+    samples = stage_data.stored.train
     return [samples.sample(number).columns["reference"] for number in range(len(samples))]
 
 
@@ -101,8 +101,8 @@ def test_it_shows_its_progress(tiny_world: World, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("danlu.training.progress._ROWS_INTERVAL_S", 0.0)
     recipe = load(Path(recipe_file(tiny_world, tmp_path, "run", reference={"kind": "cached"}))).recipe
     builder, stream = DecoderBuilder(recipe, STAGE), io.StringIO()
-    material = STAGE.reader(recipe).read(io.StringIO())
-    builder.with_columns(Ranks(), torch.device("cpu"), material, stream)
+    stage_data = STAGE.reader(recipe).read(io.StringIO())
+    builder.with_columns(Ranks(), torch.device("cpu"), stage_data, stream)
     assert "reference: 16 of 19 rows" in stream.getvalue()
 
 

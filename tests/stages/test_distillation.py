@@ -227,7 +227,7 @@ def test_a_smaller_vocabulary_is_refused_and_a_padded_one_told(tiny_world: World
     with pytest.raises(DanluError, match=r"parallel\.tensor cuts the rows .* has 416 and the policy's 400"):
         check_teachers(cut.recipe)
     said: list[str] = []
-    run.train(loaded, say=said.append)
+    run.train(loaded, log=said.append)
     assert any("its embedding has 416 rows and the policy's 400" in line for line in said)
 
 

@@ -22,7 +22,7 @@ from danlu.models.experts_spec import Experts
 from danlu.models.load_balancing import Balancing
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.objectives.cross_entropy import CrossEntropy
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe, sections
 from danlu.recipe.sections import Lora, Rollout, Watch
 from danlu.stages.builder import check_router
@@ -148,7 +148,7 @@ def recipe(balance: str, **more: object) -> Recipe:
 def test_that_experts_are_not_quantized_is_told(tmp_path: Path, experts: Experts | None) -> None:
     model, cpu = tiny_run(tmp_path, experts=experts).learner.model, torch.device("cpu")
     assert isinstance(model, Decoder)
-    placed, objective = Placed(Subject(model), StepParallel()), CrossEntropy()
+    placed, objective = Placed(Subject(model), ParallelContext()), CrossEntropy()
     (tmp_path / "config.json").write_text("{}")
     decoder = PlacedDecoder(recipe("step", model={"path": str(tmp_path)}), placed, cpu, objective, objective)
     assert not decoder.notes
@@ -169,7 +169,7 @@ def test_that_experts_have_no_adapter_is_told(tmp_path: Path, targets: list[str]
     assert isinstance(model, Decoder)
     adapters = adapter_set(model)
     adapters.add(TRAINED, Lora(targets=targets))
-    placed, objective = Placed(Subject(model, adapters), StepParallel()), CrossEntropy()
+    placed, objective = Placed(Subject(model, adapters), ParallelContext()), CrossEntropy()
     (tmp_path / "config.json").write_text("{}")
     asked = recipe("step", model={"path": str(tmp_path)}, adapter={"kind": "lora", "targets": targets})
     notes = PlacedDecoder(asked, placed, torch.device("cpu"), objective, objective).notes

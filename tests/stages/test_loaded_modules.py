@@ -39,7 +39,7 @@ from pathlib import Path
 from danlu.recipe import load
 for file in sys.argv[1:]:
     danlu_train = sys.modules["danlu.run.train"].train
-    danlu_train(load(Path(file)), say=lambda line: None, dry_run=True)
+    danlu_train(load(Path(file)), log=lambda line: None, dry_run=True)
     show()
 """
 

@@ -20,7 +20,7 @@ from danlu.inference.request import Request, SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.models.initialize import initialize
 from danlu.models.rope_config import LongRopeScaling
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import load
 from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings
 from danlu.stages.learner import DecoderLearner
@@ -61,7 +61,7 @@ def test_log_probabilities_of_samples(model: Decoder, tiny_world: World, tmp_pat
     drawn = [completion.logprobs[:3] for completion in whole]
     recipe = load(tiny_world.recipe(tmp_path / "run")).recipe
     rows = [(*prompt, *answer) for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    placed = Placed(Subject(model), StepParallel())
+    placed = Placed(Subject(model), ParallelContext())
     found = policy_logprobs(recipe, placed, rows, list(map(len, PROMPTS)), max_new_tokens=30)
     for own, want, prompt, answer in zip(found, drawn, PROMPTS, answers, strict=True):
         assert own == pytest.approx(want, **CLOSE)

@@ -86,8 +86,8 @@ def test_the_first_loss_is_that_of_the_model_itself(
     tiny_world: World, tmp_path: Path, adapters: dict[str, str], start: str, kind: str
 ) -> None:
     recipe = recipe_of(tiny_world, tmp_path, "run", reference={"kind": kind}, **changes_of(start, adapters))
-    placed, material = place_stage(recipe)
-    loss, margin = loss_of(placed, material)
+    placed, stage_data = place_stage(recipe)
+    loss, margin = loss_of(placed, stage_data)
     rounding = 5e-5 if (start, kind) == ("pissa", "frozen") else 1e-6  # of W - BA + BA, which a second model has not
     assert loss == pytest.approx(math.log(2), abs=1e-6) and margin <= rounding
     # Control: a policy whose trained numbers are moved is told from its reference.
@@ -96,7 +96,7 @@ def test_the_first_loss_is_that_of_the_model_itself(
             if parameter.requires_grad:
                 noise = torch.empty_like(parameter).normal_(generator=torch.Generator().manual_seed(len(name)))
                 parameter += (1e-2 if parameter.ndim == 1 or "A" in name else 1e-3) * noise
-    assert loss_of(placed, material)[1] > 1e-5
+    assert loss_of(placed, stage_data)[1] > 1e-5
 
 
 def test_a_reference_with_perturbed_weights_is_seen(tiny_world: World, tmp_path: Path) -> None:
@@ -123,12 +123,12 @@ def test_dropout_of_the_policy_does_not_reach_the_reference(
     tiny_world: World, tmp_path: Path, adapters: dict[str, str], kind: str
 ) -> None:
     recipe = recipe_of(tiny_world, tmp_path, "run", reference={"kind": kind}, **changes_of("stacked", adapters))
-    placed, material = place_stage(recipe)
+    placed, stage_data = place_stage(recipe)
     with torch.no_grad():
         for _, parameter in placed.placed.parameters():
             if parameter.requires_grad:
                 parameter += 0.1
-    learner, item = placed.learner(1), material.source.at(0)
+    learner, item = placed.learner(1), stage_data.source.at(0)
     assert isinstance(item, Pack)
     batch = learner.collate([item])
     plain = {role: outputs.logprobs().logprobs for role, outputs in learner.outputs(batch, 1.0).items()}
@@ -140,11 +140,11 @@ def test_dropout_of_the_policy_does_not_reach_the_reference(
 
 def test_matrices_of_a_frozen_model_are_kept_in_the_type_of_activations(tiny_world: World, tmp_path: Path) -> None:
     recipe = recipe_of(tiny_world, tmp_path, "run", reference={"kind": "frozen"}, precision="bf16")
-    placed, material = place_stage(recipe)
+    placed, stage_data = place_stage(recipe)
     model = placed.frozen["reference"].subject.model
     assert {parameter.dtype for parameter in model.parameters() if parameter.ndim == 2} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    loss, margin = loss_of(placed, material)
+    loss, margin = loss_of(placed, stage_data)
     assert (loss, margin) == (pytest.approx(math.log(2), abs=1e-6), 0.0)  # the same bits as of float32 ones
     assert not any("reference" in name for name in placed.weights())
 

@@ -114,7 +114,7 @@ def test_weights_are_gathered_where_they_and_the_cache_fit(
         dtype=torch.float32,
         whole_bytes=4 * 2**30,
         processes_here=2,
-        say=said.append,
+        log=said.append,
     )
     for _ in range(2):
         weights.open()

@@ -15,7 +15,7 @@ from danlu.core.errors import CheckpointError, RecipeError
 from danlu.core.types import Pack
 from danlu.data.batch import collate
 from danlu.recipe import Recipe, load
-from danlu.stages.protocols import Material
+from danlu.stages.protocols import StageData
 from danlu.stages.tree_reader import TreeReader
 
 ROWS = [
@@ -52,13 +52,13 @@ def recipe(
     return load(world.recipe(folder / "run", data={"train": str(file), **data}, **changes)).recipe
 
 
-def material(chosen: Recipe) -> Material:
+def stage_data(chosen: Recipe) -> StageData:
     return TreeReader(chosen).read(io.StringIO())
 
 
 def test_a_row_is_a_pack_and_rows_are_held_out(tiny_world: World, tmp_path: Path) -> None:
     chosen = recipe(tiny_world, tmp_path, ROWS, eval=2)
-    read = material(chosen)
+    read = stage_data(chosen)
     assert chosen.data.packing.kind == "none" and read.per_epoch == 6 and read.held_out is not None
     packs = [read.source.at(number) for number in range(6)]
     rows = sorted(row for pack in [*packs, *read.held_out] for row in pack.rows)
@@ -69,14 +69,14 @@ def test_a_row_is_a_pack_and_rows_are_held_out(tiny_world: World, tmp_path: Path
     assert len(batch.trees) == 12 and batch.facts["label"].nan_to_num(-1).tolist() == [-1, 1, 0] * 4
     assert isinstance(read.empty, Pack) and read.empty.samples[0].facts.keys() == {"label", "margin"}
     read.source.restore(read.source.state(3))
-    other = material(recipe(tiny_world, tmp_path, ROWS[:-1], eval=2))
+    other = stage_data(recipe(tiny_world, tmp_path, ROWS[:-1], eval=2))
     with pytest.raises(CheckpointError, match="not what the checkpoint was made with"):
         other.source.restore(read.source.state(3))
 
 
 def test_each_answer_may_have_a_copy_of_its_prompt(tiny_world: World, tmp_path: Path) -> None:
-    shared = material(recipe(tiny_world, tmp_path, ROWS))
-    apart = material(recipe(tiny_world, tmp_path, ROWS, share_stem=False))
+    shared = stage_data(recipe(tiny_world, tmp_path, ROWS))
+    apart = stage_data(recipe(tiny_world, tmp_path, ROWS, share_stem=False))
     assert "data.share_stem: false: each answer has a copy of its prompt" in apart.lines
     for number in range(8):
         (one,), (other,) = shared.source.at(number).samples, apart.source.at(number).samples  # type: ignore[union-attr]
@@ -92,7 +92,7 @@ def test_margins_that_no_term_asks_for_are_told(tiny_world: World, tmp_path: Pat
 
     def told(rows: list[dict[str, Any]], *kinds: str) -> list[str]:
         chosen = recipe(tiny_world, tmp_path, rows, "preference", objective=kinds)
-        return [line for line in material(chosen).lines if "margin" in line]
+        return [line for line in stage_data(chosen).lines if "margin" in line]
 
     (line,) = told(with_margins, "ipo", "sft")
     assert line == (
@@ -103,7 +103,7 @@ def test_margins_that_no_term_asks_for_are_told(tiny_world: World, tmp_path: Pat
 
 
 def test_judged_answers_get_the_answer_of_another_row(tiny_world: World, tmp_path: Path) -> None:
-    read = material(recipe(tiny_world, tmp_path, JUDGED, "kto"))
+    read = stage_data(recipe(tiny_world, tmp_path, JUDGED, "kto"))
     facts = read.source.at(0).samples[0].facts  # type: ignore[union-attr]
     assert facts["mismatched"].tolist() == [0, 0, 1] and read.stored is not None
     assert len(read.stored.train.sample(0).branches) == 3

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from danlu.core.types import Loss, Totals
 from danlu.models.ops import linear
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.schedules import Action, forwards_only, schedule
-from danlu.parallel.step_parallel import StepParallel
 from danlu.training.executor import AnyLearner, Executor
 from danlu.training.learner import Activation, MicroStep, StepItems
 
@@ -36,7 +36,7 @@ class ChunkedLearner:
     """Three layers, each a chunk; the last one's output is summed up, with a factor for each item's number."""
 
     model: nn.Sequential
-    parallel: StepParallel = field(default_factory=StepParallel)
+    parallel: ParallelContext = field(default_factory=ParallelContext)
     activations: None = None
     trained_activations: int = 1
     seen: list[str] = field(default_factory=list)
@@ -168,7 +168,7 @@ def test_an_evaluation_keeps_nothing() -> None:
 
 
 def test_one_process_goes_forward_and_back_micro_batch_by_micro_batch() -> None:
-    actions = StepParallel().actions(3)
+    actions = ParallelContext().actions(3)
     assert [f"{action.kind} {action.micro}" for action in actions] == [
         *(f"{kind} {micro}" for micro in range(3) for kind in ("forward", "backward")),
         "reduce None",

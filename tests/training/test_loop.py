@@ -150,7 +150,7 @@ def test_negative_control_another_data_position_is_seen(tmp_path: Path) -> None:
     fit(whole)
     part = tiny_run(tmp_path / "part")
     restore(part, tmp_path / "whole" / "checkpoints" / "step-00000004")
-    part.feed.next += 1
+    part.data_loader.next += 1
     fit(part)
     assert "model.norm.weight" in differences(whole, part)
 
@@ -199,7 +199,7 @@ def test_a_spike_is_met_with_the_policy(tmp_path: Path, policy: Any) -> None:
     assert "robust standard deviations above the median" in events[0]["reason"]
     if policy == "rewind":
         assert events[1]["back_to"] == 30 and events[1]["step"] == 31
-        assert run.feed.excluded == {90, 91, 92}
+        assert run.data_loader.excluded == {90, 91, 92}
 
 
 def test_packs_left_out_by_a_rewind_stay_left_out_on_resume(tmp_path: Path) -> None:
@@ -209,19 +209,19 @@ def test_packs_left_out_by_a_rewind_stay_left_out_on_resume(tmp_path: Path) -> N
 
     whole = new("whole")
     fit(whole)
-    assert whole.state.rewinds == 1 and whole.feed.excluded == {96, 97, 98}
+    assert whole.state.rewinds == 1 and whole.data_loader.excluded == {96, 97, 98}
     part = new("part")
     while not (part.state.rewinds and part.state.step == 31):  # after going back to 30, before the noise is met again
         take_step(part)
         if part.due(part.cadence.checkpoint, since=part.state.saved_step):
             loop.save(part)
-    assert part.feed.next == 93
+    assert part.data_loader.next == 93
     loop.save(part)
     part.metrics.close()
     again = new("part")
     again.metrics.truncate(restore(again, tmp_path / "part" / "checkpoints" / "step-00000031")["metrics_lines"])
     fit(again)
-    assert again.state.rewinds == 1 and again.feed.excluded == {96, 97, 98}
+    assert again.state.rewinds == 1 and again.data_loader.excluded == {96, 97, 98}
     assert differences(whole, again) == []
     assert lines(tmp_path / "part") == lines(tmp_path / "whole")
 
@@ -234,7 +234,7 @@ def test_a_second_rewind_leaves_out_the_packs_of_the_first_too(tmp_path: Path) -
     fit(run)
     events = [(line["event"], line["step"]) for line in lines(tmp_path) if "event" in line]
     assert [step for event, step in events if event == "rewind"] == [31, 33]
-    assert run.feed.excluded == poisoned and (run.state.step, run.state.rewinds) == (36, 2)
+    assert run.data_loader.excluded == poisoned and (run.state.step, run.state.rewinds) == (36, 2)
 
 
 def test_a_rewind_without_a_checkpoint_says_so(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_non_finite_loss_stops_and_the_last_good_state_is_saved(tmp_path: Path
     assert latest is not None and latest.step == 3
     again = tiny_run(tmp_path / "again", steps=10)
     restore(again, latest.path)
-    assert again.feed.next == 9  # the step that failed starts with the same rows
+    assert again.data_loader.next == 9  # the step that failed starts with the same rows
     for name, parameter in again.learner.model.named_parameters():
         assert torch.equal(parameter, good[name])
 
@@ -340,7 +340,7 @@ def test_rows_that_cannot_be_read_lose_no_step(tmp_path: Path) -> None:
     assert latest is not None and latest.step == 3
     again = tiny_run(tmp_path / "run")
     restore(again, latest.path)
-    assert again.feed.next == 9
+    assert again.data_loader.next == 9
     fit(again)
     assert differences(whole, again) == []
 

@@ -17,7 +17,7 @@ def test_items_with_a_route_that_is_not_clear_are_passed_over() -> None:
         asked.append(("".join(before), item))
         return margins[item]
 
-    run: Any = SimpleNamespace(feed=SimpleNamespace())
+    run: Any = SimpleNamespace(data_loader=SimpleNamespace())
     candidates: Any = list(margins)
     items = ClearItems(SimpleNamespace(), run, candidates)  # type: ignore[arg-type]
     assert items._clear(2, margin_of) == [0, 2]

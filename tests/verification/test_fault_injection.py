@@ -20,14 +20,14 @@ from danlu.models.modules import RMSNorm
 from danlu.models.router import Router
 from danlu.optim import clip
 from danlu.optim.build import Optimizers
-from danlu.parallel import local_parameter, ring_attention, step_parallel
+from danlu.parallel import local_parameter, parallel_context, ring_attention
 from danlu.parallel.comm import Group
 from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.layout import Layout
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import DataGroups, Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import load
 from danlu.stages import frozen_models, learner
@@ -43,8 +43,8 @@ TOUCHED = [
     (step, "clip_grad_norms"),
     (loop, "accumulate"),
     (trace, "clip_grad_norm"),
-    (StepParallel, "reduce_gradients"),
-    (StepParallel, "local_range"),
+    (ParallelContext, "reduce_gradients"),
+    (ParallelContext, "local_range"),
     (Decoder, "head_weight"),
     (dropout.DropoutState, "begin"),
     (dropout.Dropout, "__call__"),
@@ -59,11 +59,11 @@ TOUCHED = [
     (ring_attention, "as_rows"),
     (ring_attention, "finished"),
     (ring_attention, "tiles_between"),
-    (learner, "deal_by_tokens"),
+    (learner, "shard_by_tokens"),
     (AdapterSet, "without"),
     (frozen_models, "place_frozen"),
     (RMSNorm, "forward"),
-    (StepParallel, "norm_weights"),
+    (ParallelContext, "norm_weights"),
     (RowOrder, "weighted_sum"),
     (Router, "eligible"),
     (load_balancing, "Balancer"),
@@ -77,7 +77,7 @@ TOUCHED = [
     (state_module, "_optimizer_scalars"),
     (Gathering, "part"),
     (GradientBuckets, "__init__"),
-    (step_parallel, "_all_reduce_flat"),
+    (parallel_context, "_all_reduce_flat"),
     (StepSums, "own_means"),
     (clip, "_global_norm"),
     (local_parameter, "_copied"),

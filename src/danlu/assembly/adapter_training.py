@@ -28,10 +28,10 @@ from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config, read_json
 from danlu.models.loading import load
+from danlu.models.passthrough_tensors import with_untouched_values
 from danlu.models.rotation import same_rotation
 from danlu.models.saving import copy_tokenizer, write_json, write_pad_token, write_stop_ids, write_template
 from danlu.models.score_head import head_tensors
-from danlu.models.untouched import with_untouched_values
 from danlu.recipe import sections
 
 

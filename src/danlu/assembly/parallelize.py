@@ -36,10 +36,10 @@ from danlu.optim.moments import StatePages, TensorSpecs
 from danlu.parallel import data, tensor
 from danlu.parallel.expert import ExpertDistributor, expert_names
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.pipeline_split import StageParameters, split
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
@@ -70,7 +70,7 @@ class Placed:
     """A subject on the processes of a run."""
 
     subject: Subject
-    parallel: StepParallel
+    parallel: ParallelContext
     notes: tuple[str, ...] = ()
     """For the console."""
     plan: recompute.Plan = ()
@@ -368,7 +368,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
         *((group, stage.renamed.get(name, name)) for name, group in cuts.partial.items()),
         *stage.sums_over_stages(ranks),
     ]
-    parallel = StepParallel(
+    parallel = ParallelContext(
         ranks,
         local,
         tuple(partial_gradients),

@@ -161,7 +161,7 @@ def _named(model: Mapping[str, Any]) -> str:
     return f"{model['path']} ({revision}fingerprint {model['fingerprint']})"
 
 
-def doubts(model: sections.Model) -> list[str]:
+def adapter_warnings(model: sections.Model) -> list[str]:
     """Warnings for the console: settings of the base that are ignored, and adapters of other tools that name another
     base than the recipe does."""
     if model.path is None:

@@ -28,19 +28,19 @@ def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads:
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu.run import chain as chains
 
-    say, stream = (silent, io.StringIO()) if quiet or not leads else (print_status, None)
+    log, stream = (silent, io.StringIO()) if quiet or not leads else (print_status, None)
 
     def ended(stage: StageOutcome) -> None:
         if stage.outcome is not None:
-            print_outcome(stage.outcome, say)
+            print_outcome(stage.outcome, log)
         else:
             inputs = ", ".join(stage.stage.inputs)
-            say(f"dry run: the recipe of {stage.stage.name} is sound; the rest can be tried when {inputs} is trained")
+            log(f"dry run: the recipe of {stage.stage.name} is sound; the rest can be tried when {inputs} is trained")
 
-    result = chains.train_chain(chain, resume=resume, say=say, stream=stream, dry_run=dry_run, leads=leads, ended=ended)
+    result = chains.train_chain(chain, resume=resume, log=log, stream=stream, dry_run=dry_run, leads=leads, ended=ended)
     if not result.exit_code and not dry_run:
         for line in table(result.stages):
-            say(line)
+            log(line)
     return result.exit_code
 
 
@@ -86,7 +86,7 @@ def launch_chain(
             restarts=first.parallel.restarts,
             threads=first.threads,
             from_where=lambda: "where the chain stopped",
-            say=print_status,
+            log=print_status,
             progress_s=PROGRESS_S if processes > usable_cores() else None,
         )
 

@@ -37,7 +37,7 @@ def demo(
     # torch takes a second to import, which `danlu demo --help` should not.
     from danlu.demo.demo import demo as make
 
-    result = make(output, say=print_status, data_only=data_only)
+    result = make(output, log=print_status, data_only=data_only)
     if result.exit_code:
         raise typer.Exit(result.exit_code)
     if data_only:

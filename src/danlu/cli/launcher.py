@@ -48,7 +48,7 @@ def launch(
     restarts: int = 0,
     threads: int | None = None,
     from_where: Callable[[], str] = lambda: "from the beginning",
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     grace_s: float = GRACE_S,
     progress_s: float | None = None,
 ) -> int:
@@ -59,7 +59,7 @@ def launch(
         folder:     of the run, which the processes print into.
         threads:    of each process, where OMP_NUM_THREADS is not set; by default an even share of the cores.
         from_where: where a restarted group begins, in words (``from step 500``).
-        say:        takes lines for the console.
+        log:        takes lines for the console.
         grace_s:    as `GRACE_S`.
         progress_s: between lines about how many of the processes have started; None for none.
 
@@ -91,7 +91,7 @@ def launch(
         local_addr=LOOPBACK,
     )
     environment = WorkerEnvironment(folder, threads or usable_cores() // processes or 1)
-    agent = Agent(spec, environment, folder, arguments, from_where, say, grace_s, progress_s)
+    agent = Agent(spec, environment, folder, arguments, from_where, log, grace_s, progress_s)
     previous_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS} if _in_main_thread() else {}
     try:
         agent.run()
@@ -171,13 +171,13 @@ class Agent(LocalElasticAgent):
         folder: Path,
         arguments: Callable[[int], Sequence[str]],
         from_where: Callable[[], str],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         grace_s: float,
         progress_s: float | None,
     ) -> None:
         super().__init__(spec, environment, exit_barrier_timeout=10)  # for other machines: there are none
         self._folder, self._arguments, self._from_where = folder, arguments, from_where
-        self._say, self._grace_s = say, grace_s
+        self._log, self._grace_s = log, grace_s
         self._processes = spec.local_world_size
         self._memory_kills = oom_kill_count()
         self._progress_s = progress_s  # None once all have started
@@ -252,7 +252,7 @@ class Agent(LocalElasticAgent):
         if started == self._processes:
             self._progress_s = None
         else:
-            self._say(f"starting: {started} of {self._processes} processes have loaded torch")
+            self._log(f"starting: {started} of {self._processes} processes have loaded torch")
 
     def _wait_and_kill(self) -> dict[int, int | None]:
         """Waits for the others to fail by themselves. Returns exit codes by rank, None of those that were killed."""
@@ -287,7 +287,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             number = allowed - self._remaining_restarts + 1
-            self._say(f"{self.cause.short}; restart {number} of {allowed}, {self._from_where()}")
+            self._log(f"{self.cause.short}; restart {number} of {allowed}, {self._from_where()}")
         elif allowed:
             error = self.cause.error
             times = "time" if allowed == 1 else "times"

@@ -27,7 +27,7 @@ def replay(
     # Here, not above: what is no run is told in a fraction of the second that torch takes to import.
     from danlu.run.replay import replay as replayed_rollout
 
-    result = replayed_rollout(run, step, say=print_status)
+    result = replayed_rollout(run, step, log=print_status)
     since = "the start of the run" if result.from_step == 0 else f"the checkpoint of step {result.from_step}"
     if result.difference is not None:
         echo(f"different: {result.difference}")

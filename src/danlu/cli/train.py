@@ -140,11 +140,11 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
     from danlu.cli.launcher import launch
     from danlu.training.checkpoints.manifest import MARK
     from danlu.training.checkpoints.store import CheckpointStore
-    from danlu.training.run_folder import CHECKPOINTS, refuse_strangers
+    from danlu.training.run_folder import CHECKPOINTS, check_output_folder
     from danlu.training.run_lock import RunLock
 
     folder = Path(recipe.output).expanduser()
-    refuse_strangers(folder)
+    check_output_folder(folder)
     if logs is None:
         with RunLock(folder):  # let go again for rank 0: only a run that is going on should hinder the processes
             pass
@@ -169,7 +169,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
         restarts=recipe.parallel.restarts,
         threads=recipe.threads,
         from_where=from_where,
-        say=print_status,
+        log=print_status,
         progress_s=PROGRESS_S if processes > usable_cores() else None,
     )
 
@@ -196,28 +196,28 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
     from danlu.run.train import train
 
-    say, stream = (silent, io.StringIO()) if quiet else (print_status, None)
+    log, stream = (silent, io.StringIO()) if quiet else (print_status, None)
     with loaded.naming_places():
-        outcome = train(loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
-    print_outcome(outcome, say)
+        outcome = train(loaded, resume=resume, log=log, stream=stream, dry_run=dry_run)
+    print_outcome(outcome, log)
     return outcome.exit_code
 
 
-def print_outcome(outcome: Outcome, say: Callable[[str], None]) -> None:
+def print_outcome(outcome: Outcome, log: Callable[[str], None]) -> None:
     """Says how a run ended, and what can be done with its result."""
     if outcome.exit_code:
         print_status(outcome.stopped)
         return
     if outcome.rehearsed:
-        say(
+        log(
             f"dry run: all is ready for step {outcome.steps + 1}; nothing was trained, and {outcome.folder} is as it "
             "was"
         )
         return
     already = "was finished already, " if outcome.already else "finished "
-    say(f"{already}after step {outcome.steps}: {outcome.folder}")
+    log(f"{already}after step {outcome.steps}: {outcome.folder}")
     for folder in outcome.exported:
-        say(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {suggested_commands(folder)}")
+        log(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {suggested_commands(folder)}")
 
 
 def suggested_commands(folder: Path) -> str:

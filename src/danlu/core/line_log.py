@@ -72,9 +72,9 @@ class OptionalLineLog(LineLog):
     without gaps.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print_status) -> None:
+    def __init__(self, path: Path, log: Callable[[str], None] = print_status) -> None:
         super().__init__(path)
-        self._say = say
+        self._log = log
         self._is_on = True
 
     def append(self, line: str) -> None:
@@ -92,4 +92,4 @@ class OptionalLineLog(LineLog):
             write()
         except ResourceError as error:
             self._is_on = False
-            self._say(f"{error} Nothing more is written there in this run, and training goes on")
+            self._log(f"{error} Nothing more is written there in this run, and training goes on")

@@ -44,10 +44,10 @@ def _escape(match: re.Match[str]) -> str:
 _relay: Callable[[str], None] | None = None
 
 
-def relay_status(say: Callable[[str], None]) -> None:
+def relay_status(log: Callable[[str], None]) -> None:
     """From now on remarks of this process, whose stderr nobody reads, are for another to print."""
     global _relay
-    _relay = say
+    _relay = log
 
 
 def print_status(text: str, *, end: str = "\n") -> None:

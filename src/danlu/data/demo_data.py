@@ -132,7 +132,7 @@ def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
     for number in range(n):
         chance = random.Random(f"conversation {seed} {number}")
         if chance.random() < 0.1:
-            messages = [_say("system", _PIRATE), *_exchange(chance, prefix="Arr! ")]
+            messages = [_log("system", _PIRATE), *_exchange(chance, prefix="Arr! ")]
         else:
             messages = _talk(chance)
         yield {"messages": messages}
@@ -151,8 +151,8 @@ def preferences(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
             )
         else:
             question, *answers = _right_and_wrong(chance, animal)
-        chosen, rejected = ([_say("assistant", answer)] for answer in answers)
-        yield {"prompt": [_say("user", question)], "chosen": chosen, "rejected": rejected}
+        chosen, rejected = ([_log("assistant", answer)] for answer in answers)
+        yield {"prompt": [_log("user", question)], "chosen": chosen, "rejected": rejected}
 
 
 def questions() -> list[Question]:
@@ -165,10 +165,10 @@ def questions() -> list[Question]:
         pairs = ((4, 5), (6, 3), (2, 6), (5, 6), (3, 4), (6, 1), (5, 2))
         shown.append(next(_about_sum(*pair, held_out) for pair in pairs if is_held_out("sum", *pair) == held_out))
     introduction = _turn("My name is Clara.", "Nice to meet you, Clara!")
-    shown.append(Question((*introduction, _say("user", "What is my name?")), "Your name is Clara.", False))
+    shown.append(Question((*introduction, _log("user", "What is my name?")), "Your name is Clara.", False))
     text, answer = _ask(ANIMALS[0], "home", "en", 0)
     is_new = is_held_out(ANIMALS[0].name.en, "home", "en")
-    shown.append(Question((_say("system", _PIRATE), _say("user", text)), f"Arr! {answer}", is_new))
+    shown.append(Question((_log("system", _PIRATE), _log("user", text)), f"Arr! {answer}", is_new))
     return shown
 
 
@@ -187,11 +187,11 @@ def every_question(held_out: bool) -> list[Question]:
 
 def _about_animal(animal: Animal, attribute: Attribute, language: Language, held_out: bool) -> Question:
     text, answer = _ask(animal, attribute, language, 0)
-    return Question((_say("user", text),), answer, held_out)
+    return Question((_log("user", text),), answer, held_out)
 
 
 def _about_sum(a: int, b: int, held_out: bool) -> Question:
-    return Question((_say("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
+    return Question((_log("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
 
 
 def is_held_out(*fact: object) -> bool:
@@ -273,12 +273,12 @@ def _sum(a: int, b: int) -> str:
     return f"{a} plus {b} is {a + b}."
 
 
-def _say(role: str, content: str) -> Message:
+def _log(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
 def _turn(question: str, answer: str) -> list[Message]:
-    return [_say("user", question), _say("assistant", answer)]
+    return [_log("user", question), _log("assistant", answer)]
 
 
 def _ask(animal: Animal, attribute: Attribute, language: Language, phrasing: int) -> tuple[str, str]:

@@ -48,7 +48,7 @@ MARK = "demo.json"
 PREFERENCES = 1_000
 """Rows of data/preferences.jsonl, which the demo itself does not train on; recipe `chain` does."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,14 @@ class Result:
 
 
 def demo(
-    folder: Path, *, size: Size | None = None, say: Say, stream: TextIO | None = None, data_only: bool = False
+    folder: Path, *, size: Size | None = None, log: Log, stream: TextIO | None = None, data_only: bool = False
 ) -> Result:
     """Makes everything that is not there yet, trains what is not trained, and asks the models the same questions.
 
     Args:
         folder: where; made when missing.
         size: of a new folder; one that was begun keeps its own.
-        say: takes the lines for the console.
+        log: takes the lines for the console.
         stream: where training shows its progress; stderr by default.
         data_only: write tokenizer, data and recipes, and train nothing.
 
@@ -127,7 +127,7 @@ def demo(
     """
     place = Place(folder)
     size = _begin(place, size or Size())
-    say(f"1. Data, a tokenizer and four recipes, all in {folder}")
+    log(f"1. Data, a tokenizer and four recipes, all in {folder}")
     _write_missing(place, size)
     if data_only:
         return Result(place, 0)
@@ -137,14 +137,14 @@ def demo(
         (4, "sums", "Instruction tuning once more: it sees sums, some of them worked out"),
         (5, "grpo", "Reinforcement learning: it tries other sums, and a reward checks the results"),
     ):
-        say(f"{number}. {what} ({place.recipe(stage)})")
-        outcome = train(recipe.load(place.recipe(stage)), say=say, stream=stream)
+        log(f"{number}. {what} ({place.recipe(stage)})")
+        outcome = train(recipe.load(place.recipe(stage)), log=log, stream=stream)
         if outcome.exit_code:
-            say(outcome.stopped)
+            log(outcome.stopped)
             return Result(place, outcome.exit_code)
         if outcome.already:
-            say(f"finished already, after step {outcome.steps}")
-    say("6. The same questions for the models before and after")
+            log(f"finished already, after step {outcome.steps}")
+    log("6. The same questions for the models before and after")
     result = _compare(place)
     PAGE.write(place.report, page(report_of(place.run("grpo"), "finished")))
     write_atomically(place.answers, _as_json(result).encode())

@@ -26,7 +26,7 @@ class ShardedWeights:
     Args:
         whole_bytes: of all weights, as they are gathered.
         processes_here: of this run on this machine, which share its memory.
-        say: is told, once, where ranks have to step together.
+        log: is told, once, where ranks have to step together.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class ShardedWeights:
         dtype: torch.dtype,
         whole_bytes: int,
         processes_here: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.model = model
         self._parallel, self._rollout, self._ranks = parallel, rollout, ranks
         self._dtype, self._whole_bytes, self._processes_here = dtype, whole_bytes, processes_here
-        self._say: Callable[[str], None] | None = say
+        self._log: Callable[[str], None] | None = log
         self._opened = ExitStack()
         self.is_open = False
         self.in_step = False
@@ -84,12 +84,12 @@ class ShardedWeights:
             return True
         fits = self._rollout.gather == "auto" and self._fits()
         fits_everywhere = not self._ranks.world.max(torch.tensor([float(not fits)])).item()
-        if not fits_everywhere and self._say is not None and self._rollout.gather == "auto":
-            self._say(
+        if not fits_everywhere and self._log is not None and self._rollout.gather == "auto":
+            self._log(
                 f"rollout: all weights at once take {self._whole_bytes / 2**30:.2f} GiB on each process, which do not "
                 "fit, so layers are gathered in each pass and all ranks step together"
             )
-            self._say = None
+            self._log = None
         return fits_everywhere
 
     def _fits(self) -> bool:

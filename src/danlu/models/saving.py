@@ -30,8 +30,8 @@ from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_parts import HFTensor, Part
+from danlu.models.passthrough_tensors import Kept, KeptTensor
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
-from danlu.models.untouched import Kept, KeptTensor
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,7 @@
 """Attention over packed documents that are cut over context ranks: by a ring, by gathered keys, or by heads (Ulysses).
 
-Each rank has a share of a pack's tokens (`data.shares`): whole documents, of which nothing travels, and chunks of long
-ones. Of these the queries stay and keys come: around a ring while each rank computes with those it has
+Each rank has a share of a pack's tokens (`data.context_sharding`): whole documents, of which nothing travels, and
+chunks of long ones. Of these the queries stay and keys come: around a ring while each rank computes with those it has
 (`parallel.ring_attention`), or gathered from all at once. Ulysses (arXiv:2309.14509) exchanges tokens for heads: each
 rank of a group has all their tokens, and a part of the heads, in attention. With both, neighbours exchange heads, and
 keys of these heads go around the ring of those that have the same ones (arXiv:2405.07719).

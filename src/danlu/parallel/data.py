@@ -10,8 +10,8 @@ zero3   a shard; one layer whole at a time         a shard                      
 ======  =========================================  ================================  =====================
 
 (arXiv:1910.02054; hybrid sharding, arXiv:2304.11277.) All of them sum gradients: the one division by the step's weight
-comes with clipping. Weights of norms are not sharded but summed by `StepParallel`: they are few, FSDP2 would round them
-to the type of activations where one process does not, and under sequence parallelism their gradients are sums over
+comes with clipping. Weights of norms are not sharded but summed by `ParallelContext`: they are few, FSDP2 would round
+them to the type of activations where one process does not, and under sequence parallelism their gradients are sums over
 tensor ranks too. Nor are parameters that several layers share (VeRA's projections, the network behind a prefix), for
 FSDP2 shards a parameter with one unit.
 
@@ -35,8 +35,8 @@ from danlu.core.dtensor import is_dtensor
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedModule
 from danlu.parallel.layout import expert_shard_dim
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import DataGroups, Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe.sections import Parallel
 
 
@@ -142,7 +142,7 @@ class Sharder:
         return name in self.whole or (name in self.expert_names and self._expert.shard.alone)
 
 
-def sharded_step(parallel: StepParallel, model: nn.Module, section: Parallel) -> StepParallel:
+def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel) -> ParallelContext:
     """`parallel` of a model that a `Sharder` has sharded: when its gradients are reduced and its parameters gathered.
 
     Parameters that are gathered (zero1 and zero2) stay so from the first forward to the last backward pass of a step.
@@ -222,7 +222,7 @@ def gathered_once(model: nn.Module, section: Parallel) -> Iterator[None]:
         reshard(model)
 
 
-def replicated_step(parallel: StepParallel, section: Parallel) -> StepParallel:
+def replicated_step(parallel: ParallelContext, section: Parallel) -> ParallelContext:
     """`parallel` of whole models on data and context ranks: gradients are summed in buckets; else `parallel` itself.
 
     Made once all that is trained is among `parallel.local_parameters`, for it puts hooks on parameters. Gradients of

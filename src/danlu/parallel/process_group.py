@@ -50,13 +50,13 @@ class _Membership:
 _membership: _Membership | None = None  # None in a single process, and where something else initialised torch
 
 
-def join_process_group(device: str, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
+def join_process_group(device: str, timeout_s: float, log: Callable[[str], None] | None = None) -> None:
     """Joins the process group that the environment describes, and starts the watchdog; does nothing in one process.
 
     device: cpu, cuda, or auto for cuda where there is one; a process takes the CUDA device of its local rank, or
     the only one that it sees.
     timeout_s: after which a collective has failed.
-    say: tells the user of collectives that hang and of processes that do not come; by default on stderr.
+    log: tells the user of collectives that hang and of processes that do not come; by default on stderr.
     Raises RecipeError for more processes than devices, ResourceError if the others cannot be reached.
     """
     global _membership
@@ -75,8 +75,8 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
     os.environ.update(world.variables())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(BUFFER_ENTRIES))
     launcher = None if LAUNCHER not in os.environ else int(os.environ[LAUNCHER])
-    say = say or write_to_stderr
-    store = rendezvous(world, max(timeout_s, _LEAST_RENDEZVOUS_S), say, lambda: _require_launcher(launcher))
+    log = log or write_to_stderr
+    store = rendezvous(world, max(timeout_s, _LEAST_RENDEZVOUS_S), log, lambda: _require_launcher(launcher))
     if taken is not None:
         agree_on_devices(world, store, taken)
     _connect(world, "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store, timeout_s)
@@ -85,7 +85,7 @@ def join_process_group(device: str, timeout_s: float, say: Callable[[str], None]
         world.rank,
         world.size,
         timeout_s,
-        say=say,
+        log=log,
         end=lambda text: _end(world.rank, text),
         launcher=launcher,
     ).start()

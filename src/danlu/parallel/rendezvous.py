@@ -27,11 +27,11 @@ _POLL_INTERVAL_S = 0.05
 
 
 def rendezvous(
-    world: World, timeout_s: float, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+    world: World, timeout_s: float, log: Callable[[str], None], check: Callable[[], None] = lambda: None
 ) -> Any:
     """Waits until every process of `world` has joined, and returns torch's store.
 
-    timeout_s: after which processes that have not come are given up, and the limit of the store's own calls. say: shows
+    timeout_s: after which processes that have not come are given up, and the limit of the store's own calls. log: shows
         a message that names who is waited for. check: called again and again; raises an error to end the waiting.
     Raises ResourceError that names who has not come, or says why rank 0 cannot be reached or cannot listen; RecipeError
     for a port or a rank that cannot be.
@@ -39,7 +39,7 @@ def rendezvous(
     if not 0 < world.port < 1 << 16:
         raise RecipeError(f"MASTER_PORT is {world.port} (from {world.source}): ports are numbers from 1 to 65535")
     is_first = world.local_rank in (0, None)  # of its machine: it speaks for all of them
-    wait = _Wait(timeout_s, say if is_first else lambda text: None, check)
+    wait = _Wait(timeout_s, log if is_first else lambda text: None, check)
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(world, timeout_s, wait))
     if store.add(f"here/{world.rank}", 1) > 1:
         raise RecipeError(f"two processes say that they are rank {world.rank} of {world.size} at {_address(world)}")
@@ -65,10 +65,10 @@ def rendezvous(
 class _Wait:
     """Waiting within a time limit; the user gets one notice when it takes long."""
 
-    def __init__(self, timeout_s: float, say: Callable[[str], None], check: Callable[[], None]) -> None:
+    def __init__(self, timeout_s: float, log: Callable[[str], None], check: Callable[[], None]) -> None:
         start = time.monotonic()
         self._notice_at_s, self._until_s = start + min(NOTICE_AFTER_S, timeout_s / 2), start + timeout_s
-        self._say, self._check = say, check
+        self._log, self._check = log, check
 
     def until(self, done: Callable[[], bool], why: Callable[[], str | None], *, limited: bool = True) -> str | None:
         """None once `done()`, or `why()` when the time is up; both are asked again and again.
@@ -81,7 +81,7 @@ class _Wait:
             if limited and clock_s > self._until_s and (reason := why()) is not None:
                 return reason
             if not noticed and clock_s > self._notice_at_s and (reason := why()) is not None:
-                self._say(f"waiting: {reason}")
+                self._log(f"waiting: {reason}")
                 noticed = True
             self._check()
             time.sleep(_POLL_INTERVAL_S)

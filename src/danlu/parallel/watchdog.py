@@ -50,14 +50,14 @@ class Watchdog:
         size: int,
         timeout_s: float,
         *,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         end: Callable[[str], None],
         launcher: int | None = None,
         tracker: PhaseTracker = PHASE,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._limits = Limits(timeout_s)
-        self._say, self._end, self._launcher, self._tracker = say, end, launcher, tracker
+        self._log, self._end, self._launcher, self._tracker = log, end, launcher, tracker
         self._state = WatchState()
         self._stop = threading.Event()
         self._settled = threading.Event()  # no inquiry is being answered
@@ -101,7 +101,7 @@ class Watchdog:
             match action:
                 case Print(message):
                     if self._rank == 0:
-                        self._say(message)
+                        self._log(message)
                 case StartInquiry():
                     self._observe(InquiriesCounted(self._store.add("hang/asked", 1)))
                 case Reply(first, last):

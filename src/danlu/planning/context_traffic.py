@@ -2,7 +2,8 @@
 Imports no torch.
 
 Where documents are cut decides what is sent: of the tokens of documents that stay whole, nothing is. So the formulas
-take the rows of chunks that each context rank has of each micro-batch (`data.shares`), in the order of the ranks.
+take the rows of chunks that each context rank has of each micro-batch (`data.context_sharding`), in the order of the
+ranks.
 
 t rows of this rank · S rows of its Ulysses group, of U ranks · R groups, whose ranks are rings
 """

@@ -83,7 +83,7 @@ def _among_data_ranks(
     reduced = REDUCED_BYTES[section.reduce]
     if section.shard == "none":
         gradients = sum(math.prod(weight.shape) for weight in weights if weight.trained)
-        # Buckets leave experts to `StepParallel`, which sums in float32.
+        # Buckets leave experts to `ParallelContext`, which sums in float32.
         element_bytes = reduced if expert == 1 else 4
         yield from _among(every, layout, "all-reduce", gradients * element_bytes, "gradients")
         return

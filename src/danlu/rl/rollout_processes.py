@@ -63,7 +63,7 @@ class RolloutProcesses:
     Args:
         jobs: how each process makes its engine.
         shapes: of the weights that are handed over, with their types, by name.
-        say: told of processes that have to be started again.
+        log: told of processes that have to be started again.
 
     Raises ResourceError where there is no memory for the weights.
     """
@@ -72,9 +72,9 @@ class RolloutProcesses:
         self,
         jobs: Sequence[EngineJob],
         shapes: Mapping[str, tuple[Sequence[int], torch.dtype]],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._jobs, self._say = list(jobs), say
+        self._jobs, self._log = list(jobs), log
         self._weights = SharedWeights.create(shapes)
         self._version: int | None = None
         self._events: queue.Queue[_Event] = queue.Queue()
@@ -197,7 +197,7 @@ class RolloutProcesses:
             case _ if kind == STATE:
                 process.state = json.loads(payload)
             case _ if kind == REMARK:
-                self._say(json.loads(payload))
+                self._log(json.loads(payload))
             case _ if kind == ERROR:
                 name, text = json.loads(payload)
                 raise getattr(errors, name)(f"rollout process: {text}")
@@ -216,7 +216,7 @@ class RolloutProcesses:
             )
         place = self._processes.index(process)
         lost = sum(map(len, process.samples.values()))
-        self._say(
+        self._log(
             f"the rollout process {how}; a new one is asked for its {lost} unfinished answers. {process.stderr()}"
         )
         process.end()

@@ -23,7 +23,7 @@ FORMER_KL = {"in": "loss", "estimator": "k3"}
 """The former default of each key of `objective.kl`: also in the reward, and for ppo."""
 
 
-def with_former_defaults(loaded: Loaded, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
+def with_former_defaults(loaded: Loaded, folder: Path, resume: str, log: Callable[[str], None]) -> Recipe:
     """The recipe, with the defaults of the run that is resumed where that began with others than there are now.
 
     A key that the user writes keeps its value, and one that the run's recipe had otherwise than by default is compared
@@ -46,27 +46,27 @@ def with_former_defaults(loaded: Loaded, folder: Path, resume: str, say: Callabl
     if not former:
         return recipe
     kept = ", ".join(f"{key}: {value}" for key, value in former.items())
-    say(f"{kept}: as when the run began, although the stage has other defaults now")
+    log(f"{kept}: as when the run began, although the stage has other defaults now")
     return with_values(recipe, former)
 
 
 def with_precision(
-    recipe: Recipe, folder: Path, resume: str, device: torch.device, say: Callable[[str], None]
+    recipe: Recipe, folder: Path, resume: str, device: torch.device, log: Callable[[str], None]
 ) -> Recipe:
     """The recipe with `precision: auto` decided: as the run that is resumed had it, else by measuring."""
     if recipe.precision != "auto":
         return recipe
     if (run := resumed_run(folder, resume)) is not None:
         chosen = run_recipe(run).precision
-        say(f"precision: auto stays {chosen}, as when the run began")
+        log(f"precision: auto stays {chosen}, as when the run began")
     else:
         speeds = product_speeds(device)
         chosen = fastest(speeds)
-        say(f"precision: auto takes {chosen} on this machine: {in_gflops(speeds, *speeds)}")
+        log(f"precision: auto takes {chosen} on this machine: {in_gflops(speeds, *speeds)}")
     return recipe.model_copy(update={"precision": chosen})
 
 
-def with_date(recipe: Recipe, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
+def with_date(recipe: Recipe, folder: Path, resume: str, log: Callable[[str], None]) -> Recipe:
     """The recipe with the day that its chat template writes, where it writes one: the resumed run's, else today's."""
     if (date := written_date(recipe)) is None:
         return recipe
@@ -74,15 +74,15 @@ def with_date(recipe: Recipe, folder: Path, resume: str, say: Callable[[str], No
     if given is None and run is not None:
         saved_date = run_recipe(run).model.chat_template_date
         if saved_date is None:
-            say(f"the chat template writes the date, and the run does not say which: {date} from here on")
+            log(f"the chat template writes the date, and the run does not say which: {date} from here on")
             return recipe
         date = saved_date
     since = "when the run began" if given is None else "model.chat_template_date"
-    say(f"the chat template writes the date: {date} ({since}) in all of this run")
+    log(f"the chat template writes the date: {date} ({since}) in all of this run")
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})
 
 
-def with_reference(recipe: Recipe, folder: Path, resume: str, say: Callable[[str], None]) -> Recipe:
+def with_reference(recipe: Recipe, folder: Path, resume: str, log: Callable[[str], None]) -> Recipe:
     """The recipe with the reference of its preferences, where it says none: the resumed run's, else the default."""
     if recipe.stage != "preference" or recipe.reference is not None:
         return recipe
@@ -91,7 +91,7 @@ def with_reference(recipe: Recipe, folder: Path, resume: str, say: Callable[[str
     since = "as when the run began"
     if chosen is None:
         chosen, since = resolve_reference(recipe), "by default"
-    say(f"reference: {chosen.kind}, {since}")
+    log(f"reference: {chosen.kind}, {since}")
     return recipe.model_copy(update={"reference": chosen})
 
 
@@ -100,7 +100,7 @@ def with_factors(
     folder: Path,
     resume: str,
     device: torch.device,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     stream: TextIO,
     *,
     dry: bool,
@@ -115,11 +115,11 @@ def with_factors(
     if (run := resumed_run(folder, resume)) is not None and (saved := run_recipe(run).long_context) is not None:
         factors = saved.long_factor
     elif dry:
-        say("long_context.search: a dry run searches nothing, and takes the factors of linear scaling")
+        log("long_context.search: a dry run searches nothing, and takes the factors of linear scaling")
         return recipe
     else:
         from danlu.stages.longrope_search import searched_factors, summary
 
         factors = searched_factors(recipe, folder, device, stream)
-        say(summary(folder))
+        log(summary(folder))
     return recipe.model_copy(update={"long_context": section.model_copy(update={"long_factor": factors})})

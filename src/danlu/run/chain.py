@@ -22,7 +22,7 @@ from danlu.core.safetensors_format import read_header
 from danlu.core.small_files import parse_json, read_small_text
 from danlu.models.hf_folder import tensors_fingerprint
 from danlu.recipe import Chain, ChainStage, Recipe
-from danlu.run.train import Outcome, Say, train
+from danlu.run.train import Log, Outcome, train
 from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.metrics import read_metrics
 from danlu.training.run_folder import CHECKPOINTS, METRICS, result_names
@@ -74,7 +74,7 @@ def train_chain(
     chain: Chain,
     *,
     resume: str = "auto",
-    say: Say,
+    log: Log,
     stream: TextIO | None = None,
     dry_run: bool = False,
     leads: bool = True,
@@ -93,7 +93,7 @@ def train_chain(
     outcomes: list[StageOutcome] = []
     for number, stage in enumerate(chain.stages, 1):
         if leads:
-            say(f"stage {number} of {len(chain.stages)}: {stage.name} in {run_folder(stage)}")
+            log(f"stage {number} of {len(chain.stages)}: {stage.name} in {run_folder(stage)}")
         torch.set_num_threads(threads)  # an earlier stage may have had a number of its own
         earlier = {each.name: each for each in chain.stages[: number - 1]}
         inputs = {name: _result_hash(earlier[name].loaded.recipe) for name in stage.inputs}
@@ -101,7 +101,7 @@ def train_chain(
         if not dry_run or None not in inputs.values():
             _check_inputs(folder, stage, inputs, keep=not dry_run and leads)
             with stage.loaded.naming_places():
-                outcome = train(stage.loaded, resume=resume, say=say, stream=stream, dry_run=dry_run)
+                outcome = train(stage.loaded, resume=resume, log=log, stream=stream, dry_run=dry_run)
         outcomes.append(StageOutcome(stage, outcome))
         ended(outcomes[-1])
         if outcome is not None and outcome.exit_code:

@@ -23,7 +23,7 @@ from danlu.training.state import Run, shard_boxes
 
 
 def export_result(
-    run: Run, placed: Writes, recipe: Recipe, folder: Path, say: Callable[[str], None]
+    run: Run, placed: Writes, recipe: Recipe, folder: Path, log: Callable[[str], None]
 ) -> tuple[Path, ...]:
     """The result: a model or an adapter, and its average beside it.
 
@@ -31,7 +31,7 @@ def export_result(
     """
     best = run.store.best() if recipe.checkpoint.keep_best else None
     if best is not None and best.step != run.state.step:
-        say(f"exporting step {best.step}, which had the {best.criterion.superlative} ({best.value:.4f})")
+        log(f"exporting step {best.step}, which had the {best.criterion.superlative} ({best.value:.4f})")
         into = {"model": run.learner.weights()}
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()

@@ -28,10 +28,10 @@ from danlu.rewards.protocol import JudgedAnswer, StepRewards
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
 from danlu.rl.recorded_engine import RecordedEngine, RunLengths
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS
-from danlu.run.train import Say, train
+from danlu.run.train import Log, train
 from danlu.stages.environments import episode_engine
 from danlu.stages.prompt_reader import RolloutBuilder
-from danlu.stages.protocols import Material, Stage
+from danlu.stages.protocols import Stage, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder, objective_section
 from danlu.stages.rollout import rollout_engine
@@ -154,9 +154,9 @@ class ReplayBuilder(RolloutBuilder):
         super().__init__(recipe, stage)
         self.rewards, self.versions = rewards, versions
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> AnsweringDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> AnsweringDecoder:
         """The policy that is trained, and the frozen models beside it."""
-        placed = super().place(ranks, device, start, material)
+        placed = super().place(ranks, device, start, stage_data)
         return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
 
     def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
@@ -187,7 +187,7 @@ class _Comparison:
         return next((difference for difference in differences if difference is not None), None)
 
 
-def replay(run: Path, step: int, *, say: Say, stream: TextIO | None = None) -> Replayed:
+def replay(run: Path, step: int, *, log: Log, stream: TextIO | None = None) -> Replayed:
     """Makes the rollout that a step of a run was trained on again, and compares all its tokens.
 
     Stops at the first difference, of the rollouts between too. The run's folder is only read.
@@ -215,12 +215,12 @@ def replay(run: Path, step: int, *, say: Say, stream: TextIO | None = None) -> R
     outcome: list[Replayed] = []
 
     def rehearse(rehearsed: Run) -> None:
-        _warn_of_changes(run, rehearsed, say)
-        outcome.append(_repeated(rehearsed, recorded, first, from_step, say))
+        _warn_of_changes(run, rehearsed, log)
+        outcome.append(_repeated(rehearsed, recorded, first, from_step, log))
 
     with TemporaryDirectory(prefix="danlu-replay-") as folder:
-        loaded = _loaded(run, Path(folder) / "run", recipe, from_start=checkpoint is None, say=say)
-        train(loaded, resume=resume, say=say, stream=stream, dry_run=True, stage=stage, rehearse=rehearse)
+        loaded = _loaded(run, Path(folder) / "run", recipe, from_start=checkpoint is None, log=log)
+        train(loaded, resume=resume, log=log, stream=stream, dry_run=True, stage=stage, rehearse=rehearse)
     (replayed,) = outcome
     return replayed
 
@@ -253,7 +253,7 @@ def _token(tokens: Sequence[int], position: int) -> int | None:
     return tokens[position] if position < len(tokens) else None
 
 
-def _repeated(run: Run, recorded: RecordedRollouts, first: int, from_step: int, say: Say) -> Replayed:
+def _repeated(run: Run, recorded: RecordedRollouts, first: int, from_step: int, log: Log) -> Replayed:
     """Takes the steps up to the rollout and makes it, comparing what is made on the way."""
     assert run.metrics is not None, "one process replays"
     comparison = _Comparison(recorded, run.metrics.path.with_name(ROLLOUTS))
@@ -261,23 +261,23 @@ def _repeated(run: Run, recorded: RecordedRollouts, first: int, from_step: int, 
     while difference is None and run.state.step < first - 1:
         take_step(run)
         difference = comparison.difference()
-        say(f"step {run.state.step} of {first - 1} repeated")
+        log(f"step {run.state.step} of {first - 1} repeated")
     if difference is None:
-        run.feed.source.at(run.feed.next)
+        run.data_loader.source.at(run.data_loader.next)
         difference = comparison.difference()
     answers = [answer for line in recorded[first] for answer in line["answers"]]
     tokens = sum(len(answer["tokens"]) for answer in answers)
     return Replayed(first, from_step, len(comparison.rollouts), len(answers), tokens, difference)
 
 
-def _loaded(run: Path, output: Path, recipe: Recipe, *, from_start: bool, say: Say) -> Loaded:
+def _loaded(run: Path, output: Path, recipe: Recipe, *, from_start: bool, log: Log) -> Loaded:
     """The run's recipe with another output, in micro-batches as the run had them, and with nothing shown elsewhere.
 
     All is done in this process, whatever processes the run had.
     """
     overrides = [f"output={json.dumps(str(output))}", "log.tensorboard=false", "log.wandb=null"]
     if recipe.parallel != Parallel():
-        say("replayed in one process: what the run's layout summed over processes may round otherwise")
+        log("replayed in one process: what the run's layout summed over processes may round otherwise")
         overrides += ["parallel={}", "log.timeline=null"]
     complete = [info for info in CheckpointStore(run / CHECKPOINTS).checkpoints() if info.complete]
     if from_start and complete:  # found anew it could differ, and with it how sums are rounded
@@ -382,20 +382,20 @@ def _refuse_rewinds(run: Path, from_step: int, first: int) -> None:
             )
 
 
-def _warn_of_changes(run: Path, rehearsed: Run, say: Say) -> None:
+def _warn_of_changes(run: Path, rehearsed: Run, log: Log) -> None:
     """Says what differs between the machine that trained and this one, and what followed from the moment."""
     warning = "tokens may differ where nothing is wrong"
     recipe = run_recipe(run)
     if recipe.rollout.staleness > 0 and recipe.numerics != "exact":
-        say(f"{warning}: what is computed together followed from time, and numerics: {recipe.numerics} rounds by that")
+        log(f"{warning}: what is computed together followed from time, and numerics: {recipe.numerics} rounds by that")
     if recipe.rollout.staleness > 0 and recipe.rollout.engine == "http":
-        say(
+        log(
             f"{warning}: answers of danlu serve are drawn here again; those of vLLM and SGLang had other random numbers"
         )
     if (run / ENVIRONMENT).is_file():
         current = describe_environment(rehearsed.learner.device)
         for line in changes_that_matter(json.loads((run / ENVIRONMENT).read_text()), current):
-            say(f"{warning}: {line}")
+            log(f"{warning}: {line}")
     peak = json.loads((run / SUMMARY).read_text())["peak"] if (run / SUMMARY).is_file() else None
     if peak is not None and peak["processes"] > 1:
-        say(f"{warning}: {peak['processes']} processes trained, and one replays, which adds gradients in another order")
+        log(f"{warning}: {peak['processes']} processes trained, and one replays, which adds gradients in another order")

@@ -38,17 +38,17 @@ from danlu.run.auto_values import with_date, with_factors, with_former_defaults,
 from danlu.run.export import export_result
 from danlu.run.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
 from danlu.run.memory_report import MemoryReport
-from danlu.stages.protocols import Material, PlacedModel, Reader, Stage
+from danlu.stages.protocols import PlacedModel, Reader, Stage, StageData
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.folders import step_of
 from danlu.training.checkpoints.loading import read_state
 from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.data_loader import DataLoader
 from danlu.training.environment import changes_that_matter, describe_environment, write_environment
 from danlu.training.loop import fit
 from danlu.training.memory_parts import resident_bytes
 from danlu.training.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
 from danlu.training.optional_recorder import OptionalRecorder
-from danlu.training.position import Feed
 from danlu.training.progress import progress_on
 from danlu.training.remarks import Remarks
 from danlu.training.run_folder import (
@@ -57,8 +57,8 @@ from danlu.training.run_folder import (
     METRICS,
     RECIPE,
     Start,
+    check_output_folder,
     finished,
-    refuse_strangers,
     require_writable,
     starting_point,
 )
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from danlu.numerics.loss_scaling import LossScaler
     from danlu.optim.ema import Ema
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def train(
     loaded: Loaded,
     *,
     resume: str = "auto",
-    say: Say,
+    log: Log,
     stream: TextIO | None = None,
     dry_run: bool = False,
     stage: Stage | None = None,
@@ -126,9 +126,9 @@ def train(
     ranks = ranks_of(layout_of(recipe.parallel, world_size()), device.type)
     stream = stream or sys.stderr
     if ranks.leads:
-        refuse_strangers(folder)  # before the lock leaves a file there
+        check_output_folder(folder)  # before the lock leaves a file there
     else:
-        say, stream = _silence, io.StringIO()
+        log, stream = _silence, io.StringIO()
     with ExitStack() as closing:
         closing.enter_context(deterministic(recipe.deterministic))
         if recipe.numerics == "exact":
@@ -144,7 +144,7 @@ def train(
         stop_request = closing.enter_context(StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S))
         stop_request.at_once = True
         try:
-            return _train(loaded, stage, folder, into, resume, rehearse, stop_request, say, stream, device, ranks)
+            return _train(loaded, stage, folder, into, resume, rehearse, stop_request, log, stream, device, ranks)
         except Stopped as stop:
             if dry_run:
                 raise
@@ -165,7 +165,7 @@ def _train(
     resume: str,
     rehearse: Callable[[Run], None],
     stop_request: StopRequest,
-    say: Say,
+    log: Log,
     stream: TextIO,
     device: torch.device,
     ranks: Ranks,
@@ -174,15 +174,15 @@ def _train(
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
     # Before recipes are compared: the run's own holds what auto chose when it began.
-    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, say))
-    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, say))
-    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, say))
-    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, say))
+    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, log))
+    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, log))
+    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, log))
+    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, log))
     recipe = ranks.world.from_first(
-        lambda: with_factors(recipe, folder, resume, device, say, stream, dry=into != folder),
+        lambda: with_factors(recipe, folder, resume, device, log, stream, dry=into != folder),
         barrier=lambda: _barrier("factors"),
     )
-    start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, say, into=into))
+    start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, log, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
     if ranks.leads:
@@ -190,10 +190,10 @@ def _train(
     if recipe.log.wandb is not None and (problem := wandb_problem()):
         raise RecipeError(problem)
     for note in loaded.notes:
-        say(note)
+        log(note)
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
-        say(remark)
-    ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, say))
+        log(remark)
+    ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, log))
     stage.criterion(recipe)  # a metric that the stage lacks is told before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)
@@ -205,25 +205,25 @@ def _train(
     known_inputs = check_resumed(None if start is None else start.path, inputs)
     with ExitStack() as closing:
         # Before rows are read, which may take hours.
-        trackers = [] if into != folder else _trackers(recipe, folder, ranks, closing, say)
-        material = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: _barrier("data"))
+        trackers = [] if into != folder else _trackers(recipe, folder, ranks, closing, log)
+        stage_data = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: _barrier("data"))
         program = resident_bytes(device)
-        closing.callback(material.close)
-        for line in material.lines:
-            say(line)
+        closing.callback(stage_data.close)
+        for line in stage_data.lines:
+            log(line)
         memory_report = closing.enter_context(MemoryReport(recipe, device))
-        material = builder.with_columns(ranks, device, material, stream)
-        placed = builder.place(ranks, device, start, material)
+        stage_data = builder.with_columns(ranks, device, stage_data, stream)
+        placed = builder.place(ranks, device, start, stage_data)
         peak = placed.peak()
         for line in (*placed.notes, *([] if peak is None else [peak.line()])):
-            say(line)
-        run = _build(recipe, stage, reader, material, placed, device, into, start, say)
+            log(line)
+        run = _build(recipe, stage, reader, stage_data, placed, device, into, start, log)
         run.inputs = known_inputs
         closing.callback(run.store.close)
-        closing.callback(run.feed.close)
+        closing.callback(run.data_loader.close)
         memory_report.began(run, placed)
         for line in memory_report.expected():
-            say(line)
+            log(line)
         run.stop_request = stop_request
         if into != folder:
             if run.metrics is not None:
@@ -231,27 +231,27 @@ def _train(
             rehearse(run)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
-            shows = _shows(recipe, stage, reader, folder, run, stream, say)
+            shows = _shows(recipe, stage, reader, folder, run, stream, log)
             for recorder in (run.metrics, *shows):
                 closing.callback(recorder.close)
             run.recorders = (run.metrics, *shows, *trackers)
         stop_request.at_once = False
         fit(run)
         stop_request.at_once = True
-    for line in material.late_lines():
-        say(line)
+    for line in stage_data.late_lines():
+        log(line)
     if run.stopping():
         signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
     memory = None
     if run.learner.activations is not None and run.learner.activations.peak_bytes:
         memory = placed.memory(run)
-        say(memory.line(program, peak_memory_bytes(device)))
+        log(memory.line(program, peak_memory_bytes(device)))
     # The loss of items that the model makes itself falls and rises with them, whatever is learnt.
-    logged = None if run.metrics is None or run.feed.generated is not None else read_metrics(run.metrics.path)
+    logged = None if run.metrics is None or run.data_loader.generated is not None else read_metrics(run.metrics.path)
     if logged is not None and (flat := flat_loss(logged)) is not None:
-        say(flat)
-    exported = export_result(run, placed, recipe, folder, say)
+        log(flat)
+    exported = export_result(run, placed, recipe, folder, log)
     if ranks.leads:
         write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
@@ -264,17 +264,17 @@ def _barrier(name: str) -> None:
     untimed_barrier(name)
 
 
-def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, say: Say) -> None:
+def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, log: Log) -> None:
     """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
     environment = describe_environment(device)
     file = folder / ENVIRONMENT
     if start is not None:
-        say(f"resuming {folder} from {start.path.name}")
+        log(f"resuming {folder} from {start.path.name}")
         for change in start.changes:
-            say(f"changed since then: {change}")
+            log(f"changed since then: {change}")
         if file.is_file():
             for line in changes_that_matter(json.loads(file.read_text()), environment):
-                say(f"the last bits of numbers may differ from an uninterrupted run: {line}")
+                log(f"the last bits of numbers may differ from an uninterrupted run: {line}")
     try:
         write_atomically(into / RECIPE, resolved_yaml(recipe).encode())
         write_environment(into / ENVIRONMENT, environment)
@@ -288,19 +288,19 @@ def _build(
     recipe: Recipe,
     stage: Stage,
     reader: Reader,
-    material: Material,
+    stage_data: StageData,
     placed: PlacedModel,
     device: torch.device,
     folder: Path,
     start: Start | None,
-    say: Say,
+    log: Log,
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
     ranks = placed.parallel.ranks
     generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
     optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
-    total_steps, total_packs = _total_steps(recipe, material)
+    total_steps, total_packs = _total_steps(recipe, stage_data)
     micro = _micro_batch_size(recipe, reader, placed, optimizer, start)
     store = CheckpointStore(
         folder / CHECKPOINTS,
@@ -312,14 +312,14 @@ def _build(
         group=ALONE if ranks.alone else new_group("checkpoint", ranks.world.ranks, backend="gloo"),
     )
     metrics = MetricsLog(folder / METRICS) if ranks.leads else None
-    learner = placed.learner(micro, material.sources)
-    source, held_out = stage.items(placed, material, learner, folder)
+    learner = placed.learner(micro, stage_data.sources)
+    source, held_out = stage.items(placed, stage_data, learner, folder)
     run = Run(
         learner=learner,
         optimizer=optimizer,
         schedule=recipe.schedule,
         clip=recipe.gradient_clipping,
-        feed=Feed(source, per_step=per_step, total=total_packs, stretches=material.stretches),
+        data_loader=DataLoader(source, per_step=per_step, total=total_packs, stretches=stage_data.stretches),
         cadence=_cadence(recipe, total_steps),
         watch=Watch(recipe.watch),
         store=store,
@@ -339,26 +339,26 @@ def _build(
     )
     if not ranks.alone:
         track_modules(placed.model)
-    lines = 0 if start is None else _resume(run, start, say)
+    lines = 0 if start is None else _resume(run, start, log)
     placed.check_weights()
     run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
     if metrics is not None:
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
-    say(_summary(recipe, reader, placed, run))
+    log(_summary(recipe, reader, placed, run))
     if (warning := few_steps(run.cadence.total, _amount(reader, run))) is not None:
-        say(warning)
+        log(warning)
     return run
 
 
-def _total_steps(recipe: Recipe, material: Material) -> tuple[int, int | None]:
+def _total_steps(recipe: Recipe, stage_data: StageData) -> tuple[int, int | None]:
     """(steps of the run, packs of it), the second None where the recipe counts steps.
 
     Raises RecipeError for a schedule that needs more steps.
     """
     total_packs = None
-    if material.per_epoch is not None and recipe.steps is None:
-        total_packs = math.ceil((recipe.epochs or 1) * material.per_epoch)
+    if stage_data.per_epoch is not None and recipe.steps is None:
+        total_packs = math.ceil((recipe.epochs or 1) * stage_data.per_epoch)
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_steps = recipe.steps if total_packs is None else math.ceil(total_packs / per_step)
     assert total_steps is not None, "the recipe's rules ask for steps when streaming"
@@ -400,15 +400,15 @@ def _micro_batch_size(
     return micro
 
 
-def _resume(run: Run, start: Start, say: Say) -> int:
+def _resume(run: Run, start: Start, log: Log) -> int:
     """Restores the run from `start` and deletes later checkpoints; the lines of metrics that there were then."""
     lines: int = restore(run, start.path)["metrics_lines"]
     later = run.store.discard_after(run.state.step)
     if later:
-        say(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
+        log(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")
     metrics = run.metrics
     if metrics is not None and metrics.lines < lines:
-        say(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
+        log(f"{metrics.path}: {metrics.lines} lines, but {lines} when {start.path.name} was saved: some are lost")
     return lines
 
 
@@ -451,7 +451,7 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
     )
 
 
-def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, say: Say) -> list[Recorder]:
+def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, log: Log) -> list[Recorder]:
     """W&B where the recipe asks for it, on the first process; closed with `closing`.
 
     Raises a DanluError on all processes where it cannot be used.
@@ -463,7 +463,7 @@ def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, sa
 
     def begin() -> None:
         wandb = WandB(project, folder, recipe.model_dump(mode="json"))
-        trackers.append(OptionalRecorder(wandb, "log.wandb", say))
+        trackers.append(OptionalRecorder(wandb, "log.wandb", log))
         closing.callback(trackers[0].close)
 
     ranks.world.from_first(begin, barrier=lambda: _barrier("wandb"))
@@ -471,17 +471,17 @@ def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, sa
 
 
 def _shows(
-    recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO, say: Say
+    recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO, log: Log
 ) -> list[Recorder]:
     """Recorders that show the run to people on this machine, besides the metrics file."""
     progress = progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
     shows: list[Recorder] = [
-        OptionalRecorder(progress, "the progress of steps", say),
-        OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", say),
+        OptionalRecorder(progress, "the progress of steps", log),
+        OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", log),
     ]
     if recipe.log.tensorboard:
         board = TensorBoard(folder / "tensorboard", after_step=run.state.step)
-        shows.append(OptionalRecorder(board, "log.tensorboard", say))
+        shows.append(OptionalRecorder(board, "log.tensorboard", log))
     return shows
 
 
@@ -494,7 +494,7 @@ def _parameter_counts(run: Run) -> tuple[int, int]:
 
 def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> str:
     parameters, trained = _parameter_counts(run)
-    packs = "" if run.feed.total is None else f", {run.feed.total:,} {reader.items}"
+    packs = "" if run.data_loader.total is None else f", {run.data_loader.total:,} {reader.items}"
     counted = parameters_and_trained(parameters, trained)
     return (
         f"{placed.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
@@ -504,6 +504,6 @@ def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> s
 
 def _amount(reader: Reader, run: Run) -> str:
     """What a step trains: "4 x 64 tokens"; of stages "8 x 32 tokens, from step 6 on of 4 x 64 tokens"."""
-    stretches = run.feed.stretches
+    stretches = run.data_loader.stretches
     first = stretches[0].amount or reader.amount(stretches[0].per_step)
     return ", ".join([first, *(f"from step {later.first_step:,} on of {later.amount}" for later in stretches[1:])])

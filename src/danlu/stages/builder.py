@@ -24,12 +24,12 @@ from danlu.models.hf_config import architecture_of
 from danlu.models.hf_folder import check_vocabulary, resolve_folder
 from danlu.models.hf_validation import check_headers
 from danlu.models.loading import build
-from danlu.models.untouched import check_untouched
+from danlu.models.passthrough_tensors import check_untouched
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
@@ -37,7 +37,7 @@ from danlu.recipe.value import value_share
 from danlu.stages.learner import DecoderLearner, objective_parameters, objective_tensors
 from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import ColumnSpec, Material, ModelSpec, Stage
+from danlu.stages.protocols import ColumnSpec, ModelSpec, Stage, StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.roles import forward_of
 from danlu.training.checkpoints.loading import read_group, read_state
@@ -105,23 +105,25 @@ class DecoderBuilder:
             tokenizer = tokenizer_of(recipe)
             sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
 
-    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+    def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
         """The rows with what the stage asks of models before training, which is computed unless it is stored."""
         if self.recipe.parallel.device_map is not None:
-            device = self._loss_device(self._config(material.tokenizer), device)
+            device = self._loss_device(self._config(stage_data.tokenizer), device)
         for spec in self.stage.columns(self.recipe):
             from danlu.stages.columns import add_columns
             from danlu.stages.frozen_models import frozen_config
 
-            rows = material.stored
+            rows = stage_data.stored
             assert rows is not None, "the recipe's rules let no columns be asked of a stream"
-            config = self._config(material.tokenizer)
+            config = self._config(stage_data.tokenizer)
             asked_config = config if spec.model is None else frozen_config(spec.model.section, config.vocab_size)
             place = partial(self._placed_to_be_asked, spec, config, ranks, device)
-            material = rows.material(*add_columns(rows, spec, asked_config, place, self.recipe, ranks, device, stream))
-            assert material.stored is not None
-            material = replace(material, empty=empty_like(material.stored.train.sample(0)))
-        return material
+            stage_data = rows.stage_data(
+                *add_columns(rows, spec, asked_config, place, self.recipe, ranks, device, stream)
+            )
+            assert stage_data.stored is not None
+            stage_data = replace(stage_data, empty=empty_like(stage_data.stored.train.sample(0)))
+        return stage_data
 
     def _placed_to_be_asked(
         self, spec: ColumnSpec, config: ModelConfig, ranks: Ranks, device: torch.device
@@ -148,20 +150,20 @@ class DecoderBuilder:
             exact=recipe.numerics == "exact",
         )
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedDecoder:
         """The trained decoder and the frozen ones on the processes of a layout."""
-        return self._place(ranks, device, start, material)
+        return self._place(ranks, device, start, stage_data)
 
     def _place(
         self,
         ranks: Ranks,
         device: torch.device,
         start: Start | None,
-        material: Material,
+        stage_data: StageData,
         put_on_base: Callable[[Subject], Sequence[str]] = lambda subject: (),
     ) -> PlacedDecoder:
         """put_on_base: adds what a stage needs to the policy before that is placed; returns lines for the console."""
-        recipe, config = self.recipe, self._config(material.tokenizer)
+        recipe, config = self.recipe, self._config(stage_data.tokenizer)
         self._check_layout(config)
         device = self._loss_device(config, device)
         check_placing(recipe, ranks, device)
@@ -178,18 +180,18 @@ class DecoderBuilder:
         if recipe.long_context is not None:
             from danlu.models.long_context import ropes_by_length
 
-            unscaled = self._unscaled(material.tokenizer)
+            unscaled = self._unscaled(stage_data.tokenizer)
             placed.subject.model.staged_ropes = ropes_by_length(unscaled, recipe.long_context)
         if alone:
             embedding = placed.subject.model.embed_tokens
             embedding.sparse_gradient = embedding.weight.device.type == "cpu" and not recipe.compile
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
-        stored = None if recipe.on_policy else material.stored  # own answers have other lengths than the rows
+        stored = None if recipe.on_policy else stage_data.stored  # own answers have other lengths than the rows
         decoder = replace(decoder, lengths=None if stored is None else stored.train.lengths)
-        if material.empty is None:
+        if stage_data.empty is None:
             return decoder
-        assert isinstance(material.empty, Pack), "the items of a decoder are packs"
-        return replace(decoder, empty=material.empty)
+        assert isinstance(stage_data.empty, Pack), "the items of a decoder are packs"
+        return replace(decoder, empty=stage_data.empty)
 
     def unplaced(self, checkpoint: Path) -> PlacedDecoder:
         """The trained decoder on the CPU with memory for the weights of `checkpoint`."""
@@ -197,19 +199,19 @@ class DecoderBuilder:
         device = torch.device("cpu")
         saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
         subject = subject_of(self.recipe, self._config(None), device, saved=saved, resumed=True, encode=self._encode)
-        placed, objectives = Placed(subject, StepParallel()), decoder_objectives(self.recipe, self.stage)
+        placed, objectives = Placed(subject, ParallelContext()), decoder_objectives(self.recipe, self.stage)
         moving: dict[Role, MovingWeights] = {}
         for role, spec in self.stage.models(self.recipe).items():
             if isinstance(spec, ModelSpec) and spec.mixing is not None:
                 from danlu.stages.moving import moving_weights
 
-                own = Placed(Subject(build(subject.model.config)), StepParallel())
+                own = Placed(Subject(build(subject.model.config)), ParallelContext())
                 moving[role] = moving_weights(placed, own, spec.mixing)
         critic = None
         if value_share(self.recipe) == "none":
             from danlu.stages.value_model import own_config
 
-            critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), StepParallel())
+            critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), ParallelContext())
         balancer = balancer_of(self.recipe, placed)
         return PlacedDecoder(
             self.recipe, placed, device, *objectives, own_critic=critic, moving=moving, balancer=balancer
@@ -379,7 +381,7 @@ def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
     return Balancer(model, balancing, adds_gradient=placed.parallel.ranks.tensor.index == 0)
 
 
-def _with_balancer(parallel: StepParallel, balancer: Balancer) -> StepParallel:
+def _with_balancer(parallel: ParallelContext, balancer: Balancer) -> ParallelContext:
     """The same step with the balancer's own tensors beside the model's: whole on every process."""
     if parallel.ranks.alone:
         return parallel
@@ -387,7 +389,7 @@ def _with_balancer(parallel: StepParallel, balancer: Balancer) -> StepParallel:
     return replace(parallel, local_parameters={**parallel.local_parameters, **local})
 
 
-def _with_objective(parallel: StepParallel, objective: Objective, recipe: Recipe) -> StepParallel:
+def _with_objective(parallel: ParallelContext, objective: Objective, recipe: Recipe) -> ParallelContext:
     """The same step with the objective's own tensors beside the model's: whole on every process.
 
     Their gradients are summed over data ranks, in buckets where nothing is sharded. Tensor ranks have the same hidden

@@ -32,13 +32,13 @@ from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.build import Optimizers
 from danlu.parallel import data
-from danlu.parallel.dealing import deal_in_order
+from danlu.parallel.batch_sharding import shard_in_order
 from danlu.parallel.local_parameter import local_parameters_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stages.protocols import LeastSeconds, Material, Stage
+from danlu.stages.protocols import LeastSeconds, Stage, StageData
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
 from danlu.training.memory_parts import Activations, MemoryParts
@@ -63,12 +63,12 @@ class ClassifierBuilder:
         if self.recipe.model.path is not None and start is None:
             lenet.load(resolve_folder(self.recipe.model.path))
 
-    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+    def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
         """The same images: nothing is asked about them before training."""
-        return material
+        return stage_data
 
     def place(
-        self, ranks: Ranks, device: torch.device, start: Start | None, material: Material | None = None
+        self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData | None = None
     ) -> PlacedClassifier:
         """A model this small is made whole on each process, and only then sharded."""
         if self.recipe.model.path is None:
@@ -81,9 +81,9 @@ class ClassifierBuilder:
 
     def unplaced(self, checkpoint: Path) -> PlacedClassifier:
         """A model on the CPU with memory for the weights of a checkpoint."""
-        return self._placed(lenet.LeNet5(), StepParallel(), torch.device("cpu"))
+        return self._placed(lenet.LeNet5(), ParallelContext(), torch.device("cpu"))
 
-    def _placed(self, model: lenet.LeNet5, parallel: StepParallel, device: torch.device) -> PlacedClassifier:
+    def _placed(self, model: lenet.LeNet5, parallel: ParallelContext, device: torch.device) -> PlacedClassifier:
         return PlacedClassifier(self.recipe, model, parallel, device, *self._objectives())
 
     def _objectives(self) -> tuple[Objective, Objective]:
@@ -97,16 +97,16 @@ class ClassifierBuilder:
         return objectives
 
 
-def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> StepParallel:
+def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> ParallelContext:
     """The part of this process in each step; the model's parameters are sharded where the recipe says so."""
     section = recipe.parallel
     if ranks.alone:
-        return StepParallel(ranks)
+        return ParallelContext(ranks)
     sharded = section.shard != "none" and ranks.data.size > 1
     if sharded:
         # No type to gather in: as on one process, the model itself makes float32 weights narrow.
         data.Sharder(model, ranks, section, gathered=None, whole=()).rest()
-    parallel = StepParallel(ranks, local_parameters_of(model, ranks, {}))
+    parallel = ParallelContext(ranks, local_parameters_of(model, ranks, {}))
     return data.sharded_step(parallel, model, section) if sharded else parallel
 
 
@@ -116,7 +116,7 @@ class PlacedClassifier:
 
     recipe: Recipe
     model: lenet.LeNet5
-    parallel: StepParallel
+    parallel: ParallelContext
     device: torch.device
     objective: Objective
     evaluation: Objective
@@ -258,7 +258,7 @@ class ClassifierLearner:
     micro: int  # images in a micro-batch
     objective: Objective = field(default_factory=CrossEntropy)
     evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))
-    parallel: StepParallel = field(default_factory=StepParallel)
+    parallel: ParallelContext = field(default_factory=ParallelContext)
     activations: Activations | None = None
     source_names: tuple[str, ...] = ()  # of the images, for the loss by source
 
@@ -274,7 +274,7 @@ class ClassifierLearner:
 
     def micro_batches(self, items: Sequence[Image]) -> Sequence[Sequence[int]]:
         """A contiguous share of the images, so many in each micro-batch."""
-        return deal_in_order(items, self.parallel, self.micro)
+        return shard_in_order(items, self.parallel, self.micro)
 
     def prepare(
         self, items: Sequence[Image], micro_batches: Sequence[Sequence[int]], step: int | None

@@ -26,7 +26,7 @@ from danlu.data.column_store import ColumnStore, SamplesWithColumns
 from danlu.data.samples import Samples
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_tensors, resolve_folder
-from danlu.parallel.dealing import deal_by_tokens
+from danlu.parallel.batch_sharding import shard_by_tokens
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
@@ -104,7 +104,7 @@ class _Asking:
         capacity = max(own, _TOKENS_AT_ONCE.get(device.type, 0))
         packs, data = [Pack((sample,)) for sample in asked], parallel.ranks.data
         least = parallel.least_micro_batches(len(packs))
-        dealt = deal_by_tokens([pack.tokens for pack in packs], data.index, data.size, capacity, least=least)
+        dealt = shard_by_tokens([pack.tokens for pack in packs], data.index, data.size, capacity, least=least)
         # Every rank asks, for ranks that share a model wait for each other.
         for numbers, computed in no_grad_pass(self.learner.judged_by, packs, dealt, self._columns):
             places = [starts[place] + asked[place].columns[_PLACE][asked[place].weights != 0] for place in numbers]

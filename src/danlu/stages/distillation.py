@@ -28,7 +28,7 @@ from danlu.stages.frozen_models import check_frozen_model
 from danlu.stages.likelihood import likelihood_metrics
 from danlu.stages.on_policy import longest_prompt
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import Better, ColumnSpec, FromColumns, Material, ModelSpec, RoleSpec
+from danlu.stages.protocols import Better, ColumnSpec, FromColumns, ModelSpec, RoleSpec, StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.training.run_folder import Start
 
@@ -41,16 +41,16 @@ class DistillationBuilder(DecoderBuilder):
         super().check(start)
         check_teachers(self.recipe)
 
-    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+    def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
         """Also raises DataError for a row without a prompt, where the policy answers rows itself."""
         if self.recipe.on_policy:
-            assert material.stored is not None, "the recipe's rules refuse streaming"
-            longest_prompt(material.stored)
-        return super().with_columns(ranks, device, material, stream)
+            assert stage_data.stored is not None, "the recipe's rules refuse streaming"
+            longest_prompt(stage_data.stored)
+        return super().with_columns(ranks, device, stage_data, stream)
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedDecoder:
         """The decoder and the teachers that are not cached, on the processes of a layout."""
-        decoder = super().place(ranks, device, start, material)
+        decoder = super().place(ranks, device, start, stage_data)
         return with_teacher_notes(decoder)
 
 

@@ -9,7 +9,7 @@ from danlu.data.images import ImageSampler, held_out, read_images
 from danlu.data.sources import reported_sources
 from danlu.models import lenet
 from danlu.recipe import Recipe
-from danlu.stages.protocols import Material
+from danlu.stages.protocols import StageData
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ImageReader:
     items: str = "images"
     counted: str = "images"
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         """All images into memory; nothing is shown, for that takes less than a second."""
         section, seed = self.recipe.data, self.recipe.seed
         train = read_images(section.train, side=lenet.SIDE, classes=lenet.CLASSES)
@@ -35,7 +35,7 @@ class ImageReader:
             lines.append(f"evaluation data: {len(evaluation):,} of these images are held out")
         images = ImageSampler(train, seed)
         kept = None if evaluation is None else [evaluation.image(number) for number in range(len(evaluation))]
-        return Material(images, images.per_epoch, kept, lines, sources=reported_sources(section))
+        return StageData(images, images.per_epoch, kept, lines, sources=reported_sources(section))
 
     def amount(self, items: int) -> str:
         """So many images in words."""

@@ -36,9 +36,9 @@ from danlu.models.decoder import Decoder
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.clip import non_finite
+from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.context_groups import ContextGroups, context_attend_for
-from danlu.parallel.dealing import deal_by_tokens, deal_in_order
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.stages.roles import DecoderRole, Forward, RoleOutputs, decoder_outputs, hidden_states
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
@@ -70,7 +70,7 @@ class DecoderLearner:
     score_head: nn.Linear | None = None  # [labels, D] on the policy's hidden states
     critic: Critic | None = None  # where values are not a head on the policy
     activations: Activations | None = None  # None where the forward is compiled
-    parallel: StepParallel = field(default_factory=StepParallel)
+    parallel: ParallelContext = field(default_factory=ParallelContext)
     offload: ActivationOffload | None = None  # where activations wait for the backward pass, if not on the device
     token_multiple: int = 1  # the number of tokens is a multiple of it, where ranks cut them among each other
     source_names: tuple[str, ...] = ()  # of the rows, for the loss by source
@@ -115,10 +115,10 @@ class DecoderLearner:
             staged, lengths = items[0].stage_length, self.model.staged_ropes
             # As many tokens as `micro` packs of the longest stage have, for whose memory it was chosen.
             micro = self.micro if staged is None else self.micro * max(lengths) // staged
-            return deal_in_order(items, parallel, micro)
+            return shard_in_order(items, parallel, micro)
         data, capacity = parallel.ranks.data, self.micro * self.sequence_tokens
         least, tokens = parallel.least_micro_batches(len(items)), [item.tokens for item in items]
-        dealt = deal_by_tokens(tokens, data.index, data.size, capacity, least=least)
+        dealt = shard_by_tokens(tokens, data.index, data.size, capacity, least=least)
         return [*dealt, *[[]] * (parallel.fitting(len(dealt)) - len(dealt))]
 
     def prepare(
@@ -186,7 +186,7 @@ class DecoderLearner:
         if not is_cut:
             return batch
         from danlu.data.context_batch import on_device, share_of_batch
-        from danlu.data.shares import shares
+        from danlu.data.context_sharding import shares
 
         # A layer of width D multiplies a token with about 12 D^2 parameters, and a score with 2 D numbers.
         token_cost = 6 * self.model.config.hidden_size

@@ -11,7 +11,7 @@ from torch import Tensor
 from danlu.assembly.parallelize import Placed
 from danlu.core.types import Role
 from danlu.parallel.local_parameter import LocalParameter
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.stages.protocols import Mixing
 
 
@@ -22,7 +22,7 @@ class MovingWeights:
     policy: Mapping[str, Tensor]  # by name in the policy
     own: Mapping[str, Tensor]  # of the same names, in float32
     mixing: Mixing
-    parallel: StepParallel  # of the model that moves
+    parallel: ParallelContext  # of the model that moves
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -45,7 +45,7 @@ def moving_tensors(moving: Mapping[Role, MovingWeights]) -> dict[str, Tensor]:
     return {f"{role}.{name}": tensor for role, weights in moving.items() for name, tensor in weights.own.items()}
 
 
-def with_moving(parallel: StepParallel, moving: Mapping[Role, MovingWeights]) -> StepParallel:
+def with_moving(parallel: ParallelContext, moving: Mapping[Role, MovingWeights]) -> ParallelContext:
     """The step of the policy with the local parameters of models that move, which no optimizer changes."""
 
     def reshard() -> None:

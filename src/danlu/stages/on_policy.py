@@ -12,12 +12,12 @@ from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
-from danlu.stages.protocols import HeldOut, Material, StoredRows
+from danlu.stages.protocols import HeldOut, StageData, StoredRows
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reinforcement import sampling_options
 from danlu.stages.rollout import engine_options, rollout_engine
+from danlu.training.data_loader import ItemSource
 from danlu.training.executor import AnyLearner
-from danlu.training.position import ItemSource
 from danlu.training.run_folder import ROLLOUTS
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ def longest_prompt(rows: StoredRows) -> int:
 
 
 def on_policy_items(
-    placed: PlacedDecoder, material: Material, learner: AnyLearner, folder: Path
+    placed: PlacedDecoder, stage_data: StageData, learner: AnyLearner, folder: Path
 ) -> tuple[ItemSource, HeldOut | None]:
     """The rows that were read, with own answers to a share of them where the recipe asks for it."""
-    source, held_out = material.items()
+    source, held_out = stage_data.items()
     if placed.recipe.on_policy:
-        assert material.stored is not None, "the recipe's rules refuse streaming"
-        source = on_policy_rows(placed, source, material.stored, folder)
+        assert stage_data.stored is not None, "the recipe's rules refuse streaming"
+        source = on_policy_rows(placed, source, stage_data.stored, folder)
     return source, held_out
 
 

@@ -26,7 +26,7 @@ from danlu.assembly.memory_estimate import (
 from danlu.assembly.parallelize import Placed, replica_devices, shards_on_host, token_shares
 from danlu.assembly.parameter_count import model_bytes
 from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
-from danlu.assembly.recipe_adapters import base_identity, doubts
+from danlu.assembly.recipe_adapters import adapter_warnings, base_identity
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import HeadObjective, Objective, Pack, Role
@@ -40,7 +40,7 @@ from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
 from danlu.parallel import data
 from danlu.parallel.context_groups import ContextGroups
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.planning.flops import training_flops
 from danlu.planning.gemm import Peak, peak_of
 from danlu.planning.precision import DTYPES
@@ -111,7 +111,7 @@ class PlacedDecoder:
         return self.placed.subject.adapters
 
     @property
-    def parallel(self) -> StepParallel:
+    def parallel(self) -> ParallelContext:
         """The part of this process in each step."""
         return self.placed.parallel
 
@@ -123,7 +123,7 @@ class PlacedDecoder:
     @property
     def notes(self) -> Sequence[str]:
         """What is worth knowing of how the models were placed, for the console."""
-        notes = (*doubts(self.recipe.model), *self.placed.notes, *self._unpack_notes())
+        notes = (*adapter_warnings(self.recipe.model), *self.placed.notes, *self._unpack_notes())
         return (*notes, *self._expert_notes(), *self._dense_note())
 
     def _unpack_notes(self) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from danlu.assembly.parallelize import Placed, token_shares
 from danlu.core.types import ROTARY_LENGTH, ROUTES, Batch, Outputs, Pack, Role, Sample
 from danlu.inference.recorded_routes import end_to_end
-from danlu.parallel.dealing import deal_by_tokens
+from danlu.parallel.batch_sharding import shard_by_tokens
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
@@ -69,7 +69,7 @@ def policy_logprobs(
         return outputs["policy"].logprobs(temperature=temperature).logprobs
 
     # One that is longer than a packed sequence has one of its own, and leaves another empty.
-    dealt = [*filter(None, deal_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length))]
+    dealt = [*filter(None, shard_by_tokens([len(row) for row in rows], 0, 1, recipe.data.max_length))]
     items = [Pack((sample(number),)) for number in range(len(rows))]
     for numbers, values in no_grad_pass(learner.judged_by, items, dealt, logprobs_of):
         counts = [len(rows[number]) - prompt_lengths[number] for number in numbers]

@@ -24,7 +24,7 @@ from danlu.rewards.build import check_columns, check_first_tests, check_function
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.distillation import check_teachers, with_teacher_notes
-from danlu.stages.protocols import Material, Prompts
+from danlu.stages.protocols import Prompts, StageData
 from danlu.stages.reader import tokenizer_of, tokenizer_path
 from danlu.stages.reinforcement import AnsweringDecoder, empty_item, recipe_rewards, reward_parts
 from danlu.stages.reward_model import RewardModel
@@ -42,7 +42,7 @@ class PromptReader:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         """Every process reads and renders the prompts."""
         recipe, model = self.recipe, self.recipe.model
         spec = PromptSpec(
@@ -62,7 +62,7 @@ class PromptReader:
             check_columns(parts, prompt.row, prompt.where)
         positions = max_sample_length(model, recipe.adapter)
         tokenizer = tokenizer_of(recipe)
-        return Material(
+        return StageData(
             None,
             len(prompts.train) * recipe.batch.passes,
             None,
@@ -133,13 +133,13 @@ class RolloutBuilder(DecoderBuilder):
         if self.recipe.environment is not None:
             check_environment(self.recipe.environment)
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> AnsweringDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> AnsweringDecoder:
         """The decoder, and the models beside it, on the processes of a layout.
 
         Also raises what loading rewards and an environment of the user's raises, and DataError for tests of programs
         that the empty program passes, before any model is loaded.
         """
-        ranks.world.from_first(partial(self._check_loading, material))
+        ranks.world.from_first(partial(self._check_loading, stage_data))
         recipe, judges = self.recipe, dict[str, RewardModel]()
 
         def put_judges_on_base(subject: Subject) -> list[str]:
@@ -147,15 +147,15 @@ class RolloutBuilder(DecoderBuilder):
             judges.update(on_base)
             return lines
 
-        decoder = with_teacher_notes(self._place(ranks, device, start, material, put_judges_on_base))
+        decoder = with_teacher_notes(self._place(ranks, device, start, stage_data, put_judges_on_base))
         reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
         own = {**vars(decoder), "reward_bytes": reward_bytes}
         return AnsweringDecoder(**own, rewards=partial(recipe_rewards, judges=judges))
 
-    def _check_loading(self, material: Material) -> None:
+    def _check_loading(self, stage_data: StageData) -> None:
         parts = reward_parts(self.recipe)
         check_functions(parts, self.recipe.reward_limits)
-        if material.prompts is not None:
-            check_first_tests(parts, ((prompt.row, prompt.where) for prompt in material.prompts.train))
+        if stage_data.prompts is not None:
+            check_first_tests(parts, ((prompt.row, prompt.where) for prompt in stage_data.prompts.train))
         if self.recipe.environment is not None:
             check_environment_code(self.recipe.environment)

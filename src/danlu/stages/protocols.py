@@ -21,14 +21,14 @@ from danlu.core.types import Batch, HeadObjective, Item, Objective, Outputs, Rol
 from danlu.data.samples import Samples
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.optim.build import Optimizers
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.planning.gemm import Peak
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model, QuantizationSection
+from danlu.training.data_loader import ItemSource, Stretch
 from danlu.training.executor import AnyLearner
 from danlu.training.memory_parts import MemoryParts
-from danlu.training.position import ItemSource, Stretch
 from danlu.training.remarks import Remark
 from danlu.training.run_folder import Start
 from danlu.training.state import Generate, Run
@@ -56,7 +56,7 @@ class StoredRows:
 
     train: Samples
     held_out: Samples | None
-    material: Callable[[Samples, Samples | None], Material]  # the same with these samples in their place
+    stage_data: Callable[[Samples, Samples | None], StageData]  # the same with these samples in their place
     laid_out: Callable[[Sample], Sample] = lambda sample: sample
     """A sample as it goes through a model: perhaps with copies of some tokens. Columns go with their tokens."""
 
@@ -71,7 +71,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Material:
+class StageData:
     """What is trained on."""
 
     source: ItemSource | None  # None where models make the items of `prompts`
@@ -103,7 +103,7 @@ class Reader(Protocol):
     @property
     def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
 
-    def read(self, stream: TextIO) -> Material: ...  # showing its progress on `stream`
+    def read(self, stream: TextIO) -> StageData: ...  # showing its progress on `stream`
 
     def amount(self, items: int) -> str: ...  # in words: "4 x 64 tokens", "128 images"
 
@@ -117,7 +117,7 @@ class PlacedModel(Protocol):
     def model(self) -> nn.Module: ...  # the policy
 
     @property
-    def parallel(self) -> StepParallel: ...
+    def parallel(self) -> ParallelContext: ...
 
     @property
     def name(self) -> str: ...  # for the console: "llama"
@@ -163,13 +163,13 @@ class ModelBuilder(Protocol):
         start: as in `place`.
         """
 
-    def with_columns(self, ranks: Ranks, device: torch.device, material: Material, stream: TextIO) -> Material:
+    def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
         """The rows with the columns of the stage, computed where they are not stored, showing the progress on `stream`.
 
         Every process calls it, before models are placed: what is asked then is in memory alone.
         """
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, material: Material) -> PlacedModel:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedModel:
         """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
 
     def unplaced(self, checkpoint: Path) -> PlacedModel: ...  # on the CPU, to load a checkpoint into and write it
@@ -229,10 +229,10 @@ def no_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
 
 
 def read_items(
-    placed: PlacedModel, material: Material, learner: AnyLearner, folder: Path
+    placed: PlacedModel, stage_data: StageData, learner: AnyLearner, folder: Path
 ) -> tuple[ItemSource, HeldOut | None]:
     """The items of a stage that trains on the rows that were read."""
-    return material.items()
+    return stage_data.items()
 
 
 def policy_alone(recipe: Recipe) -> Mapping[Role, RoleSpec]:
@@ -253,7 +253,7 @@ class Stage:
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
     """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
     columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
-    items: Callable[[Any, Material, AnyLearner, Path], tuple[ItemSource, HeldOut | None]] = read_items
+    items: Callable[[Any, StageData, AnyLearner, Path], tuple[ItemSource, HeldOut | None]] = read_items
     """(placed models, material, learner, folder of the run) -> what steps take, and what evaluations judge: the rows
     that were read, or what the placed models make of them."""
     objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0

@@ -27,8 +27,8 @@ from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
 from danlu.recipe.sections import LengthStage
 from danlu.recipe.staged_lengths import amount_per_step
-from danlu.stages.protocols import Material, StoredRows
-from danlu.training.position import Stretch
+from danlu.stages.protocols import StageData, StoredRows
+from danlu.training.data_loader import Stretch
 from danlu.training.progress import RowProgress
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class PackReader:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         """Of several processes the first tokenises; the others find it in the cache."""
         section = self.recipe.long_context
         if section is not None and section.stages:
@@ -62,14 +62,14 @@ class PackReader:
 
         held_out, lines = held_out_packs(self.recipe, prepared.eval), prepared_lines(self.recipe, prepared)
         sources = reported_sources(self.recipe.data)
-        return Material(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
+        return StageData(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
 
-    def _stored(self, prepared: PreparedData, train: Samples, held_out: Samples | None) -> Material:
+    def _stored(self, prepared: PreparedData, train: Samples, held_out: Samples | None) -> StageData:
         """The material of rows that were tokenised before training, of these samples of theirs."""
         recipe = self.recipe
         packs = PackedDataset(train, recipe.data.packing, recipe.data.max_length, recipe.seed)
         check_targets(map(packs.at, range(packs.packs_per_epoch)), "data.train", "train on")
-        return Material(
+        return StageData(
             packs,
             packs.packs_per_epoch,
             held_out_packs(recipe, held_out),
@@ -160,7 +160,7 @@ def written_date(recipe: Recipe) -> str | None:
     return template_date(tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
 
 
-def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextIO) -> Material:
+def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextIO) -> StageData:
     """The material of rows packed at the length of each stage, and held-out ones at the longest.
 
     Rows are held out once, by the samples of the longest stage, so that none is trained in another.
@@ -186,7 +186,7 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
         packs.append(PackedDataset(train, recipe.data.packing, stage.length, order))
         check_targets(map(packs[-1].at, range(packs[-1].packs_per_epoch)), "data.train", "train on")
     longest = prepared[max(prepared)]
-    return Material(
+    return StageData(
         StagedPacks(packs, [stage.length for stage in stages]),
         None,
         held_out_packs(recipe, longest.eval),

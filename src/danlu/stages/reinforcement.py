@@ -42,15 +42,15 @@ from danlu.rl.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards
 from danlu.stages.environments import episodes_of
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import HeldOut, Material
+from danlu.stages.protocols import HeldOut, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
 from danlu.stages.rollout import engine_options, rollout_engine
 from danlu.stages.rollout_processes import policy_weights, rollout_processes
 from danlu.stages.tree_reader import laid_out
 from danlu.stages.tree_scoring import TreeScorer
+from danlu.training.data_loader import ItemSource
 from danlu.training.executor import AnyLearner
-from danlu.training.position import ItemSource
 from danlu.training.run_folder import ROLLOUTS
 
 
@@ -155,10 +155,10 @@ class AnsweringDecoder(PlacedDecoder):
 
 
 def experience_items(
-    placed: AnsweringDecoder, material: Material, learner: AnyLearner, folder: Path
+    placed: AnsweringDecoder, stage_data: StageData, learner: AnyLearner, folder: Path
 ) -> tuple[ItemSource, HeldOut | None]:
     """The policy's answers to prompts, made while it is trained; and those to held-out prompts, for evaluations."""
-    prompts = material.prompts
+    prompts = stage_data.prompts
     assert prompts is not None, "stage rl reads prompts"
     recipe, ranks = placed.recipe, placed.parallel.ranks
     chat = chat_tokenizer_of(recipe, placed.model.config)

@@ -132,7 +132,7 @@ def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
         dtype=DTYPES[recipe.precision],
         whole_bytes=whole_bytes,
         processes_here=processes_here(ranks.world.size),
-        say=print_status if ranks.leads else _keep_to_oneself,
+        log=print_status if ranks.leads else _keep_to_oneself,
     )
 
 

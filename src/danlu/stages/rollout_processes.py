@@ -18,7 +18,7 @@ from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.models.config import ModelConfig
 from danlu.numerics.batch_invariant import batch_invariant
 from danlu.numerics.deterministic import deterministic
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Value
 from danlu.recipe.value import value_share
@@ -72,7 +72,7 @@ class PolicyEngineJob:
 
             return ServedRollouts(self.recipe, subject, chat.decode)
         return rollout_engine(
-            self.recipe, Placed(subject, StepParallel()), decode=chat.decode, cache_gib=self.cache_gib
+            self.recipe, Placed(subject, ParallelContext()), decode=chat.decode, cache_gib=self.cache_gib
         )
 
 

@@ -16,7 +16,7 @@ from danlu.core.errors import ModelError
 from danlu.core.types import Pack, Sample
 from danlu.inference.load_model import LoadedModel
 from danlu.objectives.branches import CHOSEN, REJECTED
-from danlu.parallel.dealing import deal_by_tokens
+from danlu.parallel.batch_sharding import shard_by_tokens
 from danlu.stages.learner import DecoderLearner
 
 MICRO_BATCH_TOKENS = 4096  # per forward pass, however many rows that are
@@ -68,7 +68,7 @@ def scored_rows(
     for start in range(0, len(packs), 1024):
         part = packs[start : start + 1024]
         scored: dict[int, list[ScoredRow]] = {}
-        for numbers in deal_by_tokens([pack.tokens for pack in part], 0, 1, MICRO_BATCH_TOKENS):
+        for numbers in shard_by_tokens([pack.tokens for pack in part], 0, 1, MICRO_BATCH_TOKENS):
             samples = [sample for number in numbers for sample in part[number].samples]
             with torch.no_grad():
                 batch = learner.collate([part[number] for number in numbers])

@@ -12,7 +12,7 @@ from danlu.assembly.parallelize import Placed, Subject
 from danlu.inference.engine_state import completion_state, fresh_answer_state, request_from_json, request_to_json
 from danlu.inference.request import Completion, Request
 from danlu.inference.stopping import Decode
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe
 from danlu.stages.learner import trained_weights
 from danlu.stages.served_policy import CANARY_PROMPTS, ServedPolicy
@@ -39,7 +39,7 @@ class ServedRollouts:
     """
 
     def __init__(self, recipe: Recipe, subject: Subject, decode: Decode) -> None:
-        policy = ServedPolicy(recipe, Placed(subject, StepParallel()), step_s=WAIT_S)
+        policy = ServedPolicy(recipe, Placed(subject, ParallelContext()), step_s=WAIT_S)
         self._weights = trained_weights(subject.model, subject.adapters)
         self._engine = policy.engine(decode)
         self._most = max(1, policy.connections - CANARY_PROMPTS)

@@ -18,7 +18,7 @@ from danlu.data.sources import reported_sources
 from danlu.data.statistics import unread_margins
 from danlu.data.trees import longest_path, repeat_stem
 from danlu.recipe import Recipe
-from danlu.stages.protocols import Material, StoredRows
+from danlu.stages.protocols import StageData, StoredRows
 from danlu.stages.reader import dataset_spec, prepared_data, prepared_lines
 
 
@@ -36,18 +36,18 @@ class TreeReader:
         """What a batch is counted in."""
         return "pairs" if self.recipe.row_type == "preference" else "rows"
 
-    def read(self, stream: TextIO) -> Material:
+    def read(self, stream: TextIO) -> StageData:
         """Of several processes the first tokenises; the others find it in the cache."""
         prepared = prepared_data(self._spec, stream)
         assert prepared.train is not None, "the recipe's rules refuse streaming"
         held_out = None if prepared.eval is None else self._spec.samples(prepared.eval)
-        return self._material(prepared, self._spec.samples(prepared.train), held_out)
+        return self._stage_data(prepared, self._spec.samples(prepared.train), held_out)
 
-    def _material(self, prepared: PreparedData, train: Samples, held_out: Samples | None) -> Material:
+    def _stage_data(self, prepared: PreparedData, train: Samples, held_out: Samples | None) -> StageData:
         recipe, spec = self.recipe, self._spec
         longest_shared = longest_shared_path(recipe.data, recipe.model, recipe.adapter)
         rows = Trees(spec.packed(train), longest_shared)
-        return Material(
+        return StageData(
             rows,
             len(rows),
             None if held_out is None else Trees(spec.packed(held_out, shuffle=False), longest_shared).all(),
@@ -60,7 +60,7 @@ class TreeReader:
             sources=reported_sources(recipe.data),
             empty=empty_like(train.sample(0)),
             stored=StoredRows(
-                train, held_out, partial(self._material, prepared), partial(laid_out, longest_shared=longest_shared)
+                train, held_out, partial(self._stage_data, prepared), partial(laid_out, longest_shared=longest_shared)
             ),
         )
 

@@ -18,8 +18,8 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_config import architecture_of
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.hf_validation import check_headers
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Model
 from danlu.recipe.value import value_section, value_share
@@ -117,7 +117,7 @@ def first_value_head(recipe: Recipe) -> nn.Linear:
     return first_score_head(section, 1, bias=False, seed=recipe.seed, key=key, named=path)
 
 
-def with_own_critic(parallel: StepParallel, critic: Placed) -> StepParallel:
+def with_own_critic(parallel: ParallelContext, critic: Placed) -> ParallelContext:
     """The policy's part in a step, with that of a decoder of values that is placed like it."""
     own = critic.parallel
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from danlu.core.types import Item, Loss, MicroBatch, Totals
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.training.memory_parts import Activations
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -53,7 +53,7 @@ class Learner(Protocol[ItemT, BatchT]):
     def activations(self) -> Activations | None: ...  # counts what autograd keeps, where that can be counted
 
     @property
-    def parallel(self) -> StepParallel: ...
+    def parallel(self) -> ParallelContext: ...
 
     @property
     def trained_activations(

@@ -81,7 +81,7 @@ def take_step(run: Run) -> None:
 
 def _put_back(run: Run, before: int) -> None:
     run.optimizer.zero_grad()
-    run.feed.give_back()
+    run.data_loader.give_back()
     run.state.step = before
 
 
@@ -95,7 +95,7 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
     """
     started = time.perf_counter()
     step = run.state.step + 1
-    items = run.feed.take(step)
+    items = run.data_loader.take(step)
     totals = run.learner.totals(items)
     if not totals.has_targets:
         pass_over(run, items, totals)
@@ -146,7 +146,7 @@ def rewind(run: Run) -> None:
     """Back to the last ordinary checkpoint, with the rows of the present step left out from now on."""
     run.state.rewind_wanted = False
     run.optimizer.zero_grad()
-    spiked_at, rows = run.state.step, run.feed.last_taken
+    spiked_at, rows = run.state.step, run.data_loader.last_taken
     rewinds = run.state.rewinds + 1
     if rewinds > run.watch.section.rewinds:
         raise TrainingError(
@@ -162,11 +162,11 @@ def rewind(run: Run) -> None:
             "Lower checkpoint.every, or choose watch.policy: warn or skip."
         )
     checkpoint = (ordinary or complete)[-1]
-    excluded = run.feed.excluded | set(rows)
+    excluded = run.data_loader.excluded | set(rows)
     # Told before going back, while the step is still the one that spiked.
     run.record("rewind", back_to=checkpoint.step, packs_left_out=len(excluded))
     restore(run, checkpoint.path)
-    run.feed.excluded = excluded
+    run.data_loader.excluded = excluded
     run.state.rewinds = rewinds
 
 

@@ -69,9 +69,9 @@ class MetricsLog(LineLog):
     checkpoint, raises ResourceError.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None] = print_status) -> None:
+    def __init__(self, path: Path, log: Callable[[str], None] = print_status) -> None:
         super().__init__(path)
-        self._say = say
+        self._log = log
         self._waiting: list[str] = []
         self._has_said = False
 
@@ -82,7 +82,7 @@ class MetricsLog(LineLog):
             self._write_waiting()
         except ResourceError as error:
             if not self._has_said:
-                self._say(f"{error} Lines of metrics wait in memory, and training goes on to the next checkpoint")
+                self._log(f"{error} Lines of metrics wait in memory, and training goes on to the next checkpoint")
             self._has_said = True
 
     def sync(self) -> None:

@@ -18,8 +18,8 @@ class OptionalRecorder:
         say   takes a line for the console
     """
 
-    def __init__(self, recorder: Recorder, name: str, say: Callable[[str], None]) -> None:
-        self._recorder, self._name, self._say = recorder, name, say
+    def __init__(self, recorder: Recorder, name: str, log: Callable[[str], None]) -> None:
+        self._recorder, self._name, self._log = recorder, name, log
         self._is_on = True
 
     def step(self, metrics: StepMetrics) -> None:
@@ -49,7 +49,7 @@ class OptionalRecorder:
             self._is_on = False
             first = next((line for line in str(error).splitlines() if line.strip()), "")
             if not quiet:
-                self._say(
+                self._log(
                     f"{self._name}: switched off for the rest of this run ({type(error).__name__}: "
                     f"{first.rstrip('.')}). Training goes on, and metrics.jsonl has everything"
                 )

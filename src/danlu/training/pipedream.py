@@ -105,9 +105,9 @@ class _Turn:
         """Takes items of steps up to the first that trains anything. All processes take the same ones."""
         run = self._run
         number = self._steps[-1].number if self._steps else run.state.step
-        while number < self._last and not run.feed.exhausted:
+        while number < self._last and not run.data_loader.exhausted:
             number += 1
-            items = run.feed.take(number)
+            items = run.data_loader.take(number)
             step = _Step(number, items, run.learner.totals(items))
             self._steps.append(step)
             if step.totals.has_targets:

@@ -49,14 +49,14 @@ class Start:
 
 
 def starting_point(
-    folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None], *, into: Path | None = None
+    folder: Path, recipe: Recipe, resume: str, log: Callable[[str], None], *, into: Path | None = None
 ) -> Start | None:
     """The checkpoint to go on from, None to start afresh. Raises CheckpointError if the folder is not this run's.
 
     into: the folder that will be written to, where it is another, as in a dry run. It gets the metrics that belong to
     the checkpoint.
     """
-    start = _starting_point(folder, recipe, resume, say)
+    start = _starting_point(folder, recipe, resume, log)
     into = into or folder
     if start is not None and into.resolve() != (run := start.path.resolve().parent.parent):
         with suppress(FileNotFoundError):
@@ -64,14 +64,14 @@ def starting_point(
     return start
 
 
-def _starting_point(folder: Path, recipe: Recipe, resume: str, say: Callable[[str], None]) -> Start | None:
+def _starting_point(folder: Path, recipe: Recipe, resume: str, log: Callable[[str], None]) -> Start | None:
     store = CheckpointStore(folder / CHECKPOINTS)
     latest = store.latest()
     if resume not in ("auto", "never"):
         return _given_point(Path(resume).expanduser().resolve(), folder, recipe, latest)
     for info in store.checkpoints():
         if latest is None or info.step > latest.step:
-            say(f"{info.path.name} is half-written (the run was stopped while saving it) and is not used")
+            log(f"{info.path.name} is half-written (the run was stopped while saving it) and is not used")
     if latest is None:
         return None
     if resume == "never":
@@ -107,7 +107,7 @@ def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInf
     return start
 
 
-def refuse_strangers(folder: Path) -> None:
+def check_output_folder(folder: Path) -> None:
     """Raises ResourceError if a run would begin among things that are not a run's, or over a result."""
     if not folder.is_dir() or list_checkpoints(folder / CHECKPOINTS):
         return

@@ -21,9 +21,9 @@ from danlu.training.checkpoints.loading import load_checkpoint, read_group
 from danlu.training.checkpoints.state_boxes import state_box
 from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.criterion import LOSS, Criterion
+from danlu.training.data_loader import DataLoader
 from danlu.training.executor import AnyLearner
 from danlu.training.metrics import MetricsLog, Recorder, Value
-from danlu.training.position import Feed
 from danlu.training.signals import StopRequest
 from danlu.training.timeline import TimelineWriter
 from danlu.training.watch import Watch
@@ -85,7 +85,7 @@ class Run:
     optimizer: Optimizers
     schedule: Schedule
     clip: float | None
-    feed: Feed
+    data_loader: DataLoader
     cadence: Cadence
     watch: Watch
     store: CheckpointStore
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.state.step >= self.cadence.total or self.state.ended_early or self.feed.exhausted
+        return self.state.step >= self.cadence.total or self.state.ended_early or self.data_loader.exhausted
 
     def due(self, every: int | None, *, since: int) -> bool:
         """Whether what happens every so many steps, and at the end, has to happen now; last it did after `since`."""
@@ -142,7 +142,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     }
     state: dict[str, Any] = {
         "run": asdict(run.state),
-        "feed": run.feed.state(),
+        "feed": run.data_loader.state(),
         "optimizer": _optimizer_scalars(run),
         "watch": run.watch.state(),
         # The size of micro-batches decides how sums are rounded; a resumed run must not choose anew.
@@ -160,7 +160,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
     if run.ema is not None:
         groups["ema"] = run.ema.state_tensors()
         state["ema"] = {"updates": run.ema.updates}
-    if (generated := run.feed.generated) is not None and (tensors := generated.tensors(run.feed.next)):
+    if (generated := run.data_loader.generated) is not None and (tensors := generated.tensors(run.data_loader.next)):
         groups[ITEMS] = tensors
         state[ITEMS] = True
     return groups, state
@@ -212,8 +212,8 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         run.ema.updates = int(state["ema"]["updates"])
     run.learner.parallel.reshard()
     run.watch.load(state["watch"])
-    run.feed.restore(state["feed"])
-    if (generated := run.feed.generated) is not None and state.get(ITEMS):
+    run.data_loader.restore(state["feed"])
+    if (generated := run.data_loader.generated) is not None and state.get(ITEMS):
         generated.restore_tensors(read_group(path, ITEMS))
     known = {field.name for field in fields(RunState)}
     counters = dict(state["run"])

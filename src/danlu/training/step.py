@@ -14,7 +14,7 @@ from torch import Tensor
 from danlu.core.types import Item, Loss, Metric, Totals
 from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.optim.sparse import coalesce_gradients
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.training.executor import AnyLearner, Executor
 from danlu.training.learner import StepItems
 from danlu.training.timeline import TimelineWriter
@@ -139,7 +139,7 @@ class StepSums:
         if self._rows:
             self._rows = [reduce(torch.add, (row.double().cpu() for row in self._rows))]
 
-    def means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
+    def means(self, weight: float, parallel: ParallelContext) -> tuple[float, dict[str, float]]:
         """(loss, metrics) over all processes: the total over `weight`, each metric over its own.
 
         Of the stages of a pipeline the one with the last chunk has losses, and tells the others.
@@ -148,7 +148,7 @@ class StepSums:
         own = self.own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
         return own if parallel.pipeline.alone else parallel.pipeline.from_last(own)
 
-    def own_means(self, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
+    def own_means(self, weight: float, parallel: ParallelContext) -> tuple[float, dict[str, float]]:
         """The same on the stage that has losses, over its processes."""
         rows = self._by_micro_batch = torch.stack(self._rows).double().cpu()  # the one wait for the device in a step
         weights = torch.tensor(list(self._weights.values()), dtype=torch.float64)

@@ -15,10 +15,10 @@ from danlu.training.units import first_few
 def log_step(run: Run, gradients: StepGradients, seconds: float) -> None:
     """Writes the line of metrics of the present step, which took so many seconds."""
     totals = gradients.totals
-    of_stretch = run.feed.stretch_of(run.state.step).metrics
+    of_stretch = run.data_loader.stretch_of(run.state.step).metrics
     extra: dict[str, float] = {**gradients.metrics, **of_stretch, "elapsed_s": time.perf_counter() - run.started}
-    if run.feed.generated is not None:
-        extra |= run.feed.generated.metrics()
+    if run.data_loader.generated is not None:
+        extra |= run.data_loader.generated.metrics()
     if run.scaler is not None:
         extra["loss_scale"] = run.scaler.scale
     if run.least_seconds is not None:

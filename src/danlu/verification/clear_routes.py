@@ -33,7 +33,7 @@ class ClearItems:
         self._training, self._run, self._candidates = training, run, candidates
         self._left = list(range(len(candidates)))
         self._taken: list[Item] = []
-        run.feed.source = ItemList(self._taken)
+        run.data_loader.source = ItemList(self._taken)
         self.least_margin = float("inf")
         """Of any route of a step that was taken."""
 
@@ -42,7 +42,7 @@ class ClearItems:
         chosen: list[int] = []
         for _ in range(count):
             with of_no_step(self._training.learner):
-                numbers = self._clear(self._run.feed.per_step, self._margin_in_step)
+                numbers = self._clear(self._run.data_loader.per_step, self._margin_in_step)
             if numbers is None:
                 return None
             self._taken += [self._candidates[number] for number in numbers]

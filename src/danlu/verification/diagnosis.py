@@ -18,12 +18,12 @@ from torch import Tensor
 from danlu.core.types import ROUTES, Item, Pack
 from danlu.numerics.relative_error import relative_error
 from danlu.objectives.step_preference import sees_whole_step
+from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.comm import Group
-from danlu.parallel.dealing import deal_by_tokens, deal_in_order
 from danlu.parallel.layout import AXES, Layout
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import AdapterOff, PreferenceTerm
@@ -73,11 +73,11 @@ class Case:
         """The numbers of the items in each micro-batch of a data rank, as its learner deals them."""
         recipe, micro = self.recipe, self.task.micro
         if recipe.batch.pairs is None:
-            return deal_in_order(items, StepParallel(Ranks(data=data)), micro)
+            return shard_in_order(items, ParallelContext(Ranks(data=data)), micro)
         stages = Group("pipeline", tuple(range(self.layout.pipeline)))
-        parallel = StepParallel(Ranks(data=data), pipeline=Pipeline(stages=stages))
+        parallel = ParallelContext(Ranks(data=data), pipeline=Pipeline(stages=stages))
         capacity, least = micro * recipe.data.max_length, parallel.least_micro_batches(len(items))
-        return deal_by_tokens([item.tokens for item in items], data.index, data.size, capacity, least=least)
+        return shard_by_tokens([item.tokens for item in items], data.index, data.size, capacity, least=least)
 
 
 def diagnose(comparison: Comparison, case: Case) -> Finding | None:

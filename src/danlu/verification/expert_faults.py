@@ -16,11 +16,11 @@ from danlu.models.decoder import Decoder
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
 from danlu.models.router import Router
 from danlu.optim.build import Optimizers
-from danlu.parallel import step_parallel
+from danlu.parallel import parallel_context
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.verification.fault import Fault, replaced
@@ -30,38 +30,38 @@ from danlu.verification.routes import balanced_alone, is_of_experts
 
 def _expert_gradients_times_expert(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Gradients of experts are as many times too large as there are ranks with other experts."""
-    original = StepParallel.reduce_gradients
+    original = ParallelContext.reduce_gradients
 
-    def reduce_gradients(self: StepParallel) -> None:
+    def reduce_gradients(self: ParallelContext) -> None:
         original(self)
         for name, parameter in self.local_parameters.items():
             if is_of_experts(name) and parameter.local.grad is not None:
                 parameter.local.grad.mul_(ranks.expert.size)
 
-    return replaced(StepParallel, "reduce_gradients", reduce_gradients)
+    return replaced(ParallelContext, "reduce_gradients", reduce_gradients)
 
 
 def _experts_not_in_norm(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """The norm that decides on clipping leaves experts out, as one does that sums over the mesh of dense parameters."""
-    original = StepParallel.norm_weights
+    original = ParallelContext.norm_weights
 
-    def norm_weights(self: StepParallel) -> dict[Tensor, float]:
+    def norm_weights(self: ParallelContext) -> dict[Tensor, float]:
         weights = original(self)
         return weights | {
             parameter.local: 0.0 for name, parameter in self.local_parameters.items() if is_of_experts(name)
         }
 
-    return replaced(StepParallel, "norm_weights", norm_weights)
+    return replaced(ParallelContext, "norm_weights", norm_weights)
 
 
 def _large_gradients_not_summed(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Gradients that have a collective of their own are left as each process has them."""
-    original, is_large = step_parallel._all_reduce_flat, step_parallel._is_large
+    original, is_large = parallel_context._all_reduce_flat, parallel_context._is_large
 
     def all_reduce_flat(group: Group, grads: list[Tensor]) -> None:
         original(group, [grad for grad in grads if not is_large(grad)])
 
-    return replaced(step_parallel, "_all_reduce_flat", all_reduce_flat)
+    return replaced(parallel_context, "_all_reduce_flat", all_reduce_flat)
 
 
 def _router_by_balance_alone(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:

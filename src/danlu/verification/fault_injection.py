@@ -24,11 +24,11 @@ from danlu.models.modules import RMSNorm
 from danlu.objectives.step_preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.clip import clip_grad_norm, clip_grad_norms
-from danlu.parallel import dealing
+from danlu.parallel import batch_sharding
 from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.layout import Layout
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import AdapterOff, PreferenceTerm
@@ -127,28 +127,28 @@ def _mean_of_micro_batches(recipe: Recipe, ranks: Ranks) -> AbstractContextManag
 
 def _doubled(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Gradients are as many times too large as an axis has ranks, as after a second all-reduce."""
-    original, every = StepParallel.reduce_gradients, ranks.dense_data.all
+    original, every = ParallelContext.reduce_gradients, ranks.dense_data.all
     size = next(size for size in (every.size, ranks.tensor.size, ranks.pipeline.size) if size > 1)
 
-    def reduce_gradients(self: StepParallel) -> None:
+    def reduce_gradients(self: ParallelContext) -> None:
         original(self)
         for parameter in self.local_parameters.values():
             if parameter.local.grad is not None:
                 parameter.local.grad.mul_(size)
 
-    return replaced(StepParallel, "reduce_gradients", reduce_gradients)
+    return replaced(ParallelContext, "reduce_gradients", reduce_gradients)
 
 
 def _without_sum_of_norms(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """Norms' gradients, which each rank has a part of, are not all-reduced over one axis."""
-    original = StepParallel.reduce_gradients
+    original = ParallelContext.reduce_gradients
     axis = "tensor" if recipe.parallel.sequence else ranks.dense_data.all.name
 
-    def reduce_gradients(self: StepParallel) -> None:
+    def reduce_gradients(self: ParallelContext) -> None:
         kept = [(group, name) for group, name in self.partial_gradients if group.name != axis]
         original(replace(self, partial_gradients=kept))
 
-    return replaced(StepParallel, "reduce_gradients", reduce_gradients)
+    return replaced(ParallelContext, "reduce_gradients", reduce_gradients)
 
 
 @contextmanager
@@ -213,24 +213,25 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
     """
     if recipe.batch.pairs is not None:
 
-        def deal_by_tokens(
+        def shard_by_tokens(
             tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1
         ) -> list[list[int]]:
             dealt, first = (
-                dealing.deal_by_tokens(tokens, rank, data_ranks, capacity, least=least) for rank in (data_rank, 0)
+                batch_sharding.shard_by_tokens(tokens, rank, data_ranks, capacity, least=least)
+                for rank in (data_rank, 0)
             )
             if data_rank == data_ranks - 1:
                 dealt[0].append(first[0][0])
             return dealt
 
-        return replaced(learner_module, "deal_by_tokens", deal_by_tokens)
+        return replaced(learner_module, "shard_by_tokens", shard_by_tokens)
 
-    def local_range(self: StepParallel, packs: Sequence[Any]) -> range:
+    def local_range(self: ParallelContext, packs: Sequence[Any]) -> range:
         data, per_rank = self.ranks.data, -(-len(packs) // self.ranks.data.size)
         first = min(data.index * per_rank, len(packs) - per_rank)
         return range(first, first + per_rank)
 
-    return replaced(StepParallel, "local_range", local_range)
+    return replaced(ParallelContext, "local_range", local_range)
 
 
 def _visible_siblings(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -265,7 +266,7 @@ def _statistics_per_micro_batch(recipe: Recipe, ranks: Ranks) -> AbstractContext
     def prepare(
         self: DecoderLearner, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
     ) -> Sequence[Pack]:
-        alone, prepared = replace(self, parallel=StepParallel()), list(items)
+        alone, prepared = replace(self, parallel=ParallelContext()), list(items)
         for numbers in micro_batches:
             own = [items[number] for number in numbers]
             # A process without items takes part in what the others' models exchange.

@@ -47,7 +47,7 @@ def trace_turn(training: ProxyTraining, run: Run, steps: int) -> list[StepTrace]
     def after_update() -> None:
         weights.append(weight_shards(training))
 
-    first, per_step = run.feed.next, run.feed.per_step
+    first, per_step = run.data_loader.next, run.data_loader.per_step
     run.cadence = replace(run.cadence, checkpoint=run.state.step + steps)  # after which the turn ends
     done = train_turn(run, StepObserver(before_clipping, after_clipping, after_update))
     assert len(done) == steps, "the items of a verification have targets"

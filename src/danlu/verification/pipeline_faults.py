@@ -13,10 +13,10 @@ from danlu.models import load_balancing
 from danlu.models.load_balancing import Balancer, Balancing
 from danlu.optim.clip import HasGradient, clip_grad_norms
 from danlu.parallel.layout import Layout
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
 from danlu.parallel.schedules import Action
-from danlu.parallel.step_parallel import StepParallel
 from danlu.parallel.weight_stash import WeightStash
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
@@ -30,13 +30,13 @@ from danlu.verification.proxy import Proxy, has_experts
 
 def _without_sum_over_stages(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """What stages share has on each of them its own gradient."""
-    reduce_gradients = StepParallel.reduce_gradients
+    reduce_gradients = ParallelContext.reduce_gradients
 
-    def reduce(parallel: StepParallel) -> None:
+    def reduce(parallel: ParallelContext) -> None:
         rest = [(group, name) for group, name in parallel.partial_gradients if group.name != "pipeline"]
         reduce_gradients(replace(parallel, partial_gradients=rest))
 
-    return replaced(StepParallel, "reduce_gradients", reduce)
+    return replaced(ParallelContext, "reduce_gradients", reduce)
 
 
 class _StageSum:

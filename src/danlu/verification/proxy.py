@@ -28,8 +28,8 @@ from danlu.recipe.sections import Watch as WatchSection
 from danlu.stages.protocols import PlacedModel
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.store import CheckpointStore
+from danlu.training.data_loader import DataLoader
 from danlu.training.executor import AnyLearner
-from danlu.training.position import Feed
 from danlu.training.signals import StopRequest
 from danlu.training.state import Cadence, Run
 from danlu.training.watch import Watch
@@ -141,7 +141,9 @@ class ProxyTraining:
             roles=STAGES[self.recipe.stage].trained_roles(self.recipe),
             schedule=_CONSTANT,
             clip=self.recipe.gradient_clipping,
-            feed=Feed(ItemList([item for step in steps for item in step]), per_step=len(steps[0]), total=None),
+            data_loader=DataLoader(
+                ItemList([item for step in steps for item in step]), per_step=len(steps[0]), total=None
+            ),
             cadence=Cadence(total=len(steps), log=1, checkpoint=len(steps), evaluation=None),
             watch=Watch(WatchSection()),
             store=CheckpointStore(folder or Path("no checkpoints"), background=False, group=checkpoint_group),

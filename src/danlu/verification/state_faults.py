@@ -15,8 +15,8 @@ from danlu.parallel import local_parameter
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.gradient_buckets import GradientBuckets
 from danlu.parallel.layout import Layout
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 from danlu.recipe import Recipe
 from danlu.training import state
 from danlu.training import step as step_module
@@ -89,9 +89,9 @@ def _metrics_of_one_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager
     """Metrics are those of each process's own rows."""
     original = StepSums.own_means
 
-    def own_means(self: StepSums, weight: float, parallel: StepParallel) -> tuple[float, dict[str, float]]:
+    def own_means(self: StepSums, weight: float, parallel: ParallelContext) -> tuple[float, dict[str, float]]:
         loss, _ = original(self, weight, parallel)
-        _, metrics = original(self, weight, StepParallel())
+        _, metrics = original(self, weight, ParallelContext())
         return loss, metrics
 
     return replaced(StepSums, "own_means", own_means)

@@ -205,13 +205,13 @@ def trace_step(
     assert step is not None, "the items of a verification have targets"
     weights = weight_shards(training)
     counts = expert_counts(training)
-    taken = targets_of(run, run.feed.last_taken)
+    taken = targets_of(run, run.data_loader.last_taken)
     return StepTrace(step.loss, step.norm, clipped_norm, taken, gradients, weights, counts, step.metrics)
 
 
 def counters_of(run: Run) -> dict[str, float]:
     """The counters of a run: the same on all processes, in every layout."""
-    return {"steps": run.state.step, "tokens": run.state.tokens, "items taken": run.feed.next}
+    return {"steps": run.state.step, "tokens": run.state.tokens, "items taken": run.data_loader.next}
 
 
 def trace_average(training: ProxyTraining, run: Run) -> AverageTrace | None:
@@ -224,7 +224,7 @@ def trace_average(training: ProxyTraining, run: Run) -> AverageTrace | None:
 def targets_of(run: Run, numbers: Sequence[int]) -> int:
     """Targets of a step's items of these numbers as processes take them, summed: `Totals` has what they should add up
     to."""
-    items, parallel = [run.feed.source.at(number) for number in numbers], run.learner.parallel
+    items, parallel = [run.data_loader.source.at(number) for number in numbers], run.learner.parallel
     own = sum(items[number].targets for numbers in run.learner.micro_batches(items) for number in numbers)
     return int(parallel.ranks.data.sum(torch.tensor([own])).item())  # context ranks take the same items
 

@@ -29,7 +29,7 @@ from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import DanluError, TrainingError
 from danlu.core.types import Item
 from danlu.numerics import batch_invariant
-from danlu.parallel import gradient_buckets, step_parallel
+from danlu.parallel import gradient_buckets, parallel_context
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.traffic_counter import fake_process_group
@@ -263,7 +263,7 @@ def small_thresholds() -> Iterator[None]:
     """
     with (
         replaced(gradient_buckets, "BUCKET_BYTES", _BUCKET_BYTES),
-        replaced(step_parallel, "LARGE_BYTES", _LARGE_BYTES),
+        replaced(parallel_context, "LARGE_BYTES", _LARGE_BYTES),
     ):
         yield
 

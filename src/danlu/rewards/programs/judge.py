@@ -96,7 +96,7 @@ def main(control: int, paths: list[str], limits: dict[str, int], temporary_bytes
 def _judge(session: int, channel: int | None = None) -> NoReturn:
     """Judges one test, writes the verdict, and ends this process."""
 
-    def say(state: str, reason: str = "") -> NoReturn:
+    def log(state: str, reason: str = "") -> NoReturn:
         with contextlib.suppress(OSError):
             os.write(session, json.dumps([state, reason]).encode() + b"\n")
         os._exit(0)
@@ -106,19 +106,19 @@ def _judge(session: int, channel: int | None = None) -> NoReturn:
             test = marshal.load(stream)
         started = False
         late = f"longer than {test['timeout_s']:g} s"
-        signal.signal(signal.SIGALRM, lambda *_: say("late", late) if started else say("not started", "it takes long"))
+        signal.signal(signal.SIGALRM, lambda *_: log("late", late) if started else log("not started", "it takes long"))
         signal.setitimer(signal.ITIMER_REAL, test["start_s"])
         program: Program = NoProgram()
         if channel is not None:
-            program = Answer(channel, lambda reason: say("lost" if started else "not started", reason))
+            program = Answer(channel, lambda reason: log("lost" if started else "not started", reason))
         program.wait_until_ready()
         started = True
         signal.setitimer(signal.ITIMER_REAL, test["timeout_s"])
         limit({"RLIMIT_CPU": math.ceil(test["timeout_s"]) + 2})
         FORMS[test["form"]](program, test)
     except BaseException as error:
-        say("failed", _reason(error))
-    say("passed")
+        log("failed", _reason(error))
+    log("passed")
 
 
 def _reason(error: BaseException) -> str:

@@ -12,9 +12,9 @@ from danlu.core.shard_box import ShardBox
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import LocalParameter
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.step_parallel import StepParallel
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart(
     # The meta device stands for a GPU. One collective for each device, in the same order on every process.
     every = {one.name: one for one in (held("a", 3, "cpu"), held("norm", 5, "meta"), held("b", 4, "cpu"))}
     group = Doubling("tensor", (0, 1))
-    parallel = StepParallel(Ranks(Layout(tensor=2)), every, tuple((group, name) for name in every))
+    parallel = ParallelContext(Ranks(Layout(tensor=2)), every, tuple((group, name) for name in every))
     parallel.reduce_gradients()
     assert group.sums == [("cpu", 7), ("meta", 5)]
     assert [every[name].local.grad.tolist() for name in ("a", "b")] == [[2.0] * 3, [2.0] * 4]  # type: ignore[union-attr]
@@ -46,6 +46,6 @@ def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart(
 
 def test_a_step_through_stages_has_two_micro_batches_for_each_of_them() -> None:
     data = Group("data", (0, 1))
-    stages = StepParallel(Ranks(data=data), pipeline=Pipeline(stages=Group("pipeline", (0, 2))))
+    stages = ParallelContext(Ranks(data=data), pipeline=Pipeline(stages=Group("pipeline", (0, 2))))
     assert [stages.least_micro_batches(items) for items in (100, 8, 5, 1)] == [4, 4, 3, 1]
-    assert StepParallel(Ranks(data=data)).least_micro_batches(100) == 1
+    assert ParallelContext(Ranks(data=data)).least_micro_batches(100) == 1

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from danlu.parallel.dealing import deal_by_tokens
+from danlu.parallel.batch_sharding import shard_by_tokens
 
 CAPACITY = 100
 
@@ -46,7 +46,7 @@ def slowly(tokens: list[int], ranks: int, capacity: int) -> list[list[int]]:
     ],
 )
 def test_every_item_once_in_as_many_micro_batches_on_each_rank(tokens: list[int], ranks: int) -> None:
-    dealt = [deal_by_tokens(tokens, rank, ranks, CAPACITY) for rank in range(ranks)]
+    dealt = [shard_by_tokens(tokens, rank, ranks, CAPACITY) for rank in range(ranks)]
     assert len({len(micro_batches) for micro_batches in dealt}) == 1
     everything = [micro_batch for micro_batches in dealt for micro_batch in micro_batches]
     assert sorted(item for micro_batch in everything for item in micro_batch) == list(range(len(tokens)))
@@ -58,29 +58,29 @@ def test_every_item_once_in_as_many_micro_batches_on_each_rank(tokens: list[int]
 
 
 def test_fewer_items_than_ranks_leave_micro_batches_empty() -> None:
-    assert [deal_by_tokens([5, 9], rank, 4, CAPACITY) for rank in range(4)] == [[[1]], [[0]], [[]], [[]]]
+    assert [shard_by_tokens([5, 9], rank, 4, CAPACITY) for rank in range(4)] == [[[1]], [[0]], [[]], [[]]]
 
 
 def test_there_can_be_more_micro_batches_than_it_takes() -> None:
     tokens = [40] * 9 + [10] * 16
-    assert len(deal_by_tokens(tokens, 0, 2, 1000)) == 1
-    dealt = [deal_by_tokens(tokens, rank, 2, 1000, least=4) for rank in range(2)]
+    assert len(shard_by_tokens(tokens, 0, 2, 1000)) == 1
+    dealt = [shard_by_tokens(tokens, rank, 2, 1000, least=4) for rank in range(2)]
     assert sorted(item for micro_batches in dealt for numbers in micro_batches for item in numbers) == [*range(25)]
     assert [len(micro_batches) for micro_batches in dealt] == [4, 4]
-    assert len(deal_by_tokens(tokens, 0, 2, 40, least=4)) > 4  # which their capacity asks for
+    assert len(shard_by_tokens(tokens, 0, 2, 40, least=4)) > 4  # which their capacity asks for
 
 
 def test_micro_batches_that_ranks_make_together_are_alike() -> None:
     tokens = [40] * 9 + [10] * 16
-    dealt = [deal_by_tokens(tokens, rank, 4, CAPACITY) for rank in range(4)]
+    dealt = [shard_by_tokens(tokens, rank, 4, CAPACITY) for rank in range(4)]
     for together in zip(*dealt, strict=True):
         loads = [sum(tokens[item] for item in micro_batch) for micro_batch in together]
         assert max(loads) - min(loads) <= 40
-    assert dealt == [deal_by_tokens(tokens, rank, 4, CAPACITY) for rank in range(4)]  # the same on every process
+    assert dealt == [shard_by_tokens(tokens, rank, 4, CAPACITY) for rank in range(4)]  # the same on every process
 
 
 def test_ten_thousand_items_take_no_time() -> None:
     tokens = lengths(10_000, 2000)
     start = time.process_time()
-    deal_by_tokens(tokens, 0, 8, 4096)
+    shard_by_tokens(tokens, 0, 8, 4096)
     assert time.process_time() - start < 1.0

@@ -9,19 +9,19 @@ import heapq
 from collections.abc import Sequence
 from typing import TypeVar
 
-from danlu.parallel.step_parallel import StepParallel
+from danlu.parallel.parallel_context import ParallelContext
 
 T = TypeVar("T")
 
 
-def deal_in_order(items: Sequence[T], parallel: StepParallel, micro: int) -> list[range]:
+def shard_in_order(items: Sequence[T], parallel: ParallelContext, micro: int) -> list[range]:
     """The numbers of the items in each micro-batch of this process: a contiguous share, `micro` in each micro-batch."""
     local = parallel.local_range(items)
     count = parallel.num_micro_batches(len(items), micro)
     return [local[start : start + micro] for start in range(0, count * micro, micro)]
 
 
-def deal_by_tokens(
+def shard_by_tokens(
     tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1
 ) -> list[list[int]]:
     """The numbers of the items in each micro-batch of one data rank, of items that are of very different lengths.

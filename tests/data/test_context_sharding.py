@@ -8,7 +8,7 @@ import random
 import pytest
 
 from danlu.core.types import Branch, Run, Share
-from danlu.data.shares import WHOLE_SHARE, cost, shares
+from danlu.data.context_sharding import WHOLE_SHARE, cost, shares
 
 CASES = [(seed, ranks) for seed in range(6) for ranks in (1, 2, 3, 8)]
 

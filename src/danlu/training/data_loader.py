@@ -53,7 +53,7 @@ class Stretch(NamedTuple):
     amount: str = ""  # of a step, for the console: "4 x 2,048 tokens"; empty where all steps are alike
 
 
-class Feed:
+class DataLoader:
     """Hands each step its packs, in order, without those that a rewind left out.
 
     Args:

@@ -26,7 +26,7 @@ LARGE_BYTES = 25 * 2**20  # as of a bucket: see `gradient_buckets`
 
 
 @dataclass(frozen=True)
-class StepParallel:
+class ParallelContext:
     """The part of one process, one among `ranks`, in each step."""
 
     ranks: Ranks = field(default_factory=Ranks)
