@@ -77,7 +77,7 @@ class ClassifierBuilder:
                 lenet.initialize(model, self.recipe.seed)
         else:
             model = lenet.load(resolve_folder(self.recipe.model.path), device=device)
-        return self._placed(model, step_parallel_of(model, self.recipe, ranks), device)
+        return self._placed(model, parallel_context_of(model, self.recipe, ranks), device)
 
     def unplaced(self, checkpoint: Path) -> PlacedClassifier:
         """A model on the CPU with memory for the weights of a checkpoint."""
@@ -97,7 +97,7 @@ class ClassifierBuilder:
         return objectives
 
 
-def step_parallel_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> ParallelContext:
+def parallel_context_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> ParallelContext:
     """The part of this process in each step; the model's parameters are sharded where the recipe says so."""
     section = recipe.parallel
     if ranks.alone:
