@@ -1,8 +1,8 @@
 """The conversations of an agent as token ids: each question continues the longest history that it repeats.
 
-An agent sends its whole history with each question, as text. What was answered before is known by its messages, and
-goes on from the very ids that were drawn; only what is new is encoded. A question that changes an earlier message, asks
-one again, or whose history the chat template rewrites, begins a branch.
+An agent sends its whole history with each question, as text. A history that was answered before is recognized by its
+messages, and continues from the very ids that were drawn; only new messages are encoded. A question that changes an
+earlier message, asks one again, or has its history rewritten by the chat template, begins a branch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Message = Mapping[str, Any]
-"""As chat templates see it: arguments of tool calls are objects."""
+"""A message as chat templates see it: arguments of tool calls are objects."""
 
 
 @dataclass(eq=False)
@@ -30,23 +30,23 @@ class AnsweredQuestion:
     """An answer of the policy, in the tree of an agent's conversations."""
 
     parent: AnsweredQuestion | None
-    """The answer whose ids the question continues; None where it was encoded whole."""
+    """The answer that the question continues; None where the question was encoded whole."""
     prompt: tuple[int, ...]
     """All ids before the answer."""
     completion: Completion
     dialogue: Dialogue
-    """Up to the end of the answer."""
+    """The conversation up to the end of the answer."""
 
 
 @dataclass(eq=False)
 class Question:
-    """What is asked, as ids that the policy goes on from."""
+    """A question as token ids that the policy continues."""
 
     messages: tuple[Message, ...]
     parent: AnsweredQuestion | None
     dialogue: Dialogue
     repeats: int
-    """How often the same ids were asked before."""
+    """The number of earlier questions with the same ids."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -54,8 +54,8 @@ class Question:
         return self.dialogue.ids
 
     def draw_number(self, number: int, row_prompt: Sequence[int]) -> int:
-        """What the random numbers of the answer follow from, below 2^63: the request's number and what is asked, so
-        that it makes no difference which of an agent's questions comes first.
+        """Returns the number, below 2^63, that seeds the random draws of the answer. It follows from the request's
+        number and the question's ids, so that the order of an agent's questions makes no difference.
 
         The row's own prompt, asked for the first time, has the draws of an answer without an agent.
         """
@@ -72,7 +72,7 @@ class AgentConversations:
 
     renderer: TurnRenderer
     answered: list[AnsweredQuestion] = field(default_factory=list)
-    """In the order in which they were answered."""
+    """The answered questions, in the order in which they were answered."""
     _histories: dict[tuple[str, ...], AnsweredQuestion] = field(default_factory=dict)
     _asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
@@ -91,7 +91,7 @@ class AgentConversations:
         return question
 
     def take_back(self, question: Question) -> None:
-        """Forgets a question whose answer nobody has had."""
+        """Forgets a question that nobody received the answer of."""
         self._asked[question.prompt] -= 1
 
     def answer(self, question: Question, completion: Completion, reply: Message) -> None:
@@ -111,7 +111,8 @@ class AgentConversations:
         return [_segment(run) for run in runs], [answered.completion for run in runs for answered in run]
 
     def routes(self) -> list[np.ndarray | None]:
-        """Of each of the `segments`: those of its last answer, which are those of all before it too."""
+        """Returns the routes of each of the `segments`: those of its last answer, which include those of all earlier
+        ones."""
         return [run[-1].completion.routes for run in self._runs()]
 
     def _runs(self) -> list[list[AnsweredQuestion]]:
@@ -126,7 +127,7 @@ class AgentConversations:
         return runs
 
     def _longest_known(self, messages: Sequence[Message]) -> tuple[AnsweredQuestion | None, int]:
-        """(the answer that the longest known history ends with, its messages)."""
+        """Returns the answer that the longest known history ends with, and the number of its messages."""
         keys = [message_key(message) for message in messages]
         for length in range(len(messages) - 1, 0, -1):
             if (answered := self._histories.get(tuple(keys[:length]))) is not None:
@@ -135,10 +136,10 @@ class AgentConversations:
 
 
 def message_key(message: Message) -> str:
-    """By which a message is known again.
+    """The key by which a message is recognized.
 
-    Of the assistant's only the text, without spaces around it, and the calls count: clients trim answers, leave out
-    the numbers of calls or add keys of their own.
+    Of an assistant's message only the text, without spaces around it, and the calls count: clients trim answers, leave
+    out the numbers of calls or add keys of their own.
     """
     if message["role"] != "assistant":
         return json.dumps(message, sort_keys=True, ensure_ascii=False)

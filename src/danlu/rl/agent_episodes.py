@@ -1,8 +1,8 @@
-"""Rollouts of agents: programs of the user's that ask the policy over HTTP, as often and about what they like.
+"""Rollouts of agents: programs of the user that ask the policy over HTTP, any number of times and about anything.
 
-An agent runs for each answer to a prompt. All that run ask, or end, before any is answered: so what is computed
-together follows from what the agents do, and not from how long they take. Every process draws; the first alone has the
-endpoint and the agents, and tells the others what is asked.
+An agent runs for each answer to a prompt. All running agents ask, or end, before any is answered: so the batch that is
+computed follows from the agents' questions, and not from how long they take. Every process draws; the first alone has
+the endpoint and the agents, and sends the questions to the others.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class _Open:
     conversations: AgentConversations
     api_key: str = ""
     deadline: float = math.inf
-    """Until when the agent has to ask or to end, by `time.monotonic`."""
+    """The `time.monotonic` by which the agent has to ask or to end."""
     waiting: list[AgentRequest] = field(default_factory=list)
-    """What it asks, not yet looked at."""
+    """The agent's requests that were not yet read."""
     asked: list[_Asked] = field(default_factory=list)
     cut: Finish | None = None
-    """Why its questions are refused."""
+    """The reason why its questions are refused; None while they are answered."""
     result: AgentResult | None = None
     """Once it has ended."""
 
@@ -130,7 +130,7 @@ class AgentEpisodes:
     # -- on the first process ------------------------------------------------------------------------------------------
 
     def _next_requests(self) -> list[Request]:
-        """What the agents ask next: of each that runs all that it waits for. Empty when all have ended."""
+        """Collects the next requests of all running agents. Empty when all have ended."""
         PHASE.begin("agents")
         self.endpoint.start()
         try:
@@ -181,8 +181,8 @@ class AgentEpisodes:
             episode.deadline = time.monotonic() + self.section.timeout_s
 
     def _wait(self) -> None:
-        """Until each agent that runs has asked or ended, in whose place others begin; those that take too long are
-        ended."""
+        """Waits until each running agent has asked or ended; others begin in the place of those that ended, and those
+        that take too long are ended."""
         self._begin_agents()
         while self._thinking:
             with selectors.DefaultSelector() as selector:
@@ -231,7 +231,10 @@ class AgentEpisodes:
         episode.asked.append(_Asked(http, question, self._request(episode, http, question)))
 
     def _question(self, episode: _Open, http: AgentRequest) -> Question:
-        """Raises ApiError for what the chat template refuses, and where a conversation has no room left."""
+        """Encodes an agent's request as a question.
+
+        Raises ApiError for a request that the chat template refuses, and where the conversation has no room left.
+        """
         if http.tools and not self.renderer.tokenizer.template(tools=True).takes_tools:
             raise ApiError("tools: the chat template shows the policy no tools; leave them out", param="tools")
         try:
@@ -283,7 +286,7 @@ class AgentEpisodes:
                 episode.deadline = time.monotonic() + self.section.timeout_s
 
     def _episode(self, episode: _Open) -> Episode:
-        """What an agent asked and was answered, as one answer."""
+        """Joins an agent's questions and answers to one episode."""
         assert episode.result is not None, "all agents have ended"
         answered = episode.conversations.answered
         segments, completions = episode.conversations.segments()
@@ -316,7 +319,7 @@ class AgentEpisodes:
         )
 
     def _failure(self, episode: _Open, segments: Sequence[Segment]) -> str | None:
-        """Why an episode is left out."""
+        """Returns why an episode is left out; None where it is kept."""
         result = episode.result
         assert result is not None, "it has ended"
         if result.failure is not None and episode.cut is None:  # what it does when it is refused is not held against it

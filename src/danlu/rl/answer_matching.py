@@ -58,13 +58,13 @@ def _answered(row: RawRow, row_format: Format) -> AnsweredRow:
 
 @dataclass(frozen=True)
 class AnswerMatch:
-    """Compares what two answers say: all of it, or what a pattern finds last, white space aside."""
+    """Compares two answers: their whole text, or the last match of a pattern; white space does not count."""
 
     pattern: re.Pattern[str] | None = None
-    """Its group, or all of it where it has none, is what is compared."""
+    """The pattern's group is compared, or its whole match where it has no group."""
 
     def extract(self, answer: str) -> str | None:
-        """What is compared, with single spaces; None where the pattern is not found."""
+        """Returns the text to compare, with single spaces; None where the pattern does not match."""
         if self.pattern is None:
             return _single_spaced(answer)
         matches = list(self.pattern.finditer(answer))
@@ -73,7 +73,8 @@ class AnswerMatch:
         return _single_spaced(matches[-1].group(1 if self.pattern.groups else 0) or "")
 
     def references(self, rows: Iterable[AnsweredRow]) -> list[str]:
-        """What is compared of each reference. Raises DataError with the rows in which the pattern is not found."""
+        """Returns the text to compare of each reference. Raises DataError with the rows in which the pattern does not
+        match."""
 
         def extract(row: AnsweredRow) -> str:
             reference = self.extract(row.reference)

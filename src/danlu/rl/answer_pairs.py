@@ -22,7 +22,7 @@ SMALLEST_DIFFERENCE = 1e-9
 
 
 class PairEstimator:
-    """An `Estimator` that has nothing to say of single tokens: it leaves a pair of each prompt's answers.
+    """An `Estimator` that adds no columns of tokens: it keeps a pair of each prompt's answers.
 
     Of answers with equal rewards the first is taken. A prompt whose answers all have the same reward, or of which fewer
     than two have any, has no pair: nothing of it is trained, or counted in a divisor.

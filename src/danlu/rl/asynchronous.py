@@ -1,8 +1,8 @@
-"""Asynchronous rollouts: answers are drawn beside the trainer, under weights that are replaced while they grow.
+"""Asynchronous rollouts: answers are drawn while the trainer works, under weights that are replaced while they grow.
 
-Prompts are asked in their order, and a rollout is made of the very prompts that it would be made of synchronously,
-however long their answers take: nothing is dropped for being slow, so the answers that are trained on are distributed
-as those of the policy are. What bounds how old an answer may be is when its prompt is asked (`rollouts_admitted`).
+Prompts are asked in their order, and a rollout has the same prompts that it would have synchronously, however long
+their answers take: no answer is dropped for being slow, so the answers that are trained on are distributed as those of
+the policy are. The age of an answer is bounded by when its prompt is asked (`rollouts_admitted`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def rollouts_admitted(updates: int, updates_per_rollout: int, staleness: int) -> int:
-    """How many rollouts of a run may have begun when its policy has had so many updates.
+    """The number of rollouts of a run that may have begun after `updates` updates of the policy.
 
     Rollout r is trained on from update r x updates_per_rollout on. It may begin `staleness` updates before that.
     """
@@ -41,7 +41,7 @@ def rollouts_admitted(updates: int, updates_per_rollout: int, staleness: int) ->
 class AsynchronousEngine(Protocol):
     """Answers requests while its caller does something else. Not safe for several threads at once.
 
-    All methods raise what answering raised: DanluErrors of the engine, TrainingError where it cannot go on.
+    All methods raise the errors of answering: DanluErrors of the engine, TrainingError where it cannot go on.
     """
 
     def update(self, version: int, weights: Weights) -> None: ...
@@ -70,7 +70,7 @@ class AsynchronousRollouts:
             together; on others than the first there may be none.
         staleness: how many updates a rollout may begin before it is trained on.
         rollouts: of the whole run: none is begun after them. None: as many as there are steps for.
-        source: what the request of a number was made of, where an environment answers back; states do not have it.
+        source: returns the prompt of a request by its number, where an environment answers back; states do not hold it.
     """
 
     engine: AsynchronousEngine | None
@@ -103,7 +103,7 @@ class AsynchronousRollouts:
         self._updates = updates
 
     def rollouts_to_begin(self, updates_per_rollout: int) -> int:
-        """How many rollouts of the run may have begun under the present weights."""
+        """The number of rollouts of the run that may have begun under the present weights."""
         assert self._updates is not None, "weights are published first"
         admitted = rollouts_admitted(self._updates, updates_per_rollout, self.staleness)
         return admitted if self.rollouts is None else min(admitted, self.rollouts)
@@ -121,14 +121,14 @@ class AsynchronousRollouts:
             self._together(submit)
 
     def poll(self) -> None:
-        """Takes from the engine what is complete, without waiting."""
+        """Takes the complete answers from the engine, without waiting."""
         if self.engine is not None:
             self._keep(self.engine.receive(wait=False))
 
     def take(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers to requests that were submitted, in their order and by sample, as soon as all are there.
 
-        They stay in `state` until `forget_taken`: what is made of them may fail.
+        They stay in `state` until `forget_taken`, since their caller may fail.
         """
         keys = [(request.number, sample) for request in requests for sample in range(request.samples)]
 
@@ -143,7 +143,7 @@ class AsynchronousRollouts:
         return completions
 
     def forget_taken(self) -> None:
-        """Has `state` go on without what was taken, which is kept elsewhere."""
+        """Drops the taken answers from `state`; the caller keeps them."""
         for number in self._taken:
             request = self._requests.pop(number)
             for sample in range(request.samples):
@@ -151,7 +151,7 @@ class AsynchronousRollouts:
         self._taken = set()
 
     def state(self) -> dict[str, Any]:
-        """What was asked and not taken, with the answers so far, as JSON has it."""
+        """Returns the requests that were asked and not taken, with their answers so far, as JSON."""
         return {"asked": self.asked, "requests": self._together(self._request_states)}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class AsynchronousRollouts:
         self._complete |= {(completion.number, completion.sample): completion for completion in completions}
 
     def _together(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first process, on all, however long it takes there."""
+        """Runs `make` on the first process and returns its result on all, however long it takes there."""
         return self.world.from_first(make, barrier=lambda: untimed_barrier(f"asynchronous-{next(_barriers)}"))
 
 

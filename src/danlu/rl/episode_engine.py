@@ -1,4 +1,4 @@
-"""Episodes that an engine beside the trainer draws: each goes on as soon as its own environment has replied.
+"""An engine that draws episodes while the trainer works: each goes on as soon as its own environment has replied.
 
 Turns of one episode may be drawn under different weights. Nothing here waits for one environment while another has
 replied or the engine has something to draw; where several could go on, the one that was asked for first does.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WAIT_S = 0.05
-"""How long a step waits for environments where there is nothing to draw: whoever calls it has other things to look
-at."""
+"""Seconds that a step waits for environments when there is nothing to draw. It is short since the caller has other
+work."""
 
 
 class Environments(Protocol):
-    """See `rewards.environments.workers`."""
+    """The environments that reply to episodes; `rewards.environments.workers` implements it."""
 
     def ask(self, call: EpisodeCall) -> None: ...
 
@@ -40,9 +40,9 @@ class Environments(Protocol):
 
 
 class _Playing(OpenEpisode):
-    """An episode that goes on, and what a checkpoint has of it that it has not come to again.
+    """An episode that goes on, with the replies and answers of a checkpoint that it has not reached again.
 
-    place: in the order in which episodes were asked for.
+    place: its position in the order in which episodes were asked for.
     """
 
     def __init__(self, rules: EpisodeRules, request: Request, state: dict[str, Any], place: int) -> None:
@@ -64,7 +64,7 @@ class _Playing(OpenEpisode):
 
 
 class EpisodeEngine:
-    """A `rollout_worker.WorkerEngine` whose answers are episodes.
+    """A `rollout_worker.WorkerEngine` that answers with episodes.
 
     Args:
         engine: draws their turns.
@@ -98,15 +98,15 @@ class EpisodeEngine:
     def submit(self, request: Request) -> None:
         """Takes a request with its `source`; its episodes come with later steps.
 
-        Raises what loading the environment raises, RecipeError or ResourceError.
+        Raises RecipeError or ResourceError from loading the environment.
         """
         for sample in request.sample_numbers:
             self._play(request, {"sample": sample})
 
     def step(self) -> list[Episode]:
-        """Goes on with what can go on, and waits a little where nothing can; the episodes that are over.
+        """Advances all episodes that can go on, and waits a little where none can; returns those that are over.
 
-        Raises what the engine raises.
+        Raises the engine's errors.
         """
         if self._asked:
             has_work = self._done or self._to_draw or self._engine.unfinished
@@ -127,7 +127,7 @@ class EpisodeEngine:
         self._engine.update(version, weights)
 
     def state(self) -> dict[str, Any]:
-        """Requests with what `step` has not returned, as JSON has it: environments are repeated from it."""
+        """Returns the requests that `step` has not returned, as JSON: environments are repeated from it."""
         growing = {entry["request"]["number"]: entry["answers"][0] for entry in self._engine.state()["requests"]}
         requests: dict[int, dict[str, Any]] = {}
         done = [(request, completion_state(episode)) for request, episode in self._done]
@@ -148,7 +148,7 @@ class EpisodeEngine:
                     self._play(request, answer)
 
     def close(self) -> None:
-        """Ends what holds environments, and the engine."""
+        """Closes the environments and the engine."""
         self._environments.close()
         self._engine.close()
 
@@ -173,7 +173,7 @@ class EpisodeEngine:
             self._end(playing)
 
     def _draw_next(self) -> None:
-        """Gives the engine what it has room for, in the order in which episodes were asked for."""
+        """Submits answers to the engine while it has room, in the order in which episodes were asked for."""
         while self._to_draw and self._engine.unfinished < self._most_growing:
             _, key = heapq.heappop(self._to_draw)
             playing = self._playing[key]

@@ -1,8 +1,8 @@
-"""Rollouts of several turns: the engine answers, the environment says something to it, and so on until it is over.
+"""Rollouts of several turns: the engine answers, the environment replies, and so on until the episode is over.
 
-All episodes take a turn together: what is drawn must not hang on how long an environment takes, where rounding hangs on
-what is computed beside. Every process draws; the first asks the environment, and tells the others. Asynchronous
-rollouts have `episode_engine.py` in place of it.
+All episodes take a turn together: the draws must not depend on how long an environment takes, since rounding depends on
+which other sequences are in the batch. Every process draws; the first asks the environment, and sends its replies to
+the others. Asynchronous rollouts have `episode_engine.py` in place of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _barriers = itertools.count()
 
 
 class Environments(Protocol):
-    """See `rewards.environments.workers`."""
+    """The environments that reply to episodes; `rewards.environments.workers` implements it."""
 
     def replies(self, calls: Sequence[EpisodeCall]) -> list[Reply]: ...
 
@@ -73,7 +73,7 @@ class Episodes:
         return [episode.episode() for episode in episodes]
 
     def close(self) -> None:
-        """Ends what holds environments."""
+        """Closes the environments."""
         self.environments.close()
 
     def _on_first(self, make: Callable[[], Any]) -> Any:
@@ -82,7 +82,7 @@ class Episodes:
         return self.world.from_first(make, barrier=lambda: untimed_barrier(name))
 
     def _reply(self, episodes: Sequence[OpenEpisode]) -> None:
-        """Asks the environments of these episodes, which go on with what they say."""
+        """Asks the environments of these episodes, and continues the episodes with the replies."""
         if not episodes:
             return
         PHASE.begin("environments")

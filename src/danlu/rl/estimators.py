@@ -1,4 +1,4 @@
-"""From rewards to the advantages of tokens: what a rollout adds to its trees before they are trained on.
+"""Estimators: they turn rewards into advantages of tokens, columns that a rollout adds to its trees before training.
 
 G prompts · M answers of all of them · R rewards of an answer · S tokens of a tree
 """
@@ -29,14 +29,14 @@ from danlu.rl.experience_trees import ADVANTAGE, OLD, with_columns
 from danlu.rl.step_places import TokenRewards
 
 REFERENCE, VALUE_OLD, RETURN = "reference", "value_old", "return"
-"""Of what a pass without gradients says: the reference's log-probabilities; and columns of a critic."""
+"""Results of a pass without gradients: the reference's log-probabilities, and the columns of a critic."""
 LAST_VALUE = "last_value"
-"""[branches]: what the critic says behind the last token of each branch."""
+"""[branches]: the critic's value after the last token of each branch."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A rollout whose answers have rewards, in the order of its trees and their branches."""
+    """A rollout with the rewards of its answers, in the order of its trees and their branches."""
 
     items: Sequence[Pack]
     rewards: np.ndarray  # [M, R] float64, NaN where there is none
@@ -48,8 +48,8 @@ class Judged:
     token_scores: Sequence[Mapping[str, np.ndarray]] = ()  # of each item, [S] each
     branch_scores: Sequence[Mapping[str, np.ndarray]] = ()  # of each item, [branches] each
     step_rewards: Sequence[Mapping[int, TokenRewards]] = ()
-    """Of each answer, by the number of the reward: what its steps earned, whose sum the reward is; none of any where
-    no reward judges steps."""
+    """The rewards of each answer's steps, by the number of the reward; they add up to that reward. Empty where no
+    reward judges steps."""
 
     @property
     def total(self) -> Tensor:
@@ -65,8 +65,8 @@ class Judged:
         return replace(self, rewards=np.where(without[:, None], np.nan, self.rewards))
 
     def earned(self, answer: int) -> list[tuple[int, int, float]]:
-        """(number of the reward, place among the answer's tokens, reward) of each step; of a reward without steps its
-        number, at the last token."""
+        """Returns (number of the reward, place among the answer's tokens, reward) of each step; a reward without steps
+        is given at the last token."""
         last, of_steps = int(self.lengths[answer]) - 1, list[tuple[int, int, float]]()
         steps = self.step_rewards[answer] if self.step_rewards else {}
         for part, value in enumerate(self.rewards[answer].tolist() if last >= 0 else ()):
@@ -95,7 +95,7 @@ class Judged:
         return trained
 
     def answers(self, item: int) -> list[tuple[int, np.ndarray]]:
-        """(number among all answers, the places [T] int64 of its drawn tokens) of each answer of an item."""
+        """Returns (number among all answers, places [T] int64 of its drawn tokens) of each answer of an item."""
         (first, last), drawn = np.searchsorted(self.groups, [item, item + 1]), self.items[item].samples[0].weights > 0
         places, stops = np.flatnonzero(drawn), np.cumsum(self.lengths[first:last])
         assert not len(stops) or stops[-1] == len(places), "what was drawn has weight, and nothing else"
@@ -127,15 +127,15 @@ class Estimator(Protocol):
         """The items with their columns, and numbers about the rollout to be shown."""
 
     def state(self) -> dict[str, Any]:
-        """What is kept between rollouts, as JSON."""
+        """Returns the estimator's state between rollouts, as JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up `state`."""
+        """Restores `state`."""
 
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """What is done to rewards before they are compared."""
+    """Changes to rewards that are made before they are compared."""
 
     overlong_margin: int | None = None
     overlong_weight: float = 1.0
@@ -164,7 +164,8 @@ class KlPenalty:
     estimator: KlEstimator = "k1"
 
     def paid(self, judged: Judged) -> tuple[list[np.ndarray], dict[str, float]]:
-        """What each token pays, [T] float64 of each answer, and the mean KL of an answer in nats, with the coefficient.
+        """Computes the KL penalty of each token, [T] float64 for each answer, and metrics: an answer's mean KL in nats,
+        and the coefficient.
 
         The mean is over answers that have a reward, and the coefficient of the next rollout is adapted to it.
         """
@@ -231,7 +232,7 @@ class GroupEstimator:
         return judged.masked(items, truncated=self.shaping.masks_truncated), metrics
 
     def _by_step(self, judged: Judged) -> list[np.ndarray]:
-        """[T] float64 of each answer: what each token's own and later steps were better than others."""
+        """Computes [T] float64 for each answer: the normalised rewards of each token's own and later steps, summed."""
         advantages = [np.zeros(length) for length in judged.lengths.tolist()]
         steps = [(answer, *step) for answer in range(len(advantages)) for step in judged.earned(answer)]
         for part, weight in enumerate(judged.weights):
@@ -244,7 +245,8 @@ class GroupEstimator:
         return advantages
 
     def _by_token(self, judged: Judged, paid: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """[T] float64 of each answer: its reward less what each token and later ones pay, compared among all tokens."""
+        """Computes [T] float64 for each answer: its reward less the penalties of each token and later ones, compared
+        among all tokens."""
         returns = [
             total - of_answer[::-1].cumsum()[::-1] for total, of_answer in zip(judged.total.tolist(), paid, strict=True)
         ]
@@ -275,13 +277,13 @@ class GroupEstimator:
         return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up `state`."""
+        """Restores `state`."""
         if self.kl is not None:
             self.kl.coefficient.coefficient = float(state["kl"])
 
 
 def _with_kl(judged: Judged, paid: Sequence[np.ndarray]) -> Judged:
-    """The rewards with one more, which is what all tokens of an answer pay; a greedy answer pays nothing."""
+    """Appends a reward: minus the sum of an answer's token penalties. A greedy answer has no penalty."""
     sums = np.array([of_answer.sum() for of_answer in paid])
     rewards = np.column_stack((judged.rewards, np.where(np.isnan(judged.rewards).all(1), np.nan, -sums)))
     greedy = judged.greedy_rewards
@@ -298,14 +300,14 @@ class GaeEstimator:
     trace_decay: float = 0.95
     whitens: bool = True
     bootstraps_truncated: bool = True
-    """Whether an answer that was cut off is worth what the critic says of the place where it was."""
+    """Whether a truncated answer is worth the critic's value at the place where it was cut off."""
     shaping: RewardShaping = field(default_factory=RewardShaping)
     kl: KlPenalty | None = None
     columns: ClassVar = (ADVANTAGE, VALUE_OLD, RETURN)
     facts: ClassVar[tuple[str, ...]] = ()
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
-        """With the columns `advantage`, `return` and `value_old`."""
+        """Computes the columns `advantage`, `return` and `value_old`."""
         judged, metrics = self.shaping.shaped(judged), dict[str, float]()
         paid = [np.zeros(length) for length in judged.lengths.tolist()]
         if self.kl is not None:
@@ -355,7 +357,7 @@ class GaeEstimator:
         return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up `state`."""
+        """Restores `state`."""
         if self.kl is not None:
             self.kl.coefficient.coefficient = float(state["kl"])
 
@@ -367,13 +369,13 @@ class TeacherAdvantages:
     q is a teacher and p the policy that drew, at the temperature and within the support of the rollout; of several
     teachers it is the mean by their shares. In the mean over draws that is the gradient of the reverse KL from the
     policy to the teachers at each place, as if nothing came after a token: the on-policy distillation of Thinking
-    Machines (https://thinkingmachines.ai/blog/on-policy-distillation), with rewards beside it. It is added after
+    Machines (https://thinkingmachines.ai/blog/on-policy-distillation), combined with rewards. It is added after
     advantages are normalised, and not normalised itself.
     """
 
     estimator: Estimator
     shares: Mapping[str, float]
-    """By the role of each teacher, which its log-probabilities are called by among the scores of tokens."""
+    """The share of each teacher, by its role, which names its log-probabilities among the scores of tokens."""
     weight: float = 1.0
 
     @property
@@ -402,9 +404,9 @@ class TeacherAdvantages:
         return advised, {**metrics, **({"reverse_kl": total / weight} if weight else {})}
 
     def state(self) -> dict[str, Any]:
-        """The other's."""
+        """Returns the state of the other estimator."""
         return self.estimator.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up `state`."""
+        """Restores `state`."""
         self.estimator.restore(state)

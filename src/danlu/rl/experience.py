@@ -1,9 +1,8 @@
-"""What reinforcement learning trains on: answers of the policy itself, with rewards, made anew every few steps.
+"""Training items of reinforcement learning: answers of the policy itself, with rewards, drawn again every few steps.
 
 A rollout belongs to `updates x passes` steps: its prompts are answered with the weights that the policy has then,
-rewards are asked for once, by one process, and every process holds every tree. Which prompts and which draws those are
-follows from the seed and from numbers, so a resumed run repeats them; a rollout that is half trained is in the
-checkpoint.
+rewards are asked for once, by one process, and every process holds every tree. The prompts and the draws follow from
+the seed and from numbers, so a resumed run repeats them; a rollout that is half trained is in the checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ STALENESS = ("staleness", "staleness_max")
 """Metrics of asynchronous rollouts: updates between the weights that drew a token and those that are trained on it."""
 
 Scores = tuple[Sequence[Mapping[str, np.ndarray]], Sequence[Mapping[str, np.ndarray]]]
-"""Of each item what a pass without gradients says of its tokens [S], and of its branches."""
+"""Results of a pass without gradients for each item: scores of its tokens [S], and scores of its branches."""
 
 
 @dataclass
@@ -58,9 +57,9 @@ class Experience:
     Args:
         sampler: answers the prompts and has the answers rewarded.
         estimator: gives tokens their advantages.
-        score: a pass without gradients over the items of a step, where it is needed: what the trainer (`old`), the
-            reference and a critic say of each token. All processes call it together.
-        log: what was answered, a line a prompt; None on other processes than the first.
+        score: a pass without gradients over the items of a step, where it is needed: log-probabilities of the trainer
+            (`old`) and the reference, and values of a critic, for each token. All processes call it together.
+        log: the log of answers, a line a prompt; None on other processes than the first.
         laid_out: an item as it goes through the model.
         decode: token ids to text, where rewards judge steps of it.
     """
@@ -77,21 +76,21 @@ class Experience:
     _metrics: dict[str, float] = field(default_factory=dict)
     _lag: int = 0  # updates that the policy has had since the present rollout was made
     _before: dict[str, Any] = field(default_factory=dict)
-    """What the present rollout was made from."""
+    """The state from which the present rollout was made."""
     _pending: tuple[int, list[str]] = (0, [])
-    """Of a checkpoint: the rollout that is half trained, and the rows of its items."""
+    """The half-trained rollout of a checkpoint: its number, and the rows of its items."""
     _refused_lines: int = 0
-    """Of the log: of a rollout that the run stopped at, and makes again when it goes on."""
+    """Lines of the log from a rollout that stopped the run, and that is repeated when it goes on."""
 
     @property
     def settings(self) -> ExperienceSettings:
-        """How rollouts are made."""
+        """The settings of rollouts."""
         return self.sampler.settings
 
     def at(self, number: int) -> Pack:
-        """Item `number` of the run; the first of a rollout makes it.
+        """Returns item `number` of the run; the first item of a rollout draws the whole rollout.
 
-        Raises TrainingError where too many answers have no reward, and what engine and rewards raise.
+        Raises TrainingError where too many answers have no reward, and the errors of the engine and of rewards.
         """
         settings = self.settings
         rollout, place = divmod(number, settings.items)
@@ -106,10 +105,10 @@ class Experience:
         return with_facts(item, {"fresh": np.full(len(item.samples[0].branches), fresh, np.float32)})
 
     def state(self, number: int) -> dict[str, Any]:
-        """What follows from nothing else: where prompts go on, what the estimator keeps, and which answers grow.
+        """Returns the state that cannot be recomputed: the next prompt, the estimator's state, unfinished answers.
 
-        A rollout of which no step has been taken is made again, but for an asynchronous one: the weights that have
-        drawn it are gone.
+        A rollout of which no step has been taken is drawn again on resume, except an asynchronous one: the weights that
+        have drawn it are gone.
         """
         if self._is_made_again(number):
             return self._before
@@ -162,7 +161,7 @@ class Experience:
         self._items = items_from_tensors(tensors, rows)
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the present rollout; how old its weights are, of the present step."""
+        """Metrics of the present rollout; the age of its weights is that at the present step."""
         ages = {name: self._metrics[name] + self._lag for name in STALENESS if name in self._metrics}
         return {**self._metrics, **ages}
 
@@ -174,19 +173,20 @@ class Experience:
         return [self.laid_out(self._unestimated(item)) for item in items]
 
     def _unestimated(self, item: Pack) -> Pack:
-        """The item with zeros and NaN in the place of what the estimator would say of it."""
+        """Returns the item with zeros and NaN in place of the estimator's columns and facts."""
         item = with_columns(item, {name: np.zeros(item.tokens, np.float32) for name in self.estimator.columns})
         branches = len(item.samples[0].branches)
         return with_facts(item, {name: np.full(branches, np.nan, np.float32) for name in self.estimator.facts})
 
     def close(self) -> None:
-        """Ends the engine and what judges."""
+        """Closes the engine, the rewards and the log."""
         self.sampler.close()
         if self.log is not None:
             self.log.close()
 
     def _place(self, rollout: int, number: int) -> int:
-        """Which tree is item `number` of a rollout: where it has several steps, each pass has an order of its own."""
+        """The tree that is item `number` of a rollout: where a rollout has several steps, each pass has an order of its
+        own."""
         settings = self.settings
         pass_, place = divmod(number, settings.prompts)
         if settings.items == settings.items_per_update:
@@ -326,7 +326,8 @@ class Experience:
         )
 
     def _step_rewards(self, answered: Answered) -> list[dict[int, TokenRewards]]:
-        """Of each answer what its steps earned, at the tokens where they end; nothing where no reward judges steps."""
+        """Returns the rewards of each answer's steps, at the tokens where the steps end; nothing where no reward judges
+        steps."""
         if not any(steps for of_prompt in answered.steps for steps in of_prompt):
             return []
         assert self.decode is not None, "who has rewards of steps says how tokens become text"
@@ -339,7 +340,7 @@ class Experience:
         ]
 
     def _write(self, log: LineLog, rollout: int, answered: Answered) -> None:
-        """A line for each prompt: what was asked, answered and rewarded."""
+        """Writes a line for each prompt: its text, its answers and their rewards."""
         settings, parts = self.settings, self.sampler.rewards.parts
         step = rollout * settings.updates * settings.passes + 1
         for place, (number, prompt) in enumerate(zip(answered.numbers, answered.prompts, strict=True)):
@@ -375,7 +376,7 @@ def run_lengths(versions: Sequence[int]) -> list[list[int]]:
 
 
 def _staleness(answered: Answered, updates: int) -> dict[str, float]:
-    """How many updates before the present ones, by all tokens of a rollout, the weights are that drew these."""
+    """Computes the mean and the greatest age, in updates, of the weights that drew the rollout's tokens."""
     versions = [version for of_prompt in answered.completions for each in of_prompt for version in each.versions]
     if not versions:  # environments failed before the first token
         return {}
@@ -414,7 +415,8 @@ def _with_old(
 
 
 def _reward_statistics(judged: Judged) -> dict[str, float]:
-    """Of the rollout: how far rewards spread, where there are any, the longest answer, and the share without reward."""
+    """Computes metrics of the rollout: the standard deviation of rewards, where there are any, the longest answer, and
+    the share without reward."""
     total = judged.total.numpy()
     total = total[~np.isnan(total)]
     values = {"length_max": float(judged.lengths.max()), "unrewarded": 1 - len(total) / len(judged.lengths)}

@@ -1,7 +1,7 @@
-"""Answers to a prompt as a tree of tokens to be trained on: the prompt is the stem, each answer is a branch.
+"""Answers to a prompt as a tree of tokens to be trained on: the prompt is the shared prefix, each answer is a branch.
 
-An answer in several turns is a branch in which only what the policy drew has weight, not what an environment said.
-Where the chat template rewrote its history it has a branch more: the rewritten history, and the turns behind it.
+An answer in several turns is a branch in which only the policy's tokens have weight, not the environment's. Where the
+chat template rewrote its history it has another branch: the rewritten history, and the turns after it.
 
 S tokens of a tree · M answers · K tokens of the largest support
 """
@@ -23,8 +23,8 @@ from danlu.inference.recorded_routes import NO_ROUTE
 from danlu.inference.request import Completion
 
 SAMPLED, OLD, ADVANTAGE, SUPPORT = "sampled", "old", "advantage", "support"
-"""Columns: log-probabilities under what was drawn from, those of the trainer at the rollout's weights, advantages, and
-the ids [S, K] that filters left, -1 for none; a token whose whole row is -1 was drawn from all."""
+"""Names of columns: log-probabilities under the sampling distribution, those of the trainer at the rollout's weights,
+advantages, and the ids [S, K] that filters left, -1 for none; a token with -1 in its whole row was drawn from all."""
 
 
 OF_ALL_BRANCHES = ("group", "fresh", ROTARY_LENGTH)
@@ -42,7 +42,8 @@ class _DrawnBranch:
 
 
 def _branches_of(prompt: Sequence[int], completions: Sequence[Completion]) -> tuple[int, list[_DrawnBranch]]:
-    """(tokens of the stem, the branches behind it): the stem is what the prompts of all segments begin with."""
+    """Returns (tokens of the shared prefix, the branches after it): the prefix is common to the prompts of all
+    segments."""
     segments = [segments_of(completion, prompt) for completion in completions]
     stem = len(prompt)
     for segment in (segment for of_answer in segments for segment in of_answer):
@@ -62,7 +63,7 @@ def _branches_of(prompt: Sequence[int], completions: Sequence[Completion]) -> tu
 
 
 def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """The number of tokens in the common prefix of two sequences."""
     return next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -126,8 +127,9 @@ def with_supports(items: Sequence[Pack], completions: Sequence[Sequence[Completi
 def with_routes(
     items: Sequence[Pack], completions: Sequence[Sequence[Completion]], prompts: Sequence[Sequence[int]]
 ) -> list[Pack]:
-    """The items of `answer_tree` with the column `ROUTES`, where any answer has routes: -1 for the last token of each
-    branch, and for all of an answer without any. What answers share has those of the first that has some."""
+    """Adds the column `ROUTES` to the items of `answer_tree`, where any answer has routes: -1 for the last token of
+    each branch, and for all of an answer without any. Tokens that answers share have the routes of the first answer
+    that has some."""
     known = next((each.routes for of_item in completions for each in of_item if each.routes is not None), None)
     if known is None:
         return list(items)
@@ -188,7 +190,7 @@ def items_to_tensors(items: Sequence[Pack]) -> dict[str, Tensor]:
 
 
 def items_from_tensors(tensors: Mapping[str, Tensor], rows: Sequence[str]) -> list[Pack]:
-    """What `items_to_tensors` was given, with the rows of its samples."""
+    """Restores the items that `items_to_tensors` was given, with the rows of its samples."""
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     stops, branch_stops = np.cumsum(arrays["lengths"]), np.cumsum(arrays["branch_counts"])
     items = []

@@ -1,8 +1,8 @@
 """Rows of which a share is answered by the policy itself, with the weights of the step that trains on the answers.
 
-On-policy distillation (GKD, arXiv:2306.13649, algorithm 1): the teacher says what it thinks of each token that the
-student wrote. Which rows those are, and what is drawn, follows from the seed and the item's number, so a resumed run
-and every layout draw the same answers.
+On-policy distillation (GKD, arXiv:2306.13649, algorithm 1): the teacher scores each token that the student wrote. The
+choice of rows, and the draws, follow from the seed and the item's number, so a resumed run and every layout draw the
+same answers.
 
 S tokens of a row
 """
@@ -32,10 +32,10 @@ from danlu.rl.experience_trees import with_facts
 
 @dataclass(frozen=True)
 class OnPolicySettings:
-    """Which rows the policy answers, and how; the names are those of the recipe."""
+    """The rows that the policy answers, and how; the names are those of the recipe."""
 
     share: float
-    """Of the items, whose answers are the policy's own."""
+    """The share of items that the policy answers itself."""
     per_step: int
     """Items of an optimizer step."""
     sampling: SamplingOptions
@@ -46,8 +46,8 @@ class OnPolicySettings:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     rotary_length: Callable[[int], int] | None = None
-    """From the tokens that a text may have at last to those that LongRoPE rotates it by, virtual ones among them; None
-    where nothing is rotated by them."""
+    """Maps the final length of a text in tokens to the length that LongRoPE rotates it by, virtual tokens included;
+    None where nothing is rotated by it."""
 
     def answers(self, number: int) -> bool:
         """Whether the policy answers item `number` itself: a draw of its own for each item."""
@@ -85,12 +85,12 @@ class OnPolicyRows:
     _items: list[Pack] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
     _lines_before: int = 0
-    """Of the log, before the present step's answers."""
+    """Lines of the log before the present step's answers."""
 
     def at(self, number: int) -> Pack:
-        """Item `number` of the run; the first of a step has all own answers of the step drawn.
+        """Returns item `number` of the run; the first of a step has all own answers of the step drawn.
 
-        Raises what the engine raises.
+        Raises the engine's errors.
         """
         step, place = divmod(number, self.settings.per_step)
         if step != self._step:
@@ -98,7 +98,8 @@ class OnPolicyRows:
         return self._items[place]
 
     def state(self, number: int) -> dict[str, Any]:
-        """What the rows keep, and how long the log is; a step that has not been taken draws its answers again."""
+        """Returns the state of the rows, and the length of the log; a step that has not been taken draws its answers
+        again."""
         step, place = divmod(number, self.settings.per_step)
         begun = step == self._step
         lines = 0 if self.log is None else self.log.lines
@@ -137,11 +138,12 @@ class OnPolicyRows:
         self._items = self._with_answers(self._step, [answer.numpy() for answer in answers])
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the present step: the share of own answers, their lengths, how many were cut off, and the seconds."""
+        """Metrics of the present step: the share of own answers, their lengths, how many were cut off, and the
+        seconds."""
         return self._metrics
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine and the log."""
         self.engine.close()
         if self.log is not None:
             self.log.close()
@@ -223,10 +225,11 @@ class OnPolicyRows:
 
 
 def prompt_tokens(row: Sample) -> int:
-    """How many tokens of a row are its prompt: all that stand before its last answer, the last run of trained tokens.
+    """The number of a row's tokens that are its prompt: all that stand before its last answer, the last run of trained
+    tokens.
 
-    Raises DataError for a row without a trained token, or with nothing that could be a prompt: a text, all of whose
-    tokens are trained but the first, which nothing predicts.
+    Raises DataError for a row without a trained token, or without a possible prompt: a text with all tokens trained but
+    the first, which nothing predicts.
     """
     trained = np.flatnonzero(row.weights)
     if not len(trained):

@@ -1,7 +1,7 @@
-"""An episode while it is played: what is drawn next, and what becomes of each answer and of each reply.
+"""An episode while it is played: the next request, and the handling of each answer and of each reply.
 
-All there is to one are its prompt, the answers and the replies, so that it can be repeated from these. Who asks the
-engine and the environment, and when, is for `episodes.py` and `episode_engine.py`.
+An episode consists of its prompt, the answers and the replies, so that it can be repeated from these. `episodes.py` and
+`episode_engine.py` decide who asks the engine and the environment, and when.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TURN_NUMBERS = 1 << 42
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """What all episodes of a run have in common.
+    """Settings that all episodes of a run share.
 
     Args:
-        renderer: of what environments say.
+        renderer: renders the environment's replies.
         max_turns: answers of an episode.
         max_length: tokens of an episode, prompt included.
-        gives_reward: whether an episode that was cut off is worth what its turns earned, 0 without any.
-        seed: of the run; environments have one that follows from it and from the number of the prompt.
+        gives_reward: whether a truncated episode is worth the sum of its turns' rewards, 0 without any.
+        seed: the run's seed; environments have one that follows from it and from the number of the prompt.
     """
 
     renderer: TurnRenderer
@@ -48,7 +48,8 @@ class OpenEpisode:
     """One answer to a request, which goes on: a reply to the row, an answer, a reply to it, and so on.
 
     Args:
-        request: for the first answer. sample: which of its answers this is. prompt: what it was made of.
+        request: the request for the first answer. sample: the number of this answer among its samples. prompt: the
+            prompt of the request.
     """
 
     def __init__(self, rules: EpisodeRules, request: Request, sample: int, prompt: Prompt) -> None:
@@ -71,7 +72,7 @@ class OpenEpisode:
 
     @property
     def call(self) -> EpisodeCall:
-        """What its environment is asked now: for the reply to the row, or to the last answer."""
+        """The next call of its environment: for the reply to the row, or to the last answer."""
         return EpisodeCall(
             self.key,
             self.prompt.row,
@@ -81,7 +82,7 @@ class OpenEpisode:
         )
 
     def take_reply(self, reply: Reply) -> None:
-        """Goes on with what the environment said to the row or to the last answer; or ends."""
+        """Continues with the environment's reply to the row or to the last answer; or ends."""
         if reply.failure is None:
             self.replies.append(reply)
         else:
@@ -109,7 +110,7 @@ class OpenEpisode:
 
     @property
     def turn_number(self) -> int:
-        """Of the requests for its answers."""
+        """The number of the requests for its answers."""
         return self.request.number + (self.sample + 1) * TURN_NUMBERS
 
     def take_answer(self, completion: Completion) -> None:
@@ -179,7 +180,7 @@ class OpenEpisode:
         self.segments.append(Segment(dialogue.ids, (), ()))
 
     def _go_on(self) -> None:
-        """Goes on with what the environment said to the last answer, or ends the episode."""
+        """Continues with the environment's reply to the last answer, or ends the episode."""
         dialogue = self._begun
         reply, finish = self.replies[-1], self.completions[-1].finish
         if reply.done or finish not in ("stop", "stop_string"):  # what was cut off is judged, and nothing follows it
@@ -199,7 +200,7 @@ class OpenEpisode:
 
 
 def environment_seed(seed: int, number: int) -> int:
-    """What an environment's randomness follows from: the same for all answers to a prompt, the greedy one (whose number
-    is another by a multiple of 2^40) among them; below 2^63."""
+    """Returns the seed of an environment's random numbers: the same for all answers to a prompt, the greedy one (its
+    number differs by a multiple of 2^40) included; below 2^63."""
     key = f"{seed}/{number % (1 << 40)}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1

@@ -29,7 +29,7 @@ _KEYS = ("prompt", "messages", "system", "tools")
 
 @dataclass(frozen=True)
 class PromptRow:
-    """What a row asks a model to continue: a text as it stands, or a conversation to answer."""
+    """A row's prompt for a model: a text to continue, or a conversation to answer."""
 
     index: int
     """Its number in the file, from 0."""
@@ -89,7 +89,7 @@ def encode_rows(
 
 
 def collect(rows: Iterable[Row], parse: Callable[[Row], Value]) -> list[Value]:
-    """What `parse` makes of each row. Raises DataError with the problems of all rows that it refuses."""
+    """Parses each row. Raises DataError with the problems of all rows that `parse` refuses."""
     values, problems = list[Value](), list[str]()
     for row in rows:
         try:
@@ -146,7 +146,7 @@ def _without_prompt(row: RawRow, value: Mapping[str, Any]) -> str:
 
 
 def _place(row: RawRow, key: str) -> str:
-    """Where a key is: with the column, in characters from 1, where the row is a line of a file."""
+    """Returns the place of a key: with the column, in characters from 1, where the row is a line of a file."""
     if not isinstance(row.content, bytes):
         return row.where
     line = row.content.decode("utf-8", "replace")

@@ -47,7 +47,7 @@ class RecordedTurns:
 
     @property
     def version(self) -> int:
-        """Of the weights that the next token is drawn with."""
+        """The version of the weights that the next token is drawn with."""
         return self._engine.version
 
     @property
@@ -65,7 +65,7 @@ class RecordedTurns:
         self._engine.update(version)
 
     def submit(self, request: Request) -> None:
-        """Takes a request whose answers are recorded."""
+        """Takes a request that has recorded answers."""
         for sample in request.sample_numbers:
             self._take(request, fresh_answer_state(sample))
 
@@ -109,7 +109,7 @@ class RecordedTurns:
                     self._taken_up.add(key)
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine."""
         self._engine.close()
 
     def _take(self, request: Request, answer: dict[str, Any]) -> _Key:
@@ -129,10 +129,11 @@ class RecordedTurns:
         return [replace(completion, number=request.number)]
 
     def _limit(self, key: _Key, answer: Mapping[str, Any]) -> int | None:
-        """Until how many tokens an answer grows with the present weights: as many as it may have, where they complete
-        it; as many as it has, where it is not known yet whether these do; None where it does not grow.
+        """Returns the number of tokens up to which an answer grows with the present weights: the most that it may have,
+        where they complete it; its present number, where it is not known yet whether they do; None where it does not
+        grow.
 
-        Raises CheckpointError where it lacks some of weights before these.
+        Raises CheckpointError where the answer lacks tokens of earlier weights.
         """
         version, versions, before = self.version, self._versions[key], self._tokens_before[key]
         drawn = len(answer["drawn"])
@@ -150,7 +151,7 @@ class RecordedTurns:
 
 
 class _Answering(Protocol):
-    """What is asked of a `RecordedTurns`, and of the episodes over it."""
+    """The methods that `RecordedTurns` and the episodes over it share."""
 
     @property
     def is_stuck(self) -> bool: ...
@@ -165,12 +166,12 @@ class _Answering(Protocol):
 
 
 class RecordedEngine:
-    """An `asynchronous.AsynchronousEngine`. What is not recorded does not come; greedy answers have one token.
+    """An `asynchronous.AsynchronousEngine`. Answers that are not recorded never come; greedy answers have one token.
 
     Args:
         engine: with the trainer's own tensors.
         versions: by the number of a request and the sample.
-        play: what answers with episodes, over an engine that draws their turns; None: answers have one turn.
+        play: makes an engine of episodes over an engine that draws their turns; None: answers have one turn.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class RecordedEngine:
         self._turns.update(version)
 
     def submit(self, request: Request) -> None:
-        """Takes a request whose answers are recorded; another is forgotten."""
+        """Takes a request that has recorded answers; another is forgotten."""
         if request.number >= GREEDY_NUMBERS:
             own = [self._turns.version], ""
             self._complete.append(Completion(request.number, 0, [0], [0.0], [0.0], None, *own, "stop"))
@@ -230,12 +231,12 @@ class RecordedEngine:
                 self._answering.restore({"requests": [{"request": entry["request"], "answers": answers}]})
 
     def close(self) -> None:
-        """Ends the engine, and what holds environments."""
+        """Closes the engine, and the environments."""
         self._answering.close()
 
     def _as_recorded(self, number: int, answer: dict[str, Any]) -> dict[str, Any]:
-        """An answer of a checkpoint; without its tokens where these are others than those that are recorded: then its
-        process died, and it was drawn anew."""
+        """Returns an answer of a checkpoint; without its tokens where they differ from the recorded ones: then its
+        process died, and it was drawn again."""
         turns = [answer] if "drawn" in answer else answer.get("answers", [])
         drawn = [row[4] for turn in turns for row in turn["drawn"]]
         is_same = drawn == self._versions[number, answer["sample"]][: len(drawn)]
@@ -243,7 +244,7 @@ class RecordedEngine:
 
 
 def _recorded_key(number: int, sample: int) -> _Key:
-    """By which an answer is recorded: for a turn of an episode, that of the episode."""
+    """The key by which an answer is recorded: a turn of an episode has that of the episode."""
     if number < TURN_NUMBERS:
         return number, sample
     return number % TURN_NUMBERS, number // TURN_NUMBERS - 1

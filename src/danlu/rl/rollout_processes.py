@@ -62,8 +62,8 @@ class RolloutProcesses:
 
     Args:
         jobs: how each process makes its engine.
-        shapes: of the weights that are handed over, with their types, by name.
-        log: told of processes that have to be started again.
+        shapes: shapes and types of the weights that are handed over, by name.
+        log: called with a message when a process has to be started again.
 
     Raises ResourceError where there is no memory for the weights.
     """
@@ -87,7 +87,7 @@ class RolloutProcesses:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the processes."""
+        """The operating system's ids of the processes."""
         return [process.id for process in self._processes]
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -165,7 +165,7 @@ class RolloutProcesses:
             self._weights.close()
 
     def _wait_for_weights(self) -> None:
-        """Until all processes have read the weights that were handed over last."""
+        """Waits until all processes have read the latest weights."""
         while any(process.version != self._version for process in self._processes):
             self._take_event()
 
@@ -173,9 +173,9 @@ class RolloutProcesses:
         return _Process(job, self._weights.file, self._events)
 
     def _take_event(self, *, wait: bool = True) -> bool:
-        """Takes note of the next thing that a process has sent, or that it has ended. False where there is nothing.
+        """Handles the next event: a frame that a process has sent, or its end. Returns False where there is none.
 
-        Raises the DanluError that a process has told of, and TrainingError where processes keep dying.
+        Raises the DanluError that a process has sent, and TrainingError where processes keep dying.
         """
         while True:
             try:
@@ -206,7 +206,7 @@ class RolloutProcesses:
         return True
 
     def _replace(self, process: _Process) -> None:
-        """Starts a process again, and asks it what the other has not answered."""
+        """Starts a process again, and asks it for the answers that the other still owed."""
         self._deaths += 1
         how = process.ending()
         if self._deaths >= MOST_DEATHS:
@@ -232,18 +232,18 @@ class RolloutProcesses:
 
 
 class _Process:
-    """A process, and what it was asked."""
+    """A process, and the requests that it was asked."""
 
     def __init__(self, job: EngineJob, weights: WeightFile, events: queue.Queue[_Event]) -> None:
         self.version: int | None = None
-        """Of the weights that it has read."""
+        """The version of the weights that it has read."""
         self.state: dict[str, Any] | None = None
         """The reply to `ask_state`."""
         self.asked_state = False
         self.samples: dict[int, set[int]] = {}
-        """By the number of a request, in the order in which they were asked: the answers that are to come."""
+        """The samples that are to come, by the number of their request, in the order in which they were asked."""
         self.tokens_to_come = 0
-        """At the most, of the requests that are not complete."""
+        """The most tokens that may come of the requests that are not complete."""
         self._tokens: dict[int, int] = {}  # by request, that part of it
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths([__name__]))}
@@ -287,11 +287,11 @@ class _Process:
         return True
 
     def send(self, message: Message) -> None:
-        """Sends a message; where the process has ended it is told by an event."""
+        """Sends a message; an event reports a process that has ended."""
         self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def ending(self) -> str:
-        """How it ended."""
+        """Describes how the process ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)  # it may still be giving memory back
         code = self._process.poll()
@@ -300,7 +300,7 @@ class _Process:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def stderr(self) -> str:
-        """The end of what it has written to stderr."""
+        """Returns the end of its output on stderr."""
         self._stderr.seek(0)
         text = self._stderr.read().decode(errors="replace").strip()
         return text[-_STDERR_CHARACTERS:] or "(nothing on stderr)"
@@ -323,7 +323,7 @@ class _Process:
 
 
 _Event = tuple[_Process, bytes, bytes]
-"""Of which process, and the kind and the content of a frame; no kind: the process has ended."""
+"""(process, kind of the frame, content); an empty kind: the process has ended."""
 
 
 def _read_frames(process: _Process, replies: Any, events: queue.Queue[_Event]) -> None:

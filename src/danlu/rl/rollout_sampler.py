@@ -40,7 +40,7 @@ GREEDY_NUMBERS, EVALUATION_NUMBERS = 1 << 40, 1 << 41
 
 @dataclass(frozen=True)
 class ExperienceSettings:
-    """How a rollout is made; the names are those of the recipe."""
+    """Settings of a rollout; the names are those of the recipe."""
 
     prompts: int
     samples: int
@@ -53,23 +53,24 @@ class ExperienceSettings:
     greedy: bool = False
     """Whether a greedy answer to each prompt is judged too, as a baseline."""
     resample: int = 0
-    """How often prompts whose answers all have the same reward are replaced (DAPO's dynamic sampling)."""
+    """The number of times that prompts are replaced when all their answers have the same reward (DAPO's dynamic
+    sampling)."""
     failures: float = 0.5
     """The largest share of answers that are left out for want of a reward; past it the run ends."""
     vocab_size: int = 0
     seed: int = 0
     rotary_length: Callable[[int], int] | None = None
-    """From a prompt's tokens to those that its texts may have at last, virtual ones among them; None where the trainer
+    """Maps a prompt's tokens to the most tokens that its texts may have, virtual ones included; None where the trainer
     need not know, for nothing but LongRoPE rotates an answer by them."""
 
     @property
     def items(self) -> int:
-        """That a rollout is trained on, with repeats."""
+        """The number of items that a rollout is trained on, with repeats."""
         return self.prompts * self.passes
 
     @property
     def items_per_update(self) -> int:
-        """Of a step."""
+        """The number of items of a step."""
         return self.prompts // self.updates
 
 
@@ -117,7 +118,7 @@ class Answered:
     rewards: np.ndarray  # [prompts, samples, R], NaN where there is none, and in all of an answer that is left out
     greedy_rewards: np.ndarray | None  # [prompts, R]
     steps: tuple[tuple[Mapping[int, StepRewards], ...], ...] = ()
-    """Of each answer to each prompt: rewards of its steps, by the number of the reward; nothing where none has any."""
+    """The rewards of each answer's steps, by the number of the reward; empty where none has any."""
 
     def chosen(self, places: Sequence[int]) -> Answered:
         """Some of the prompts."""
@@ -132,7 +133,7 @@ class Answered:
         )
 
     def and_(self, other: Answered) -> Answered:
-        """These, then others."""
+        """Appends the answers of `other`."""
         both_greedy = self.greedy_rewards is not None and other.greedy_rewards is not None
         return Answered(
             self.numbers + other.numbers,
@@ -149,7 +150,7 @@ class Times:
     """Seconds that parts of a rollout took."""
 
     hand_over: float = 0.0
-    """Until the engine had the present weights, with waking it."""
+    """Seconds until the engine had the present weights, including its waking."""
     rollout: float = 0.0
     reward: float = 0.0
     scoring: float = 0.0
@@ -162,11 +163,11 @@ class RolloutSampler:
     """Answers prompts of the run in their order; all processes make the same calls.
 
     Args:
-        prompts: of the whole run, over whose epochs numbers go on.
+        prompts: the prompts of the whole run; numbers go on over its epochs.
         engine: asleep outside of `awake`.
-        world: of all processes; the first asks for rewards.
-        asynchronous: what draws the answers that are trained on beside the trainer; None: `engine` does, when they are
-            wanted.
+        world: the group of all processes; the first asks for rewards.
+        asynchronous: draws the answers to train on while the trainer works; None: `engine` draws them when they are
+            needed.
     """
 
     prompts: PromptSource
@@ -176,12 +177,12 @@ class RolloutSampler:
     world: Group
     asynchronous: AsynchronousRollouts | None = None
     episodes: PlaysEpisodes | None = None
-    """Where an environment answers back."""
+    """Plays the episodes where an environment answers back; None elsewhere."""
     next_prompt: int = 0
     times: Times = field(default_factory=Times)
-    """Of the present rollout."""
+    """Seconds that the parts of the present rollout took."""
     failures: dict[tuple[int, int], list[str]] = field(default_factory=dict)
-    """Of the present rollout, on the first process: why rewards were not given, by prompt and sample."""
+    """Reasons why rewards were not given in the present rollout, by prompt and sample; on the first process."""
     verdicts: dict[tuple[int, int], dict[str, Verdict]] = field(default_factory=dict)
     """The verdicts of the present rollout, by prompt and sample, on the first process."""
     late: np.ndarray | None = None
@@ -189,7 +190,7 @@ class RolloutSampler:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the engine answers with the policy's present weights."""
+        """A context in which the engine answers with the policy's present weights."""
         self._begin_rollout()
         start = time.perf_counter()
         self.engine.wake()
@@ -201,7 +202,7 @@ class RolloutSampler:
             self.engine.sleep()
 
     def close(self) -> None:
-        """Ends the engines and what judges."""
+        """Closes the engines, the rewards and the episodes."""
         if self.asynchronous is not None:
             self.asynchronous.close()
         self.engine.close()
@@ -214,7 +215,7 @@ class RolloutSampler:
         self.failures, self.verdicts, self.late = {}, {}, None
 
     def why_unrewarded(self) -> str:
-        """Why rewards were not given, as sentences for a message."""
+        """Returns the reasons why rewards were not given, as sentences for a message."""
         reasons = distinct_failures(
             (f"prompt {number}, sample {sample}", reason)
             for (number, sample), several in self.failures.items()
@@ -223,9 +224,10 @@ class RolloutSampler:
         return f"{'; '.join(reasons)}. " if reasons else ""
 
     def begin_update(self, updates: int, rollouts: int) -> None:
-        """Of asynchronous rollouts: has answers go on under the present weights, and asks what may be asked by now.
+        """Continues the answers of asynchronous rollouts under the present weights, and asks the prompts that may be
+        asked by now.
 
-        updates: that the policy has had; rollouts: that have been made. All processes call it between two updates.
+        updates: that the policy has had; rollouts: that have been drawn. All processes call it between two updates.
         """
         asynchronous, settings = self.asynchronous, self.settings
         if asynchronous is None:
@@ -245,7 +247,8 @@ class RolloutSampler:
         asynchronous.asked = max(asynchronous.asked, number)
 
     def next_rollout(self) -> tuple[Answered, dict[str, float]]:
-        """So many prompts as a rollout has; of those without signal as many as can be are replaced."""
+        """Answers the prompts of a rollout; prompts without signal are replaced as far as possible. Returns the answers
+        and metrics."""
         if self.asynchronous is None:
             with self.awake():
                 return self._next_rollout()
@@ -281,7 +284,7 @@ class RolloutSampler:
         }
 
     def _late_metrics(self) -> dict[str, float]:
-        """Of each reward that compares formulas: how many answers of the rollout it was too long about, and gave 0."""
+        """Counts, for each reward that compares formulas, the answers that timed out and were given 0."""
         late = np.zeros(len(self.rewards.parts)) if self.late is None else self.late
         return {
             f"reward/{part.name}/late": float(count)
@@ -341,7 +344,7 @@ class RolloutSampler:
         )
 
     def _requests_of(self, numbers: Sequence[int], prompts: Sequence[Prompt]) -> list[Request]:
-        """What is asked of prompts that are trained on: their samples, then their greedy answers where these count."""
+        """Makes the requests of training prompts: their samples, then their greedy answers where these count."""
         settings = self.settings
         requests = self._requests(numbers, prompts, settings.sampling, settings.samples)
         if settings.greedy:

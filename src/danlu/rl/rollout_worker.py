@@ -1,7 +1,7 @@
-"""A rollout process: an engine of its own beside the trainer, which hands it weights and requests.
+"""A rollout process: it has an engine of its own, to which the trainer sends weights and requests.
 
-What it is sent are pickles: an `EngineJob` first, then requests and messages, each taken between two passes of the
-engine. What it sends back are frames: a byte that says what it is, a length, and bytes.
+It receives pickles: an `EngineJob` first, then requests and messages, each taken between two passes of the engine. It
+sends frames: a byte for their kind, a length, and bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HEADER = struct.Struct(">cQ")
 
 
 class WorkerEngine(Protocol):
-    """What the process asks of its engine: a `RolloutEngine`, or one of episodes. A step does not wait for long."""
+    """The engine of a rollout process: a `RolloutEngine`, or one of episodes. A step does not wait for long."""
 
     @property
     def unfinished(self) -> int: ...
@@ -57,29 +57,29 @@ class WorkerEngine(Protocol):
 
 
 class EngineJob(Protocol):
-    """How the process makes its engine; a pickle of it is what the process is sent first."""
+    """Makes the engine of the process; a pickle of it is sent to the process first."""
 
     def __call__(self) -> AbstractContextManager[WorkerEngine]: ...
 
 
 @dataclass(frozen=True)
 class NewWeights:
-    """That the shared weights are others."""
+    """A message: the shared weights have changed."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class TakeUp:
-    """Requests with their answers so far, as `RolloutEngine.state` has them, and with what each was made of. They go
-    on with the next `NewWeights`."""
+    """Requests with their answers so far, as `RolloutEngine.state` has them, and with the source of each. They go on
+    with the next `NewWeights`."""
 
     state: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AskState:
-    """That the state of the engine is wanted."""
+    """A message that requests the engine's state."""
 
 
 Message = Request | NewWeights | TakeUp | AskState
@@ -124,7 +124,7 @@ def serve() -> None:
 def answer_until_the_end(engine: WorkerEngine, file: WeightFile, requests: BinaryIO, replies: BinaryIO) -> None:
     """Answers with the weights of the file until the input ends, which ends the process.
 
-    No pass is made before the first weights have come. Raises what the engine raises.
+    No pass is made before the first weights have come. Raises the engine's errors.
     """
     weights = SharedWeights(file)
     messages: queue.Queue[Message] = queue.Queue()

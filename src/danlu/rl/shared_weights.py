@@ -22,13 +22,13 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in the file."""
+    """The position of a tensor in the file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
-    """Its first byte."""
+    """The offset of its first byte."""
 
     @property
     def elements(self) -> int:
@@ -41,7 +41,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """What another process needs to open the weights: the file's descriptor, which it inherits, and its tensors."""
+    """The file's inherited descriptor and its tensors, which another process needs to open the weights."""
 
     descriptor: int
     tensors: tuple[StoredTensor, ...]

@@ -1,4 +1,4 @@
-"""Where the steps of an answer end among its tokens: rewards of steps see its text, and are earned by tokens."""
+"""The tokens of an answer at which its steps end: rewards of steps judge text, and are earned by tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TokenRewards = tuple[np.ndarray, np.ndarray]
 def token_rewards(
     completion: Completion, prompt: Sequence[int], steps: Mapping[int, StepRewards], decode: Decode
 ) -> dict[int, TokenRewards]:
-    """What the steps of an answer earned, by the number of the reward, at the tokens that complete their last
-    characters. Of several turns the text that was judged is that of the last.
+    """Computes the rewards of an answer's steps, by the number of the reward, at the tokens that complete the steps'
+    last characters. If there are several turns, the judged text is that of the last.
 
-    prompt: the tokens that the answer was drawn behind.
+    prompt: the tokens that the answer was drawn after.
     """
     if not steps or not completion.tokens:
         return {}

@@ -1,10 +1,10 @@
-"""Conversations with an environment as tokens: what it says is appended to the very ids that were drawn.
+"""Conversations with an environment as tokens: its replies are appended to the very ids that were drawn.
 
 The conversation is rendered as text at each turn, and compared with the text that the ids stand for. Where it begins
 with that, the rest alone is encoded and appended: ids are never decoded and encoded again. Where it does not, the chat
-template rewrites history (Qwen3's leaves out earlier thoughts, others move the system message), and the whole is
-encoded anew, as a prompt of its own. White space does not count: templates trim answers, and what a policy has seen of
-its answer is the answer.
+template rewrites history (Qwen3's leaves out earlier thoughts, others move the system message), and the whole
+conversation is encoded again, as a prompt of its own. White space does not count: templates trim answers, while the
+policy continues its untrimmed ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Dialogue:
     turns: list[Mapping[str, Any]]
     """Messages as the template sees them; those of a plain text too."""
     text: str
-    """What `ids` stand for, without what was drawn last."""
+    """The text of `ids`, without the tokens that were drawn last."""
     ids: tuple[int, ...]
     first_turns: int
     """Messages of the prompt."""
@@ -61,7 +61,7 @@ class TurnRenderer:
     silent_ids: frozenset[int] = field(default_factory=frozenset)
 
     def begin(self, prompt: Prompt, first: Sequence[TurnText]) -> Dialogue:
-        """The prompt, with what the environment said first behind its last message.
+        """Begins a conversation: the prompt, with the environment's first reply after its last message.
 
         Raises DataError where the template refuses it.
         """
@@ -103,8 +103,8 @@ class TurnRenderer:
         return text
 
     def go_on(self, dialogue: Dialogue, turns: Sequence[TurnText]) -> bool:
-        """Takes what the environment said to an answer into the conversation. Returns whether history was rewritten:
-        then `ids` are others, else they have grown.
+        """Adds the environment's reply to the conversation. Returns whether history was rewritten: then `ids` are
+        replaced, else they have grown.
 
         Raises DataError where the template refuses it.
         """
@@ -147,7 +147,7 @@ class TurnRenderer:
         return False
 
     def _behind(self, ids: Sequence[int], text: str, terminators: Sequence[str]) -> list[int]:
-        """The ids of a text behind an answer, whose end token the answer may have drawn itself."""
+        """Returns the ids of a text after an answer; the answer may have drawn the end token itself."""
         if not ids or ids[-1] not in self.stop_ids:
             return self.tokenizer.encode(text)
         closing = text.lstrip()
@@ -165,7 +165,7 @@ def _messages_of(prompt: Prompt) -> tuple[Message, ...]:
 
 
 def _end_of_same(text: str, whole: str) -> int | None:
-    """Where `whole` has said all that `text` says, white space aside; None where it says something else."""
+    """The position in `whole` after all of `text`, white space aside; None where `whole` says something else."""
     if whole.startswith(text):
         return len(text)
     squeezed = _SPACES.sub("", text)

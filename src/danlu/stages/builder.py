@@ -106,7 +106,8 @@ class DecoderBuilder:
             sample_prompts(recipe, ChatTokenizer(tokenizer), self._config(tokenizer_info(tokenizer)))
 
     def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
-        """The rows with what the stage asks of models before training, which is computed unless it is stored."""
+        """Adds the columns that the stage computes with models before training, from the cache where they are
+        stored."""
         if self.recipe.parallel.device_map is not None:
             device = self._loss_device(self._config(stage_data.tokenizer), device)
         for spec in self.stage.columns(self.recipe):
@@ -162,7 +163,10 @@ class DecoderBuilder:
         stage_data: StageData,
         put_on_base: Callable[[Subject], Sequence[str]] = lambda subject: (),
     ) -> PlacedDecoder:
-        """put_on_base: adds what a stage needs to the policy before that is placed; returns lines for the console."""
+        """Places the policy on the processes.
+
+        put_on_base: adds modules that a stage needs to the policy before it is placed; returns lines for the console.
+        """
         recipe, config = self.recipe, self._config(stage_data.tokenizer)
         self._check_layout(config)
         device = self._loss_device(config, device)
@@ -234,7 +238,7 @@ class DecoderBuilder:
             raise RecipeError(wrong)
 
     def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
-        """Where micro-batches lie and losses are computed: `device`, but of several that of the policy's head."""
+        """The device of micro-batches and losses: `device`, but with a device map that of the policy's head."""
         device_map = device_map_of(self.recipe, config)
         return device if device_map is None else torch.device(device_map.head)
 
@@ -275,9 +279,9 @@ class DecoderBuilder:
         return self._with_task(config)
 
     def _with_task(self, config: ModelConfig) -> ModelConfig:
-        """The config of what the stage makes of a model.
+        """Returns the config with the stage's task.
 
-        Raises RecipeError where the model is for something else, or the result could not be written.
+        Raises RecipeError where the model is for another task, or the result could not be written.
         """
         task = self.stage.task(self.recipe)
         if config.task not in ("causal-lm", task):
@@ -302,10 +306,10 @@ def placed_decoder(
     *,
     resumed: bool = False,
 ) -> PlacedDecoder:
-    """A placed policy with the objective of its stage, and with the frozen models and the critic beside it.
+    """A placed policy with the objective of its stage, and with the frozen models and the critic.
 
     resumed: weights will be read from a checkpoint.
-    Raises RecipeError if the objective asks for what a decoder does not say.
+    Raises RecipeError if the objective asks for outputs that a decoder does not offer.
     """
     objective, evaluation = decoder_objectives(recipe, stage)
     for module in (objective, evaluation):
@@ -343,7 +347,8 @@ def placed_decoder(
 
 
 def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objective]:
-    """(objective, evaluation) of a stage that trains a decoder. Raises RecipeError for what a decoder does not say."""
+    """Returns (objective, evaluation) of a stage that trains a decoder. Raises RecipeError for outputs that a decoder
+    does not offer."""
     return stage.objectives(recipe, OFFERED, "a decoder", offered_by_head=OFFERED_BY_HEAD)
 
 
@@ -365,7 +370,8 @@ def check_router(recipe: Recipe, config: ModelConfig) -> None:
 
 
 def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
-    """What counts the load of the policy's experts, and keeps it even; None for a policy without experts.
+    """Returns the balancer that counts the load of the policy's experts and keeps it even; None for a policy without
+    experts.
 
     Replicas in threads count nothing.
     """
@@ -382,7 +388,7 @@ def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
 
 
 def _with_balancer(parallel: ParallelContext, balancer: Balancer) -> ParallelContext:
-    """The same step with the balancer's own tensors beside the model's: whole on every process."""
+    """Returns the same step with the balancer's own tensors next to the model's: whole on every process."""
     if parallel.ranks.alone:
         return parallel
     local = {name: replicated_parameter(name, each, parallel.ranks) for name, each in balancer.tensors().items()}
@@ -390,11 +396,11 @@ def _with_balancer(parallel: ParallelContext, balancer: Balancer) -> ParallelCon
 
 
 def _with_objective(parallel: ParallelContext, objective: Objective, recipe: Recipe) -> ParallelContext:
-    """The same step with the objective's own tensors beside the model's: whole on every process.
+    """Returns the same step with the objective's own tensors next to the model's: whole on every process.
 
     Their gradients are summed over data ranks, in buckets where nothing is sharded. Tensor ranks have the same hidden
-    states, and so the same gradients, of which nothing is summed. Of a pipeline the stage with the last chunk, where
-    the objective is computed, trains and saves them; running statistics are on all stages, for each prepares its items.
+    states, and so the same gradients, which are not summed. In a pipeline the stage with the last chunk, where the
+    objective is computed, trains and saves them; running statistics are on all stages, for each prepares its items.
     """
     ranks, pipeline, tensors = parallel.ranks, parallel.pipeline, objective_tensors(objective)
     if ranks.alone or not tensors:

@@ -210,7 +210,8 @@ class ClassifierOutputs:
         entropy: bool = False,
         collision: bool = False,
     ) -> TokenLogprobs:
-        """The log-probability of each label, and what else is asked for of the labels' distribution: [N] each."""
+        """Computes the log-probability [N] of each label; on request also the entropy and collision of the labels'
+        distribution, [N] each."""
         assert support is None, "labels are not sampled, so nothing confines them"
         logprobs = (self.logits / temperature).log_softmax(-1)  # [N, C]
         return TokenLogprobs(
@@ -228,23 +229,23 @@ class ClassifierOutputs:
         temperature: float = 1.0,
         top_k: int | None = None,
     ) -> Tensor:
-        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images has no teacher")
 
     def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
-        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images has no tokens")
 
     def scores(self) -> Tensor:
-        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images has no score head")
 
     def values(self) -> Tensor:
-        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images has no score head")
 
     def hidden(self) -> Tensor:
-        """Not among what is `OFFERED`, so no objective that was let through asks for it."""
+        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
         raise AssertionError("a classifier of images keeps no hidden states")
 
 
@@ -283,7 +284,7 @@ class ClassifierLearner:
         return items
 
     def end_step(self) -> Mapping[str, float]:
-        """Nothing is counted."""
+        """Returns no metrics: nothing is counted."""
         return {}
 
     def updated(self, step: int) -> None:
@@ -326,7 +327,8 @@ class ClassifierLearner:
         return {"policy": ClassifierOutputs(self.model(batch.pixels, self.dtype), batch)}
 
     def explain(self, batch: ImageBatch, step: int) -> TrainingError:
-        """Why the loss of `batch` is not finite: a weight that is not, or the images of which it is not."""
+        """Explains why the loss of `batch` is not finite: names weights that are not finite, or the images without
+        finite logits."""
         if names := non_finite_on_any(self.parallel.ranks.world, self.weights().items()):
             return TrainingError(
                 f"step {step}: the loss is not finite because a weight is not: {', '.join(names[:3])}. The run stopped "

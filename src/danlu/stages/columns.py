@@ -35,7 +35,7 @@ from danlu.stages.protocols import ColumnSpec, StoredRows
 from danlu.training.progress import RowProgress
 
 _TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
-"""In a micro-batch of a pass without gradients, unless the recipe's own are larger."""
+"""Tokens in a micro-batch of a pass without gradients, unless the recipe's own are larger."""
 
 _PLACE = "place"
 """A column that says which token of the stored sample each one is."""
@@ -51,13 +51,13 @@ def add_columns(
     device: torch.device,
     stream: TextIO,
 ) -> tuple[Samples, Samples | None]:
-    """(training, held-out samples) with the columns of `spec`; every process calls it.
+    """Returns (training, held-out samples) with the columns of `spec`; every process calls it.
 
-    What is not in the cache is computed by the model, dealt by tokens over the data ranks, and written a block at a
-    time. A run that is stopped meanwhile goes on with the next block.
+    Columns that are not in the cache are computed by the model, dealt by tokens over the data ranks, and written a
+    block at a time. A run that is stopped meanwhile goes on with the next block.
 
-    config: of the model that is asked. place_model: makes a learner whose policy that is; called only where something
-        is to be computed.
+    config: that of the model that computes them. place_model: makes a learner with that model as its policy; called
+    only where something has to be computed.
     """
     key = ranks.world.from_first(lambda: _key(recipe, spec, config, device))
     sides = [samples for samples in (rows.train, rows.held_out) if samples is not None]
@@ -136,7 +136,7 @@ def all_answers(sample: Sample) -> Sample:
 
 
 def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """What columns follow from beside the samples: weights, and how numbers are rounded."""
+    """The cache key of columns apart from the samples: weights, and how numbers are rounded."""
     section = recipe.model if spec.model is None else spec.model.section
     quantization = recipe.quantization if spec.model is None else spec.model.quantization
     adapter = None if spec.model is not None or recipe.adapter is None else recipe.adapter.model_dump(mode="json")

@@ -1,6 +1,6 @@
-"""PPO's model of values where it is not a head on the policy: an adapter on the policy's base, or a decoder of its own.
+"""PPO's value model where it is not a head on the policy: an adapter on the policy's base, or a decoder of its own.
 
-It is trained beside the policy; the head that makes a value of a hidden state belongs to the objective.
+It is trained together with the policy; the head that makes a value of a hidden state belongs to the objective.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Critic:
     def __call__(
         self, batch: Batch, filled: Batch, attend: Attend, gradient_scale: float, x: Tensor | None = None
     ) -> DecoderOutputs:
-        """What the critic says about `batch`, which goes through it as `filled`; unlike those of frozen models its
-        outputs carry gradients. x: what the chunk before the last one has returned, where it is in several."""
+        """Computes the critic's outputs for `batch`, which goes through it as `filled`; unlike those of frozen models
+        they carry gradients. x: the output of the chunk before the last one, where the critic is in several."""
         with self._as_critic():
             return decoder_outputs(
                 self.model,
@@ -61,11 +61,11 @@ class Critic:
             return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is trained of it, without its head, by name and live."""
+        """The critic's trained tensors without its head, by name and live."""
         return critic_tensors(self.adapters, self.model if self.adapters is None else None)
 
     def _as_critic(self) -> AbstractContextManager[None]:
-        """Within it, and where activations of it are recomputed, the model has the critic's adapter."""
+        """A context in which the model has the critic's adapter, also where its activations are recomputed."""
         return nullcontext() if self.adapters is None else recomputed_within(self._switched_on)
 
     def _switched_on(self) -> AbstractContextManager[None]:
@@ -75,12 +75,12 @@ class Critic:
 
 
 def critic_folder(result: Path) -> Path:
-    """Where the model of values is kept beside the result of a run."""
+    """The folder of the value model, next to the result of a run."""
     return result.with_name(f"{result.name}-value")
 
 
 def critic_tensors(adapters: AdapterSet | None, own: Decoder | None) -> dict[str, Tensor]:
-    """What is trained of a critic, without its head, by name and live."""
+    """The trained tensors of a critic without its head, by name and live."""
     if own is not None:
         return {own_name(name): parameter.detach() for name, parameter in own.named_parameters()}
     if adapters is None or VALUE not in adapters.added:

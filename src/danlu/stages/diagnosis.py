@@ -1,4 +1,4 @@
-"""Where a language model's loss stopped being finite: the weight, or the module and the rows."""
+"""Diagnosis of a language model's loss that is not finite: the weight, or the module and the rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from danlu.training.units import first_few
 def explain_non_finite(
     model: Decoder, batch: Batch, filled: Batch, attend: Attend, dtype: torch.dtype, step: int, names: Sequence[str]
 ) -> TrainingError:
-    """The error for a micro-batch whose loss is not finite, which names what made it so.
+    """The error for a micro-batch with a loss that is not finite; it names the cause.
 
     Args:
-        batch, filled: the micro-batch, and as it goes through the model with what fills it up.
-        names: of weights that are not finite, on any process. Processes have to agree on them, for to look further is
-            to communicate.
+        batch, filled: the micro-batch, and as it goes through the model with its padding.
+        names: of weights that are not finite, on any process. Processes have to agree on them, since the further search
+            communicates.
     """
     if names:
         return TrainingError(
@@ -52,7 +52,8 @@ def explain_non_finite(
 
 
 def _first_non_finite_module(model: Decoder, batch: Batch, attend: Attend, dtype: torch.dtype) -> tuple[str, Tensor]:
-    """(name of the first module, in the order they run, whose output is not finite, "" if none; hidden states)."""
+    """Returns (name of the first module, in the order they run, with an output that is not finite, "" if none; hidden
+    states)."""
     non_finite: list[str] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -68,7 +69,7 @@ def _first_non_finite_module(model: Decoder, batch: Batch, attend: Attend, dtype
 
 
 def _rows_without_finite_loss(outputs: DecoderOutputs) -> list[str]:
-    """Rows whose own cross-entropy is not finite; all of them, if only their sum is not."""
+    """Rows with a cross-entropy that is not finite; all of them, if only their sum is not."""
     batch, rows = outputs.batch, []
     with torch.no_grad():
         for row, start, end in zip(batch.rows, batch.boundaries[:-1], batch.boundaries[1:], strict=True):

@@ -1,4 +1,5 @@
-"""Teachers of stages `distill` and `rl`: as models beside the policy, what is learnt from them, what can be wrong."""
+"""Teachers of stages `distill` and `rl`: as frozen models, their divergence from the policy, and checks of their
+recipe."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ class DistillationBuilder(DecoderBuilder):
     """A `ModelBuilder`: the decoder that learns, and its teachers."""
 
     def check(self, start: Start | None) -> None:
-        """Also raises a DanluError for teachers that this policy cannot learn from."""
+        """Raises a DanluError also for teachers that this policy cannot learn from."""
         super().check(start)
         check_teachers(self.recipe)
 
     def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
-        """Also raises DataError for a row without a prompt, where the policy answers rows itself."""
+        """Adds columns; raises DataError for a row without a prompt, where the policy answers rows itself."""
         if self.recipe.on_policy:
             assert stage_data.stored is not None, "the recipe's rules refuse streaming"
             longest_prompt(stage_data.stored)
@@ -55,13 +56,13 @@ class DistillationBuilder(DecoderBuilder):
 
 
 def with_teacher_notes(decoder: PlacedDecoder) -> PlacedDecoder:
-    """The placed models, whose notes say what is worth knowing of the teachers."""
+    """Returns the placed models with notes on the teachers."""
     notes = (*decoder.placed.notes, *_notes(decoder.recipe, decoder.model.config))
     return replace(decoder, placed=replace(decoder.placed, notes=notes))
 
 
 def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
-    """The teachers as frozen models beside the policy, or as columns of the rows."""
+    """The teachers as frozen models, or as columns of the rows."""
     return {
         role: FromColumns(partial(_from_columns, role)) if teacher.cache else _spec(role, teacher)
         for role, teacher in teachers_of(recipe).items()
@@ -69,7 +70,8 @@ def teacher_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
 
 
 def teacher_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
-    """Of each cached teacher its likeliest tokens and their log-probabilities, and last that of all others together."""
+    """The columns of each cached teacher: its likeliest tokens and their log-probabilities, and last that of all other
+    tokens together."""
     cached = {role: teacher for role, teacher in teachers_of(recipe).items() if teacher.cache}
     if not cached:
         return ()
@@ -101,7 +103,7 @@ def _column_names(role: Role) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ColumnTopTokens:
-    """What a cached teacher says: its likeliest tokens, of an `Outputs` that method alone."""
+    """The stored output of a cached teacher: its likeliest tokens. It is an `Outputs` with that method alone."""
 
     role: Role
     batch: Batch
@@ -142,7 +144,7 @@ def _section(teacher: Teacher) -> Model:
 
 
 def teacher_divergence(recipe: Recipe) -> TeacherDivergence:
-    """How far the policy of a recipe is from its teachers."""
+    """The divergence of a recipe's policy from its teachers."""
     divergence, shares = _divergence(recipe), teacher_shares(recipe)
     return TeacherDivergence(
         tuple(TeacherTerm(role, shares[role], teacher.top_k) for role, teacher in teachers_of(recipe).items()),
@@ -176,7 +178,7 @@ def held_out_distillation(recipe: Recipe, objective: Objective) -> Objective:
 
 
 def distillation_metrics(recipe: Recipe) -> dict[str, Better]:
-    """What evaluations of distillation report beside the likelihood of the rows."""
+    """Metrics of distillation's evaluations, in addition to the likelihood of the rows."""
     hidden = any(isinstance(term, HiddenStates) for term in recipe.objective or ())
     terms: dict[str, Better] = {"divergence": "lower", **({"hidden": "lower"} if hidden else {})}
     return {**likelihood_metrics(recipe), **terms}
@@ -209,7 +211,7 @@ def check_teachers(recipe: Recipe) -> None:
 
 
 def _notes(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
-    """What is worth knowing of the teachers of a policy with this config, for the console."""
+    """Notes for the console on the teachers of a policy with this config."""
     for teacher in recipe.teacher or ():
         rows = read_config(resolved_teacher(teacher).folder).vocab_size
         if rows != config.vocab_size:

@@ -1,4 +1,5 @@
-"""Environments of a recipe of stage `rl`: what plays the turns of its answers, in the trainer and beside it."""
+"""Environments of a recipe of stage `rl`: the players of its answers' turns, in the trainer and in rollout
+processes."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from danlu.rl.turn_rendering import TurnRenderer
 def episodes_of(
     recipe: Recipe, chat: ChatTokenizer, subject: Subject, sampling: SamplingOptions, world: Group
 ) -> PlaysEpisodes | None:
-    """What plays the turns of answers that the trainer draws itself; None where the recipe has no environment.
+    """Returns the player of the turns of answers that the trainer draws itself; None where the recipe has no
+    environment.
 
-    sampling: of what agents ask. Raises what `environment_workers` and `agent_processes` do.
+    sampling: for the agents' requests. Raises the errors of `environment_workers` and `agent_processes`.
     """
     section = recipe.environment
     if section is None:
@@ -42,8 +44,8 @@ def episodes_of(
 
 
 def episode_engine(recipe: Recipe, chat: ChatTokenizer, subject: Subject, engine: WorkerEngine) -> EpisodeEngine:
-    """An engine whose answers are episodes, of which another one draws the turns. Raises what `environment_workers`
-    does."""
+    """Returns an engine that answers with episodes; `engine` draws their turns. Raises the errors of
+    `environment_workers`."""
     assert recipe.environment is not None, "episodes have an environment"
     workers = _workers(recipe.environment, chat)
     return EpisodeEngine(engine, workers, _rules(recipe, chat, subject), most_growing=recipe.rollout.sequences)

@@ -86,7 +86,7 @@ def write(
 
 
 def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
-    """What transformers is to pad the result with, so that it scores answers at their last token."""
+    """The token with which transformers is to pad the result, so that it scores answers at their last token."""
     from danlu.data.padding_token import padding_token
 
     token = padding_token(tokenizer_of(recipe), subject.model.config.eos_token_ids)

@@ -36,7 +36,7 @@ from danlu.stages.reader import tokenizer_of
 
 
 def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
-    """Raises a DanluError for what can be wrong with a frozen model, its vocabulary too, without reading weights."""
+    """Raises a DanluError for faults of a frozen model, its vocabulary included, without reading weights."""
     path = spec.section.path
     if path is None:
         return

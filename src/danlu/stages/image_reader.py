@@ -38,7 +38,7 @@ class ImageReader:
         return StageData(images, images.per_epoch, kept, lines, sources=reported_sources(section))
 
     def amount(self, items: int) -> str:
-        """So many images in words."""
+        """The number of images, as text."""
         return f"{items} images"
 
     def targets(self, items: int) -> int:

@@ -16,9 +16,10 @@ from danlu.recipe.sections import Model
 def first_score_head(
     model: Model, labels: int, *, bias: bool, seed: int, key: str = "model.path", named: str | None = None
 ) -> nn.Linear:
-    """A head [labels, D]: of the last of `model.adapters` or of `model.path` that has one, else drawn by the seed.
+    """Returns a head [labels, D]: that of the last of `model.adapters` or of `model.path` that has one, else one drawn
+    by the seed.
 
-    key, named: of the recipe where the model is named, and what it is named, for messages.
+    key, named: the recipe key that names the model, and the name, for messages.
     Raises ModelError for folders that cannot be read, RecipeError for a head of another shape.
     """
     if model.path is None:

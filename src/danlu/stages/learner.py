@@ -78,7 +78,8 @@ class DecoderLearner:
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights that follow the policy's
     balancer: Balancer | None = None  # of a policy with experts
     sequence_tokens: int | None = None
-    """Where items are dealt by tokens: `micro` counts packed sequences of so many. None: `micro` counts items."""
+    """Tokens of a packed sequence where items are dealt by tokens: `micro` counts such sequences. None: `micro` counts
+    items."""
     exact: bool = False
     """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
     context: ContextGroups = field(default_factory=ContextGroups)
@@ -86,10 +87,10 @@ class DecoderLearner:
     drops_out: bool = True
     """Whether steps have the dropout of their adapters."""
     assessed_dropout: int | None = None
-    """The step whose dropout passes without gradients have; None: they have none."""
+    """The step that passes without gradients take their dropout from; None: they have no dropout."""
 
     def weights(self) -> dict[str, Tensor]:
-        """What training changes, by name, live: the decoder or the adapter on it, then what is the objective's own."""
+        """All trained tensors, by name, live: the decoder or the adapter on it, then the objective's own."""
         named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
         named |= {} if self.critic is None else self.critic.tensors()
         if self.moving:
@@ -100,7 +101,7 @@ class DecoderLearner:
         return self.parallel.local_weights(named)
 
     def totals(self, items: Sequence[Pack]) -> Totals:
-        """What a step of these packs consists of, with the divisors that objective and evaluation ask for."""
+        """Totals of a step of these packs, with the divisors that objective and evaluation need."""
         divisors: dict[str, float] = {}
         if isinstance(self.evaluation, CountingObjective) and self.evaluation is not self.objective:
             divisors |= self.evaluation.divisors(items)
@@ -163,7 +164,7 @@ class DecoderLearner:
         return self.objective.prepared(items, logprobs, training=step is not None)
 
     def end_step(self) -> Mapping[str, float]:
-        """How evenly the experts of each layer were loaded in the step."""
+        """Metrics of how evenly the experts of each layer were loaded in the step."""
         if self.balancer is None:
             return {}
         from danlu.models.load_balancing import merged_metrics
@@ -242,8 +243,8 @@ class DecoderLearner:
         return len(self._trained_models(self._roles_of(self.objective)))
 
     def empty_activation(self, micro_step: MicroStep[Any]) -> Activation:
-        """[T', D] of each model in the type of activations; where tensor ranks cut tokens, as they do of what has
-        gradients, this one's."""
+        """Makes an empty [T', D] for each model in the type of activations; where tensor ranks split tokens, as they do
+        with gradients, it has this rank's tokens."""
         tokens = len(pad_to_bucket(micro_step.batch, self.token_multiple).tokens)
         of_trained = tokens // (1 if micro_step.step is None else self.token_multiple)
         asked = self._asked(micro_step)
@@ -299,7 +300,7 @@ class DecoderLearner:
         return {"policy": self.model, **({VALUE: self.critic.model} if self.critic is not None and has_critic else {})}
 
     def _by_model(self, x: Activation, roles: Collection[Role]) -> dict[Role, Tensor]:
-        """The tensors of an activation by the model whose hidden states they are."""
+        """The tensors of an activation by the role of their model."""
         return dict(zip((*self._trained_models(roles), *self._decoders(roles)), x, strict=True))
 
     def _decoders(self, roles: Collection[Role]) -> dict[Role, DecoderRole]:
@@ -314,14 +315,14 @@ class DecoderLearner:
         totals: Totals | None = None,
         x: Activation | None = None,
     ) -> dict[Role, Outputs]:
-        """What the policy and the models of `roles` (by default all beside it) say about `batch`; only the outputs of
+        """Computes the outputs of the policy and of the models of `roles` (by default all) for `batch`; only those of
         the policy and of the critic carry gradients.
 
         totals: of the step that the batch is trained on in; the load of the policy's experts is counted and balanced.
-        x: what the chunk before the last one has returned for the policy and these roles, where they are in several.
+        x: the output of the chunk before the last one for the policy and these roles, where they are in several.
 
         The policy sends tokens to the experts that the batch has recorded of its rollout. Other models choose their
-        own: theirs are other weights, of which the rollout knows nothing.
+        own: they have other weights, of which the rollout knows nothing.
         """
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = self._attend(filled)
@@ -363,10 +364,10 @@ class DecoderLearner:
         )
 
     def _routed(self, filled: Batch, totals: Totals | None, gradient_scale: float) -> AbstractContextManager[None]:
-        """Within it, and where activations of it are recomputed, tokens go to the experts that are recorded of them; in
-        a step, whose `totals` are given, the policy's experts are counted and balanced.
+        """A context in which tokens go to their recorded experts, also where activations are recomputed; in a step,
+        with `totals` given, the policy's experts are counted and balanced.
 
-        The step divides by `totals.weight`, and what balances is a mean over tokens.
+        The step divides by `totals.weight`, and the balancing loss is a mean over tokens.
         """
         contexts: list[Callable[[], AbstractContextManager[None]]] = []
         if self.balancer is not None and totals is not None:
@@ -388,7 +389,8 @@ class DecoderLearner:
         return recomputed_within(partial(_all_of, contexts))
 
     def explain(self, batch: Batch, step: int) -> Exception:
-        """Why the loss of `batch` is not finite: a weight that is not, or the first module to make it so."""
+        """Explains why the loss of `batch` is not finite: a weight that is not, or the first module with such an
+        output."""
         of_critic = {} if self.critic is None else self.parallel.local_weights(self.critic.tensors())
         named = [*self.model.named_parameters(), *of_critic.items()]
         return self._explained(batch, step, non_finite_on_any(self.parallel.ranks.world, named))
@@ -459,7 +461,7 @@ class ThreadedLearner(DecoderLearner):
     def prepare(
         self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
     ) -> Sequence[Pack]:
-        """As one process does it; the pass without gradients is on the first device alone."""
+        """Prepares items as one process does; the pass without gradients is on the first device alone."""
         first = DecoderLearner(**{each.name: getattr(self, each.name) for each in fields(DecoderLearner)})
         return first.prepare(items, micro_batches, step)
 
@@ -482,12 +484,12 @@ class ThreadedLearner(DecoderLearner):
         return sum_losses(self.replicas.run(work, batch.parts), self.device)
 
     def explain(self, batch: Any, step: int) -> Exception:
-        """Why a loss is not finite, for the first part of which it is not."""
+        """Explains why a loss is not finite, for the first part of which it is not."""
         return self._explained(batch.parts[0], step, non_finite(self.model.named_parameters()))
 
 
 def trained_weights(model: Decoder, adapters: AdapterSet | None) -> dict[str, Tensor]:
-    """What training changes of a decoder, by name, live: all of it, or the adapter on top with its frozen parts."""
+    """All trained tensors of a decoder, by name, live: the whole of it, or the adapter on top with its frozen parts."""
     named = model.named_parameters() if adapters is None else adapters.tensors(adapters.active[-1]).items()
     return {name: parameter.detach() for name, parameter in named}
 

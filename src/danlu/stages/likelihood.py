@@ -11,7 +11,7 @@ from danlu.stages.protocols import Better
 
 
 def likelihood(recipe: Recipe) -> CrossEntropy:
-    """The cross-entropy with the extras of the recipe's `loss`, beside which the plain likelihood is reported then."""
+    """The cross-entropy with the extras of the recipe's `loss`; with extras the plain likelihood is reported too."""
     loss = recipe.loss
     return CrossEntropy(loss.label_smoothing, loss.z_loss, reports_nll=loss != LossOptions())
 
@@ -22,6 +22,6 @@ def plain_likelihood(recipe: Recipe, objective: Objective) -> CrossEntropy:
 
 
 def likelihood_metrics(recipe: Recipe) -> dict[str, Better]:
-    """What evaluations by the likelihood report: the loss of each source too, where there are several."""
+    """Metrics of evaluations by the likelihood: the loss of each source too, where there are several."""
     by_source: dict[str, Better] = {f"loss/{name}": "lower" for name in reported_sources(recipe.data)}
     return {"loss": "lower", "perplexity": "lower", "accuracy": "higher", **by_source}

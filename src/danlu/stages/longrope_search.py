@@ -1,7 +1,7 @@
 """LongRoPE's factors for the model of a recipe: candidates judged by its perplexity on held-out documents.
 
-Each candidate that was judged is a line of longrope_search.jsonl in the run folder, behind a first line that says what
-was searched, with what. A search that was interrupted reads them and goes on.
+Each judged candidate is a line of longrope_search.jsonl in the run folder, after a first line that describes the search
+and its inputs. A search that was interrupted reads them and goes on.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
 
 
 def summary(folder: Path) -> str:
-    """What a finished search found, for the console."""
+    """The result of a finished search, as a line for the console."""
     lines = [json.loads(line) for line in (folder / LONGROPE_SEARCH).read_text().splitlines()[1:]]
     best, linear = min(lines, key=lambda line: line["loss"]), lines[0]
     return (
@@ -138,7 +138,7 @@ class _Score:
 
 
 class _Judged:
-    """The losses of candidates that were judged, in a file that is begun anew for another search."""
+    """The losses of judged candidates, in a file that is emptied for another search."""
 
     def __init__(self, path: Path, made_from: dict[str, Any]) -> None:
         self._log = LineLog(path)

@@ -1,4 +1,4 @@
-"""Weights of a model beside the policy that follow the policy's: the moving reference of TR-DPO (arXiv:2404.09656)."""
+"""Weights of a model that follow the policy's: the moving reference of TR-DPO (arXiv:2404.09656)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from danlu.stages.protocols import Mixing
 
 @dataclass(frozen=True)
 class MovingWeights:
-    """The weights of one role that moves, and the policy's. Both are placed alike: each process mixes what it has."""
+    """The weights of one moving role, and the policy's. Both are placed alike: each process mixes its own shards."""
 
     policy: Mapping[str, Tensor]  # by name in the policy
     own: Mapping[str, Tensor]  # of the same names, in float32
@@ -26,7 +26,7 @@ class MovingWeights:
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
-        """Mixes the weights (equation 2) after a step whose number is a multiple of `mixing.every`."""
+        """Mixes the weights (equation 2) after each `mixing.every` steps."""
         if step % self.mixing.every:
             return
         for name, tensor in self.own.items():
@@ -41,7 +41,7 @@ def moving_weights(policy: Placed, model: Placed, mixing: Mixing) -> MovingWeigh
 
 
 def moving_tensors(moving: Mapping[Role, MovingWeights]) -> dict[str, Tensor]:
-    """What a checkpoint has of models that move, live: "reference.NAME"."""
+    """The tensors of moving models in a checkpoint, live: "reference.NAME"."""
     return {f"{role}.{name}": tensor for role, weights in moving.items() for name, tensor in weights.own.items()}
 
 

@@ -1,6 +1,6 @@
-"""What the models of a stage say of items without gradients, in a pass through all chunks of a pipeline.
+"""Passes without gradients: a stage's models compute outputs for items, through all chunks of a pipeline.
 
-It is the pass of an evaluation: the same lists of forward passes, whose last chunk keeps values in the place of a loss.
+Such a pass is that of an evaluation: the same lists of forward passes; its last chunk keeps values in place of a loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Kept(Generic[T]):
-    """An objective that has no loss, and keeps what `compute` makes of each micro-batch."""
+    """An objective without a loss, which keeps the value that `compute` makes of each micro-batch."""
 
     compute: Callable[[Mapping[Role, Outputs], Batch], T]
     values: list[T] = field(default_factory=list)
@@ -33,7 +33,7 @@ class _Kept(Generic[T]):
 
 @dataclass(frozen=True)
 class _KeptOfRoles(_Kept[T]):
-    """The same of some models beside the policy; the others are not asked."""
+    """The same for some models apart from the policy; the others do not run."""
 
     roles: frozenset[Role] = frozenset()
 
@@ -45,14 +45,14 @@ def no_grad_pass(
     compute: Callable[[Mapping[Role, Outputs], Batch], T],
     roles: Collection[Role] | None = None,
 ) -> Iterator[tuple[Sequence[int], T]]:
-    """Yields (numbers of its items, what `compute` makes of the outputs of the models) of each micro-batch of this
+    """Yields (numbers of its items, the value of `compute` for the models' outputs) of each micro-batch of this
     process, in their order; every process exhausts it.
 
-    Of a pipeline the stages without the last chunk, which have no outputs, yield nothing.
+    Pipeline stages without the last chunk, which have no outputs, yield nothing.
 
-    learner_of: the learner whose evaluations have an objective. micro_batches: as many on every process, some may be
-    empty: these go through the models with a filler. roles: the models that are asked beside the policy; None: all that
-    are frozen.
+    learner_of: the learner that evaluates with an objective. micro_batches: as many on every process, some may be
+    empty: these go through the models with a filler. roles: the models that run next to the policy; None: all frozen
+    ones.
     """
     kept = _Kept(compute) if roles is None else _KeptOfRoles(compute, roles=frozenset(roles))
     learner = learner_of(kept)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def on_policy_settings(recipe: Recipe, chat: ChatTokenizer) -> OnPolicySettings:
-    """Which rows the policy of a recipe answers itself, and how."""
+    """Settings of the rows that the policy of a recipe answers itself."""
     rollout = recipe.rollout
     stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
     return OnPolicySettings(

@@ -1,4 +1,4 @@
-"""What a decoder says about the targets of a micro-batch, each computed when an objective asks for it.
+"""Outputs of a decoder for the targets of a micro-batch, each computed when an objective asks for it.
 
 T packed tokens · N trained targets · D model width · V vocabulary
 """
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 OFFERED = frozenset({"cross_entropy", "divergence", "hidden", "logprobs", "top_tokens"})
 OFFERED_BY_HEAD = frozenset({"scores", "values"})
-"""What else a decoder says where the objective (`types.HeadObjective`) or its folder has a head of a few labels."""
+"""Outputs that a decoder also offers where the objective (`types.HeadObjective`) or its folder has a head of a few
+labels."""
 
 
 @dataclass(frozen=True)
 class DecoderOutputs:
-    """The `Outputs` of a decoder: its last hidden states, and the head applied to what an objective needs of them."""
+    """The `Outputs` of a decoder: its last hidden states, with the head applied as an objective needs it."""
 
     model: Decoder
     last_hidden: Tensor  # [T', D]: T tokens, then those that fill the batch up to its size
@@ -37,7 +38,7 @@ class DecoderOutputs:
     tokens: int  # T
     targets: int  # N
     gradient_scale: float = 1.0
-    """What gradients are multiplied by before they are rounded to the type of activations: see `scale_gradient`."""
+    """Factor of gradients before they are rounded to the type of activations: see `scale_gradient`."""
     head: Tensor | None = None  # [V, D]; None: the model's, as it is when it is used
 
     score_head: nn.Linear | None = None  # [labels, D]: what `scores` and `values` apply to hidden states
@@ -75,7 +76,8 @@ class DecoderOutputs:
         entropy: bool = False,
         collision: bool = False,
     ) -> TokenLogprobs:
-        """Log-probability [N] of each target, and what else is asked for: see `token_logprobs`."""
+        """Computes the log-probability [N] of each target; the entropy and collision on request: see
+        `token_logprobs`."""
         from danlu.objectives.token_logprobs import token_logprobs
 
         padding = (0, 0, 0, len(self.batch.targets) - self.targets)
@@ -102,7 +104,8 @@ class DecoderOutputs:
         temperature: float = 1.0,
         top_k: int | None = None,
     ) -> Tensor:
-        """How far this model's distribution at each target's place is from a teacher's: [N], see `divergence`.
+        """Computes the divergence of this model's distribution at each target's place from a teacher's: [N], see
+        `divergence`.
 
         With `top_k` the outcomes are the teacher's likeliest tokens and all others as one; else every token that both
         models have. An embedding may be padded with rows that stand for no token, so one of them may have more.
@@ -143,11 +146,11 @@ class DecoderOutputs:
         return TopTokens(everything.ids[: self.targets], everything.logprobs[: self.targets])
 
     def scores(self) -> Tensor:
-        """What the head says at the last token of each branch: [M] float32, or [M, labels] of one with several.
+        """Applies the score head to the last token of each branch: [M] float32, or [M, labels] with several labels.
 
-        Where there are no trees each document is one branch. The token is the branch's own last one, whatever lies
-        behind it in the batch: the other answer, or what fills the batch up. Where context ranks share branches, all
-        have the scores that each computes of the tokens it has.
+        Where there are no trees each document is one branch. The token is the branch's own last one, whatever follows
+        it in the batch: the other answer, or padding. Where context ranks share branches, all have the scores that each
+        computes of its own tokens.
         """
         if (shared := self.batch.shared_branches) is not None:
             own = shared.last_tokens.ge(0).nonzero().squeeze(1)
@@ -160,14 +163,14 @@ class DecoderOutputs:
         return self._head_at(copy_to(last, self.last_hidden.device))
 
     def values(self) -> Tensor:
-        """What the head says at the place that each target is predicted from: [N] float32, or [N, labels]."""
+        """Applies the head to the place that each target is predicted from: [N] float32, or [N, labels]."""
         return self._head_at(self.batch.logits_indices[: self.targets])
 
     def hidden(self) -> Tensor:
         """The last hidden states [T, D], in the type of activations, the same on every tensor rank.
 
-        What an objective computes from them is computed on each tensor rank, while the decoder expects of each rank a
-        term of the gradient; so only the first rank's gradient goes back.
+        An objective computes with them on each tensor rank, while the decoder expects of each rank a term of the
+        gradient; so only the first rank's gradient goes back.
         """
         shard = self.model.vocab_shard
         hidden = self.last_hidden[: self.tokens]
@@ -190,7 +193,8 @@ class DecoderOutputs:
         return self.model.head_weight if self.head is None else self.head
 
     def _logits(self, rows: int | None = None) -> Head:
-        """What the logits of the N' targets are made of: all tokens, or those of the first rows."""
+        """The factors of the N' targets' logits: hidden states and head weight, of all tokens or those of the first
+        rows."""
         from danlu.objectives.divergence import Head
 
         weight = self._head()
@@ -198,7 +202,7 @@ class DecoderOutputs:
         return Head(self._hidden_of_targets(), weight, self.model.config.final_softcap)
 
     def _head_options(self) -> dict[str, Any]:
-        """What is particular about this model's head, in the words of both operations."""
+        """Keyword arguments for this model's head, which both operations take."""
         config, shard = self.model.config, self.model.vocab_shard
         return {
             "softcap": config.final_softcap,
@@ -209,7 +213,7 @@ class DecoderOutputs:
 
 
 class _GradientOfOneRank(torch.autograd.Function):
-    """The identity, whose gradient counts on one rank and is 0 on the others, where a sum over the ranks follows."""
+    """The identity; its gradient counts on one rank and is 0 on the others, where a sum over the ranks follows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The policy's log-probabilities of given tokens as training computes them, beside those that a rollout has."""
+"""The policy's log-probabilities of given tokens as training computes them, to compare with those of a rollout."""
 
 from __future__ import annotations
 

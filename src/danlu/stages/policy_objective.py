@@ -1,4 +1,4 @@
-"""The objective of stage rl over the policy's own answers, and the models beside the policy."""
+"""The objective of stage rl over the policy's own answers, and the other models that it needs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from danlu.stages.value_model import first_value_head
 
 
 def policy_objective(recipe: Recipe) -> PolicyGradient | PpoObjective | Preference | StepPreference:
-    """The policy gradient over what rollouts drew, or the terms over pairs of their answers."""
+    """The policy gradient over the drawn answers, or the preference terms over pairs of them."""
     return preference(recipe) if trains_on_pairs(recipe) else policy_gradient(recipe)
 
 
 def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
-    """The policy gradient of the recipe's objective, over what its rollouts drew; with a critic's loss in PPO."""
+    """The policy gradient of the recipe's objective, over the answers of its rollouts; with a critic's loss in PPO."""
     section = objective_section(recipe)
     kl = section.kl if section.kl is not None and not section.kl.in_reward else None
     low, high = section.clip_bounds
@@ -76,7 +76,7 @@ def models_beside_policy(recipe: Recipe) -> Mapping[Role, RoleSpec]:
 
 
 def _vespo_weights(section: sections.PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
-    """Of good answers, and of the others."""
+    """VESPO's weights of good answers, and of the others."""
     good, bad = (GammaWeight(k, rate) for k, rate in zip(section.vespo_shapes, section.vespo_rates, strict=True))
     return good, bad
 
@@ -87,6 +87,6 @@ def held_out_rewards(recipe: Recipe, objective: Objective) -> PolicyEvaluation:
 
 
 def policy_metrics(recipe: Recipe) -> dict[str, Better]:
-    """What evaluations of a policy report that has a better side."""
+    """Metrics of a policy's evaluations that are better lower or higher."""
     parts: dict[str, Better] = {f"reward/{name}": "higher" for name in recipe.reward_weights}
     return {"loss": "lower", "reward": "higher", **parts}

@@ -16,5 +16,5 @@ def preference(recipe: Recipe) -> Preference | StepPreference:
 
 
 def preference_metrics(recipe: Recipe) -> dict[str, Better]:
-    """What evaluations of pairs, or of judged answers, report."""
+    """Metrics of evaluations of pairs, or of judged answers."""
     return {"loss": "lower", **Preference(tuple(terms_of(recipe.objective)), True).better}

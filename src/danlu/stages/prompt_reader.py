@@ -77,7 +77,7 @@ class PromptReader:
         )
 
     def amount(self, items: int) -> str:
-        """So many prompts in words."""
+        """The number of prompts and answers, as text."""
         return f"{items} prompts x {self.recipe.rollout.samples} answers"
 
     def targets(self, items: int) -> int:
@@ -98,7 +98,7 @@ def _call_lines(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
 
 
 def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, positions: int) -> list[str]:
-    """What is to be told of prompts whose answers end where the model has no more positions.
+    """Warnings about prompts that have too few positions left in the model for a whole answer.
 
     positions: of the model, for a prompt and its answer. Raises DataError for a prompt that leaves no answer any room.
     """
@@ -126,7 +126,7 @@ class RolloutBuilder(DecoderBuilder):
     """A `ModelBuilder`: the decoder that answers and learns, and its teachers where it has some."""
 
     def check(self, start: Start | None) -> None:
-        """Also raises a DanluError for rewards and environments that cannot be, and for teachers of other tokens."""
+        """Raises a DanluError also for faulty rewards and environments, and for teachers with other tokens."""
         super().check(start)
         check_teachers(self.recipe)
         reward_parts(self.recipe)
@@ -134,10 +134,10 @@ class RolloutBuilder(DecoderBuilder):
             check_environment(self.recipe.environment)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> AnsweringDecoder:
-        """The decoder, and the models beside it, on the processes of a layout.
+        """Places the decoder, and the models of other roles, on the processes of a layout.
 
-        Also raises what loading rewards and an environment of the user's raises, and DataError for tests of programs
-        that the empty program passes, before any model is loaded.
+        Raises also the errors of loading rewards and a user's environment, and DataError for tests of programs that the
+        empty program passes, before any model is loaded.
         """
         ranks.world.from_first(partial(self._check_loading, stage_data))
         recipe, judges = self.recipe, dict[str, RewardModel]()

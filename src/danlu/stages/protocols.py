@@ -1,4 +1,4 @@
-"""What a run asks of the parts of a stage: a reader of its rows, and a builder of the models it trains.
+"""Protocols of a stage's parts, which a run uses: a reader of its rows, and a builder of the models it trains.
 
 `table.py` has a row for each stage; `run/train.py` looks the recipe's up and knows no more of it than this.
 """
@@ -40,10 +40,11 @@ if TYPE_CHECKING:
     from danlu.training.trained_roles import TrainedRoles
 
 Better = Literal["lower", "higher"]
-"""Which of two values of a metric is the better one."""
+"""The direction of a metric that is an improvement."""
 
 LeastSeconds = Callable[[Sequence[int], int], float]
-"""(document lengths, targets) of a step -> the seconds it would take at the matrix-product speed of all its devices."""
+"""Maps (document lengths, targets) of a step to the seconds that it would take at the matrix-product speed of all
+devices."""
 
 
 HeldOut = Callable[[], Sequence[Item]]
@@ -63,7 +64,7 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a policy is asked while it is trained."""
+    """The prompts that a policy answers while it is trained."""
 
     order: PromptOrder  # over those of an epoch
     train: Sequence[Prompt]
@@ -72,7 +73,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class StageData:
-    """What is trained on."""
+    """The datasets of a stage."""
 
     source: ItemSource | None  # None where models make the items of `prompts`
     per_epoch: int | None  # items; None for a stream
@@ -88,7 +89,7 @@ class StageData:
     stretches: Sequence[Stretch] = ()  # of steps whose items differ, where they do
 
     def items(self) -> tuple[ItemSource, HeldOut | None]:
-        """What steps take and evaluations judge, where that is read and not made by a model."""
+        """The items of steps and of evaluations, where they are read and not made by a model."""
         held_out = self.held_out
         assert self.source is not None, "rows were read"
         return self.source, (None if not held_out else lambda: held_out)
@@ -126,19 +127,20 @@ class PlacedModel(Protocol):
     def notes(self) -> Sequence[str]: ...  # for the console: what is worth knowing of how it was placed
 
     def parameters(self) -> list[tuple[str, Parameter]]:
-        """What optimizer and average work on, by name: as much of each parameter as this process has."""
+        """The parameters of optimizer and average, by name: this process's shard of each."""
 
     def base(self) -> Mapping[str, Any] | None: ...  # what tells the base of a trained adapter from another; JSON
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint has of the model, by name, live: as much of each tensor as this process has."""
+        """The model's tensors in a checkpoint, by name, live: this process's shard of each."""
 
     def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
 
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> AnyLearner: ...
 
     def check_weights(self) -> None:
-        """Raises a DanluError for what cannot be trained on with the weights of the first step, which are there now."""
+        """Raises a DanluError for data that the weights of the first step, which are loaded now, cannot be
+        trained on."""
 
     def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
 
@@ -158,15 +160,16 @@ class ModelBuilder(Protocol):
     """Builds and places the models of a stage; made of the recipe and the stage."""
 
     def check(self, start: Start | None) -> None:
-        """Raises a DanluError for what can be wrong before any data is read, the stage's objective and models included.
+        """Raises a DanluError for faults that show before any data is read, the stage's objective and models included.
 
         start: as in `place`.
         """
 
     def with_columns(self, ranks: Ranks, device: torch.device, stage_data: StageData, stream: TextIO) -> StageData:
-        """The rows with the columns of the stage, computed where they are not stored, showing the progress on `stream`.
+        """Returns the rows with the columns of the stage, computed where they are not stored, showing the progress on
+        `stream`.
 
-        Every process calls it, before models are placed: what is asked then is in memory alone.
+        Every process calls it, before models are placed: so the models that compute columns are alone in memory.
         """
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedModel:
@@ -184,13 +187,13 @@ class Mixing(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A frozen model beside the policy: where its weights are from, and how they are stored."""
+    """A frozen model of another role than the policy: where its weights are from, and how they are stored."""
 
     key: str  # of the section of the recipe that asks for it, for messages: "reference", "teacher.0"
     section: Model
     quantization: QuantizationSection | None = None  # of its linear layers; None: in the type of activations
     mixing: Mixing | None = None
-    """How its weights follow the policy's: they are kept in float32 then, and have a place in checkpoints."""
+    """The mixing by which its weights follow the policy's: they are in float32 then, and in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class PolicyWithoutAdapter:
 
 @dataclass(frozen=True)
 class FromColumns:
-    """No model: what the role says was computed before training, and is in the columns of the rows."""
+    """A role without a model: its outputs were computed before training, and are in the columns of the rows."""
 
     outputs: Callable[[Batch], Outputs]
 
@@ -220,7 +223,7 @@ class ColumnSpec:
     types: Mapping[str, ColumnType]  # by the columns' names
     compute: Callable[[Outputs, Batch], Mapping[str, Tensor]]  # [N, ...] each, also of a batch without targets
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """What else than model, rows and numerics the values follow from; JSON."""
+    """Inputs of the values apart from model, rows and numerics; JSON."""
 
 
 def no_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
@@ -236,39 +239,39 @@ def read_items(
 
 
 def policy_alone(recipe: Recipe) -> Mapping[Role, RoleSpec]:
-    """The models beside the policy of a stage that has none."""
+    """The other models of a stage that has none."""
     return {}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A kind of training: what reads its rows, the models beside the policy, and the objective over their outputs."""
+    """A kind of training: the reader of its rows, its models, and the objective over their outputs."""
 
     reader: Callable[[Recipe], Reader]
     builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
     objective: Callable[[Recipe], Objective]
     models: Callable[[Recipe], Mapping[Role, RoleSpec]] = policy_alone  # beside the policy, by role; none is trained
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
-    """What held-out items are judged by, made of the recipe and the objective that is trained with."""
+    """Makes the objective that judges held-out items, from the recipe and the training objective."""
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
-    """What the result is for: one that classifies has the head of the objective, and none over the vocabulary."""
+    """The task of the result: one that classifies has the head of the objective, and none over the vocabulary."""
     columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
     items: Callable[[Any, StageData, AnyLearner, Path], tuple[ItemSource, HeldOut | None]] = read_items
-    """(placed models, material, learner, folder of the run) -> what steps take, and what evaluations judge: the rows
-    that were read, or what the placed models make of them."""
+    """Maps (placed models, stage_data, learner, folder of the run) to the items of steps and those of evaluations: the
+    rows that were read, or items that the placed models make of them."""
     objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0
-    """What the learning rate is multiplied by for the objective's own parameters and a model of values, which are an
-    optimizer group then."""
+    """The factor on the learning rate for the objective's own parameters and a value model, which then are an optimizer
+    group."""
     trained_roles: Callable[[Recipe], TrainedRoles | None] = lambda recipe: None
-    """Whose each trained parameter is, where a model beside the policy is trained too."""
+    """Maps each trained parameter to its role, where another model than the policy is trained too."""
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
-    """What an evaluation of the recipe reports that a run can be judged by, by name: whether lower or higher is
-    better."""
+    """Metrics of an evaluation that a run can be judged by, by name: whether lower or higher is better."""
     remarks: Callable[[Recipe], Remark] = lambda recipe: lambda metrics: ()
-    """What is to be said of the metrics of logged steps."""
+    """Makes warnings of the metrics of logged steps."""
 
     def criterion(self, recipe: Recipe) -> Criterion:
-        """What the recipe's evaluations are judged by. Raises RecipeError for what the stage does not report."""
+        """The metric that judges the recipe's evaluations. Raises RecipeError for one that the stage does not
+        report."""
         from danlu.training.criterion import Criterion
 
         metric, metrics = recipe.evaluation.metric, self.metrics(recipe)
@@ -282,11 +285,12 @@ class Stage:
     def objectives(
         self, recipe: Recipe, offered: frozenset[str], model: str, *, offered_by_head: frozenset[str] = frozenset()
     ) -> tuple[Objective, Objective]:
-        """(objective, evaluation); first values of their parameters follow from the seed, so they are alike anywhere.
+        """Returns (objective, evaluation); first values of their parameters follow from the seed, so they are alike
+        anywhere.
 
         offered: the methods of `Outputs` that a model has; offered_by_head: those that it has with a head of the
         objective; model: its name in messages.
-        Raises RecipeError if an objective needs what is not offered.
+        Raises RecipeError if an objective needs an output that is not offered.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)

@@ -45,7 +45,7 @@ class PackReader:
         self.recipe = recipe
 
     def read(self, stream: TextIO) -> StageData:
-        """Of several processes the first tokenises; the others find it in the cache."""
+        """Reads the rows. The first process tokenises; the others read the cache."""
         section = self.recipe.long_context
         if section is not None and section.stages:
             return staged_material(self.recipe, section.stages, stream)
@@ -80,7 +80,7 @@ class PackReader:
         )
 
     def amount(self, items: int) -> str:
-        """So many packs in words."""
+        """The number of packs, as text."""
         data = self.recipe.data
         return f"{items} x {data.max_length} tokens" if data.packing.kind != "none" else f"{items} rows"
 
@@ -90,7 +90,8 @@ class PackReader:
 
 
 def prepared_lines(recipe: Recipe, prepared: PreparedData) -> list[str]:
-    """What became of the rows, for the console, and which samples are longer than the model has positions for."""
+    """Lines for the console on the fate of the rows, and on samples that are longer than the model has positions
+    for."""
     return data_lines(prepared) + _beyond_positions(recipe, prepared)
 
 
@@ -123,7 +124,7 @@ def dataset_spec(recipe: Recipe) -> DatasetSpec:
 
 
 def tokenizer_path(recipe: Recipe) -> str:
-    """Where the recipe's tokenizer is: its own folder, or the model's."""
+    """The folder of the recipe's tokenizer: its own, or the model's."""
     named = recipe.model.tokenizer
     if named is not None:
         return named
@@ -232,7 +233,7 @@ def check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
 
 
 def data_lines(prepared: PreparedData) -> list[str]:
-    """What became of the rows, for the console: nothing is cut, dropped or skipped without being told."""
+    """Lines for the console on the fate of the rows: everything that is cut, dropped or skipped is reported."""
     lines = row_lines("data", prepared.statistics)
     if prepared.eval_statistics is not None:
         lines += row_lines("evaluation data", prepared.eval_statistics)
@@ -244,7 +245,7 @@ def data_lines(prepared: PreparedData) -> list[str]:
 
 
 def row_lines(name: str, statistics: Statistics) -> list[str]:
-    """What became of the rows of one side of the data, for the console; nothing of a stream that was not read yet."""
+    """Lines for the console on the rows of one side of the data; none for a stream that was not read yet."""
     if not statistics.rows:
         return []
     rows, tokens, share = statistics.rows, statistics.tokens, statistics.trained_share

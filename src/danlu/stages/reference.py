@@ -1,4 +1,4 @@
-"""The reference of stage `preference` as a model beside the policy, or as a column of the rows."""
+"""The reference of stage `preference`: as a frozen model, or as a column of the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFERENCE: Role = "reference"
 
 
 def reference_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
-    """What has the role of the reference in a recipe, if anything has."""
+    """The reference of a recipe by its role, if it has one."""
     match resolve_reference(recipe):
         case Cached():
             return {REFERENCE: FromColumns(_from_column)}
@@ -34,9 +34,9 @@ def reference_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
 
 
 def reference_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
-    """The column of a cached reference: what the policy, as the run starts it, says of each token of the answers.
+    """The column of a cached reference: the initial policy's log-probability of each token of the answers.
 
-    That is a frozen model with the same weights, unless the adapter that is trained starts with an effect.
+    It is computed by a frozen model with the same weights, unless the adapter that is trained starts with an effect.
     """
     if not isinstance(resolve_reference(recipe), Cached):
         return ()
@@ -51,7 +51,8 @@ def _logprobs(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class ColumnLogprobs:
-    """What a cached reference says: the log-probabilities of the targets, of an `Outputs` that method alone."""
+    """The stored output of a cached reference: the log-probabilities of the targets. It is an `Outputs` with that
+    method alone."""
 
     batch: Batch
 

@@ -77,7 +77,7 @@ def reward_parts(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None
 
 @dataclass(frozen=True)
 class DeferredRewardModel:
-    """A reward model whose weights are read when it first judges: on the first process alone, and not to look at rows.
+    """A reward model that reads its weights when it first judges: on the first process alone, and not to look at rows.
 
     It computes in the precision and on the device of the run, whole.
     """
@@ -98,12 +98,12 @@ class DeferredRewardModel:
 
 
 def recipe_rewards(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None) -> Rewards:
-    """What judges the policy's answers, as the recipe says. Raises RecipeError as `reward_parts` does."""
+    """The rewards of the policy's answers, as in the recipe. Raises RecipeError as `reward_parts` does."""
     return build_runner(reward_parts(recipe, judges), recipe.reward_limits)
 
 
 def objective_section(recipe: Recipe) -> PolicyGradientSection:
-    """The policy gradient of a recipe of stage rl; where it trains on pairs, what these ask of a rollout: GRPO's."""
+    """The policy gradient of a recipe of stage rl; where it trains on pairs, GRPO's, for the settings of a rollout."""
     return recipe.policy_gradient or Grpo()
 
 
@@ -113,7 +113,7 @@ def trains_on_pairs(recipe: Recipe) -> bool:
 
 
 def sampling_options(recipe: Recipe) -> SamplingOptions:
-    """How answers that are trained on are drawn."""
+    """Sampling options of the answers that are trained on."""
     rollout = recipe.rollout
     return SamplingOptions(
         temperature=rollout.temperature,
@@ -130,7 +130,8 @@ def has_one_update(recipe: Recipe) -> bool:
 
 
 def ratio_is_to_sampled(recipe: Recipe) -> bool:
-    """Whether the ratio is to what tokens were drawn from, as the engine has it: of asynchronous rollouts.
+    """Whether the ratio is to the sampling distribution, as the engine has it: true for asynchronous rollouts without
+    `importance`.
 
     With `importance` it is to the trainer's policy when the rollout is taken up, and the correction bridges the rest
     (decoupled PPO: arXiv:2110.00641; as in AReaL, arXiv:2505.24298).
@@ -147,7 +148,7 @@ def has_old_logprobs(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class AnsweringDecoder(PlacedDecoder):
-    """A policy that answers prompts while it is trained, with what judges its answers."""
+    """A policy that answers prompts while it is trained, with the rewards of its answers."""
 
     rewards: Callable[[Recipe], Rewards] = recipe_rewards
     asynchronous_engine: Callable[[Recipe, Placed, float], AsynchronousEngine] = rollout_processes
@@ -199,7 +200,7 @@ def experience_items(
 
 
 def _rollouts(recipe: Recipe, prompts: int) -> int:
-    """How many rollouts a run has, over so many prompts."""
+    """The number of rollouts of a run over so many prompts."""
     batch = recipe.batch
     assert batch.prompts is not None, "the recipe's rules ask for prompts"
     if recipe.steps is not None:
@@ -208,7 +209,7 @@ def _rollouts(recipe: Recipe, prompts: int) -> int:
 
 
 def estimator_of(recipe: Recipe) -> Estimator:
-    """What gives tokens their advantages."""
+    """The estimator of the tokens' advantages."""
     if trains_on_pairs(recipe):
         return PairEstimator()
     estimator = _estimator_of_rewards(recipe)

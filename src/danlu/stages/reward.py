@@ -18,13 +18,13 @@ def reward(recipe: Recipe) -> BradleyTerry | Stepwise:
 
 
 def reward_task(recipe: Recipe) -> Task:
-    """What a reward model is exported as: pairs score whole answers, steps are tokens that are classified."""
+    """The task of an exported reward model: pairs score whole answers, steps are tokens that are classified."""
     stepwise = isinstance(_reward_section(recipe), sections.Stepwise)
     return "token-classification" if stepwise else "sequence-classification"
 
 
 def reward_metrics(recipe: Recipe) -> dict[str, Better]:
-    """What evaluations of a reward model report that has a better side."""
+    """Metrics of a reward model's evaluations that are better lower or higher."""
     pairs: dict[str, Better] = {} if reward_task(recipe) == "token-classification" else {"margin": "higher"}
     return {"loss": "lower", "accuracy": "higher", **pairs}
 

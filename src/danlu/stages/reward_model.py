@@ -113,10 +113,10 @@ class RewardModel:
 
 
 def resolve_reward_model(path: str) -> ResolvedModel:
-    """The folders of a reward model, with what can be told without its weights.
+    """Finds the folders of a reward model, with its config, without reading its weights.
 
-    Raises ModelError for a language model, for what is none, and for a model whose head is missing or gives an answer
-    more than one number.
+    Raises ModelError for a language model, for a folder without a model, and for a model without a head or with a head
+    of more than one number for an answer.
     """
     resolved = resolve_model(path, may_classify=True)
     if resolved.config.task == "causal-lm":

@@ -25,11 +25,11 @@ from danlu.stages.reward_model import RewardModel, resolve_reward_model
 from danlu.training.units import format_bytes
 
 _PLAIN_STARTS = (None, True, False, "gaussian")
-"""`init_lora_weights` of adapters whose start was not taken out of the base."""
+"""Values of `init_lora_weights` that leave the base as it is."""
 
 
 def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dict[str, RewardModel], list[str]]:
-    """(reward models by the path that the recipe has, lines for the console).
+    """Returns (reward models by the path that the recipe has, lines for the console).
 
     Their adapters are put into the policy's model, which is not placed yet: frozen, and switched on while they judge.
     """
@@ -57,7 +57,7 @@ def _has_base_of_policy(recipe: Recipe, resolved: ResolvedModel) -> bool:
 
 
 def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedModel, ranks: Ranks) -> str | None:
-    """Why a reward model cannot judge on the policy's base; None where it can."""
+    """Returns why a reward model cannot judge on the policy's base; None where it can."""
     section, (stack,), adapters = recipe.parallel, resolved.stacks, subject.adapters
     assert adapters is not None, "the recipe trains an adapter"
     is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
@@ -78,7 +78,7 @@ def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedM
 
 
 def _judge(recipe: Recipe, subject: Subject, resolved: ResolvedModel, number: int) -> tuple[RewardModel, int]:
-    """(a reward model on the policy's base, bytes of its adapters and its head)."""
+    """Returns (a reward model on the policy's base, bytes of its adapters and its head)."""
     adapters, model = subject.adapters, subject.model
     assert adapters is not None and recipe.precision != "auto", "it trains one, and a run has chosen its precision"
     (stack,) = resolved.stacks
@@ -105,7 +105,7 @@ def _judge(recipe: Recipe, subject: Subject, resolved: ResolvedModel, number: in
 
 
 def own_reward_bytes(recipe: Recipe, judges: Collection[str]) -> int:
-    """Bytes of the reward models that the first process loads beside the policy, in the type of activations.
+    """Bytes of the reward models that the first process loads in addition to the policy, in the type of activations.
 
     judges: the paths of those that need no base of their own.
     """

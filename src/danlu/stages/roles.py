@@ -1,4 +1,4 @@
-"""What the models beside the policy say about a micro-batch: frozen decoders, the policy without its adapter, columns.
+"""Outputs of the models of other roles for a micro-batch: frozen decoders, the policy without its adapter, columns.
 
 T packed tokens · N trained targets
 """
@@ -45,9 +45,10 @@ class RoleOutputs(Protocol):
     """Makes the outputs of one role for a micro-batch; they carry no gradients."""
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> Outputs:
-        """What the role says about `batch`, which goes through models as `filled`: see `data.batch.pad_to_bucket`.
+        """Computes the role's outputs for `batch`, which goes through models as `filled`: see
+        `data.batch.pad_to_bucket`.
 
-        x: what the chunk before the last one has returned, where the role is a decoder in several.
+        x: the output of the chunk before the last one, where the role is a decoder in several.
         """
 
 
@@ -83,7 +84,8 @@ class AdapterOff:
     exact: bool = False
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> DecoderOutputs:
-        """As of a `FrozenDecoder`, without dropout; the head is taken here, for it may have an adapter too."""
+        """Computes the outputs as a `FrozenDecoder` does, without dropout; the head is taken here, for it may have an
+        adapter too."""
         with self._switched_off():
             outputs = decoder_outputs(
                 self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact, x=x
@@ -91,7 +93,7 @@ class AdapterOff:
             return outputs.with_head(self.model.head_weight)
 
     def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
-        """As of a `FrozenDecoder`, without dropout."""
+        """Computes hidden states as a `FrozenDecoder` does, without dropout."""
         with self._switched_off():
             return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
 
@@ -104,7 +106,7 @@ class AdapterOff:
 
 @dataclass(frozen=True)
 class StoredOutputs:
-    """A `RoleOutputs`: what was computed before training, and is in the batch's columns."""
+    """A `RoleOutputs` that reads values which were computed before training from the batch's columns."""
 
     outputs: Callable[[Batch], Outputs]
 
@@ -115,7 +117,7 @@ class StoredOutputs:
 
 
 DecoderRole = FrozenDecoder | AdapterOff
-"""A `RoleOutputs` that goes through the chunks of a pipeline beside the policy, each with its own."""
+"""A `RoleOutputs` that goes through the chunks of a pipeline together with the policy, each with its own."""
 
 
 def decoder_outputs(
@@ -130,9 +132,9 @@ def decoder_outputs(
     exact: bool = False,
     x: Tensor | None = None,
 ) -> DecoderOutputs:
-    """What a decoder, perhaps with a head that scores, says about `batch`, which goes through it as `filled`.
+    """Computes the outputs of a decoder, perhaps with a score head, for `batch`, which goes through it as `filled`.
 
-    x: what the chunk before the last one has returned, where the decoder is in several.
+    x: the output of the chunk before the last one, where the decoder is in several.
     """
     hidden = hidden_states(model, forward, dtype, batch, filled, attend, model.chunks.last, x)  # [T', D]
     counts = len(batch.tokens), len(batch.targets)
@@ -149,9 +151,9 @@ def hidden_states(
     chunk: int,
     x: Tensor | None,
 ) -> Tensor:
-    """Hidden states behind a chunk of a decoder, of `batch`, which goes through it as `filled`.
+    """Computes the hidden states after a chunk of a decoder for `batch`, which goes through it as `filled`.
 
-    x: what the chunk before has returned; None for the first.
+    x: the output of the chunk before; None for the first.
     """
     rotation: dict[str, Any] = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
     if filled.document_lengths is not None:

@@ -37,12 +37,11 @@ def rollout_engine(
 ) -> RolloutEngine:
     """An engine that answers with the policy, dealt among the processes or on a server; all processes make one.
 
-    Asynchronous rollouts ask servers in a process of their own: what the trainer then answers itself it draws itself.
+    Asynchronous rollouts ask servers in a process of their own: the trainer then draws its own answers itself.
 
-    decode: token ids to text without special tokens; without it answers have no text. cache_gib: what the requests to
-    come need of the cache, where that is known: no more is taken.
-    Raises what making the engine raises: ResourceError for a cache that holds not one block, ModelError for a draft
-    model that is not there or has another vocabulary.
+    decode: token ids to text without special tokens; without it answers have no text. cache_gib: the size of the cache
+    that the coming requests need, where that is known: no more is taken. Raises ResourceError for a cache that holds
+    not one block, ModelError for a draft model that is not there or has another vocabulary.
     """
     model, parallel = placed.subject.model, placed.parallel
     ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
@@ -87,7 +86,7 @@ def engine_options(recipe: Recipe) -> EngineOptions:
 
 
 def draft_options(section: Rollout) -> DraftOptions | None:
-    """What proposes tokens in speculative decoding, if anything does."""
+    """Options of the drafts of speculative decoding, if there are any."""
     match section.draft:
         case Ngram() as ngram:
             return DraftOptions("ngram", ngram.tokens, longest=ngram.longest)
@@ -104,7 +103,7 @@ def draft_model(section: Rollout, device: torch.device, dtype: torch.dtype) -> D
 
 
 def policy_adapters(placed: Placed) -> EngineAdapters | None:
-    """What requests may switch between: the adapters as they are trained, and the base without any."""
+    """The adapters that requests may switch between: those that are trained, and the base without any."""
     adapters = placed.subject.adapters
     if adapters is None:
         return None
@@ -137,8 +136,8 @@ def sharded_weights(recipe: Recipe, placed: Placed) -> ShardedWeights | None:
 
 
 def policy_parameters(placed: Placed) -> dict[str, LocalParameter]:
-    """What a process has of each parameter of the policy that training changes, in an order that all processes have;
-    of those of other stages nothing."""
+    """This process's shard of each parameter of the policy that is trained, in an order that all processes have; empty
+    for parameters of other stages."""
     everything, adapters = placed.parallel.all_parameters, placed.subject.adapters
     if adapters is None:
         names = [*parameter_shapes(placed.subject.model.config)]

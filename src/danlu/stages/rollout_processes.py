@@ -1,4 +1,4 @@
-"""Processes that answer with the policy beside the trainer: how each makes its engine, which weights it is handed."""
+"""Rollout processes that answer with the policy: how each makes its engine, and the weights that it receives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyEngineJob:
-    """A `rollout_worker.EngineJob`: the engine of a recipe, whose weights are handed over."""
+    """A `rollout_worker.EngineJob`: the engine of a recipe, with weights that the trainer hands over."""
 
     recipe: Recipe
     config: ModelConfig
@@ -46,7 +46,7 @@ class PolicyEngineJob:
 
     @contextmanager
     def __call__(self) -> Iterator[WorkerEngine]:
-        """Within it the engine answers as one within the trainer would."""
+        """A context in which the engine answers as one within the trainer would."""
         recipe, device = self.recipe, torch.device(self.device)
         torch.set_num_threads(self.threads)
         chat = chat_tokenizer_of(recipe, self.config)
@@ -95,8 +95,8 @@ def policy_copy(recipe: Recipe, config: ModelConfig, device: torch.device, chat:
 def rollout_processes(recipe: Recipe, placed: Placed, cache_gib: float) -> AsynchronousEngine:
     """The rollout processes of a recipe, which load their models meanwhile; on the first process of a run.
 
-    cache_gib: what the answers that are drawn at a time need of the cache. Raises ResourceError where there is no
-    memory for the weights that they are handed.
+    cache_gib: the size of the cache that the answers drawn at a time need. Raises ResourceError where there is no
+    memory for the weights that they receive.
     """
     count = recipe.rollout.processes
     threads = recipe.threads or max(1, usable_cores() // (1 + count))
@@ -106,7 +106,7 @@ def rollout_processes(recipe: Recipe, placed: Placed, cache_gib: float) -> Async
 
 
 def policy_weights(placed: Placed) -> Iterator[tuple[str, Tensor]]:
-    """What training changes of the policy, whole, by name, on the first process; all go through it together."""
+    """The policy's trained tensors, whole, by name, on the first process; all go through it together."""
     parallel = placed.parallel
     if parallel.alone:
         yield from trained_weights(placed.subject.model, placed.subject.adapters).items()
@@ -119,7 +119,7 @@ def policy_weights(placed: Placed) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shapes(placed: Placed) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Of `policy_weights`, with the types."""
+    """Shapes and types of `policy_weights`."""
     if placed.parallel.alone:
         weights = trained_weights(placed.subject.model, placed.subject.adapters)
         return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
@@ -128,7 +128,7 @@ def _shapes(placed: Placed) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _devices(placed: Placed, count: int) -> list[str]:
-    """Of each rollout process: GPUs that no trainer has come first."""
+    """The device of each rollout process: GPUs without a trainer come first."""
     device = next(placed.subject.model.parameters()).device
     if device.type != "cuda":
         return [str(device)] * count

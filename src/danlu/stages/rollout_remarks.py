@@ -1,5 +1,5 @@
-"""What is to be said of rollouts that teach nothing or less than they could: equal rewards, answers that never come to
-their end, answers without a reward."""
+"""Warnings about rollouts that teach nothing or less than they could: equal rewards, answers that never end, answers
+without a reward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RolloutRemarks:
         self._said: set[str] = set()
 
     def __call__(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        """What has been true of the last steps, this one included."""
+        """Yields warnings that are true of the last steps, this one included."""
         count = self._lasting_steps
         lasting = f"in the last {count} logged steps" if count > 1 else "in the only logged step"
         if self._rewards_teach and self._lasts("equal", self._is_equal(metrics)):

@@ -1,4 +1,4 @@
-"""A reward model over rows: what its head says of each answer, or of each step, and how often that is right.
+"""A reward model over rows: its scores of each answer, or of each step, and how often they are right.
 
 M branches · P pairs
 """
@@ -24,19 +24,19 @@ MICRO_BATCH_TOKENS = 4096  # per forward pass, however many rows that are
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row, and what the head says at the last token of each of its branches."""
+    """A row, and the head's scores at the last token of each of its branches."""
 
     sample: Sample
     scores: np.ndarray  # [M] or [M, labels] float32; M is 1 for a sample that is no tree
 
     @property
     def labels(self) -> np.ndarray:
-        """[M] float32: 1 for a chosen answer or a right step, 0 for the opposite, NaN for what nobody judged."""
+        """[M] float32: 1 for a chosen answer or a right step, 0 for the opposite, NaN for one that is not labelled."""
         return self.sample.facts.get("label", np.full(len(self.scores), np.nan, np.float32))
 
     @property
     def pair(self) -> tuple[float, float] | None:
-        """(score of the chosen answer, of the rejected one); None of a row that has no two answers."""
+        """Returns (score of the chosen answer, of the rejected one); None for a row that has no two answers."""
         labels = self.labels
         if not ((labels == CHOSEN).sum() == (labels == REJECTED).sum() == 1):
             return None
@@ -44,7 +44,7 @@ class ScoredRow:
 
 
 def scoring_learner(loaded: LoadedModel) -> DecoderLearner:
-    """A reward model as what makes micro-batches and applies its head."""
+    """A reward model as a learner, which makes micro-batches and applies its head."""
     assert loaded.score_head is not None, "a language model has no score head"
     return DecoderLearner(
         model=loaded.model,
@@ -60,7 +60,7 @@ def scoring_learner(loaded: LoadedModel) -> DecoderLearner:
 def scored_rows(
     learner: DecoderLearner, packs: Sequence[Pack], progress: Callable[[int, int], None] = lambda done, count: None
 ) -> Iterator[ScoredRow]:
-    """The samples of all packs with their scores, in their order; `progress` is told (packs done, packs).
+    """Yields the samples of all packs with their scores, in their order; `progress` is called with (packs done, packs).
 
     Raises ModelError for scores that are not finite.
     """
@@ -99,7 +99,7 @@ def row_values(row: ScoredRow, *, steps: bool) -> dict[str, Any]:
 
 @dataclass
 class ScoreSummary:
-    """What the rows of a file amount to: means over its pairs, its labelled steps, or answers that are not compared."""
+    """The summary of a file's rows: means over its pairs, its labelled steps, or answers that are not compared."""
 
     steps: bool  # of a process reward model, whose head has two labels
     rows: int = 0

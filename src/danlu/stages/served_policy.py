@@ -43,7 +43,7 @@ CANARY_PROMPTS, CANARY_TOKENS = 2, 40
 
 
 class ServedPolicy:
-    """What a server needs of the policy of a recipe.
+    """The policy of a recipe as a server needs it: weights, options and checks.
 
     step_s: how long a step of the engine waits for an answer; None: until one is there.
     """
@@ -55,10 +55,10 @@ class ServedPolicy:
         self._adapter_folder: Path | None = None  # where all processes have written the adapter, on the first
 
     def engine(self, decode: Decode | None) -> ParallelEngine:
-        """An engine on all processes, of which the first speaks to the server.
+        """Makes an engine on all processes, of which the first speaks to the server.
 
-        Raises on all what connecting raises: ResourceError where there is no server, ModelError where its answers could
-        not be trusted.
+        Raises on all processes ResourceError where there is no server, ModelError where its answers could not be
+        trusted.
         """
         ranks = self.placed.parallel.ranks
         connected: list[HTTPEngine] = []
@@ -139,7 +139,7 @@ class ServedPolicy:
             )
 
     def _canary_tokens(self, prompt_length: int) -> int:
-        """That an answer of the canary may have."""
+        """The most tokens of a canary's answer."""
         return max(1, min(16, self.placed.subject.model.config.context_length - prompt_length - 1))
 
     def _whole(self, name: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Rollout servers behind a process beside the trainer: it hands them weights while training goes on, and asks them."""
+"""Rollout servers behind a process of their own: it hands them weights while training goes on, and asks them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WAIT_S = 0.05
-"""How long a step waits for an answer: weights and requests come in between."""
+"""Seconds that a step waits for an answer: weights and requests come in between."""
 
 
 class ServedRollouts:
-    """An engine of a rollout process (`rollout_worker.WorkerEngine`) whose answers servers give.
+    """An engine of a rollout process (`rollout_worker.WorkerEngine`) that gets its answers from servers.
 
-    Requests that are under way go on while weights are replaced, and each token says with which it was drawn. Servers
-    are given no more answers at a time than they have connections for, but for a canary's: it is asked after each
-    update, of weights that this process has a copy of.
+    Running requests go on while weights are replaced, and each token records the weights that drew it. Servers are
+    given no more answers at a time than they have connections for, except a canary's: it is asked after each update,
+    under weights that this process has a copy of.
 
     Args:
         subject: the policy, with weights that are replaced by those that come.
 
-    Raises what connecting raises: ResourceError where there is no server, ModelError where its answers could not be
-    trusted.
+    Raises ResourceError where there is no server, ModelError where its answers could not be trusted.
     """
 
     def __init__(self, recipe: Recipe, subject: Subject, decode: Decode) -> None:
@@ -72,7 +71,7 @@ class ServedRollouts:
         return complete
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Hands servers new weights, and looks whether they answer with them. What they are at goes on meanwhile.
+        """Hands servers new weights, and checks whether they answer with them. Running requests go on meanwhile.
 
         Raises TrainingError where they do not.
         """
@@ -107,7 +106,7 @@ class ServedRollouts:
             self._take(request_from_json(entry["request"]), entry["answers"])
 
     def close(self) -> None:
-        """Has servers forget what is unfinished. They themselves go on."""
+        """Closes the engine: servers forget unfinished requests. The servers themselves go on."""
         self._engine.close()
 
     def _take(self, request: Request, answers: list[dict[str, Any]]) -> None:
@@ -116,7 +115,7 @@ class ServedRollouts:
         self._waiting.append((request, answers))
 
     def _ask(self) -> None:
-        """Gives the engine what there are connections for, in the order in which it was asked."""
+        """Gives the engine as many requests as there are connections for, in the order in which they were asked."""
         while self._waiting:
             request, answers = self._waiting[0]
             if self._engine.unfinished and self._engine.unfinished + len(answers) > self._most:

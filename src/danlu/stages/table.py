@@ -20,7 +20,7 @@ class Part:
 
     @property
     def target(self) -> str:
-        """Where the part is, as `registry.resolve` takes it."""
+        """The target of the part, as `registry.resolve` takes it."""
         return f"danlu.stages.{self.name}"
 
     def __call__(self, *arguments: Any) -> Any:
@@ -28,7 +28,7 @@ class Part:
 
 
 def objective_rate(recipe: Recipe) -> float:
-    """What the learning rate of a score head, or of maps of hidden states, is multiplied by."""
+    """The factor on the learning rate of a score head, or of maps of hidden states."""
     if value_share(recipe) is not None:
         return value_rate(recipe)
     trained = (BradleyTerry, Stepwise, HiddenStates)
@@ -84,4 +84,5 @@ STAGES: dict[str, Stage] = {
     ),
     "sft": Stage(Part("reader:PackReader"), Part("builder:DecoderBuilder"), **_LIKELIHOOD),
 }
-"""By the name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders their rows."""
+"""The stages by their name in a recipe's `stage`; sorted. The two stages of language differ in how `data/` renders
+their rows."""

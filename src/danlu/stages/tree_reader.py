@@ -1,4 +1,4 @@
-"""Rows whose answers are compared or judged as the items of a run: each is a tree of tokens, and a pack by itself."""
+"""Rows with compared or judged answers as the items of a run: each is a tree of tokens, and a pack by itself."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class TreeReader:
 
     @property
     def items(self) -> str:
-        """What a batch is counted in."""
+        """The unit that a batch is counted in."""
         return "pairs" if self.recipe.row_type == "preference" else "rows"
 
     def read(self, stream: TextIO) -> StageData:
-        """Of several processes the first tokenises; the others find it in the cache."""
+        """Reads the rows. The first process tokenises; the others read the cache."""
         prepared = prepared_data(self._spec, stream)
         assert prepared.train is not None, "the recipe's rules refuse streaming"
         held_out = None if prepared.eval is None else self._spec.samples(prepared.eval)
@@ -78,7 +78,7 @@ class TreeReader:
         ]
 
     def amount(self, items: int) -> str:
-        """So many rows in words."""
+        """The number of rows, as text."""
         return f"{items} {self.items}"
 
     def targets(self, items: int) -> int:
@@ -88,9 +88,9 @@ class TreeReader:
 
 @dataclass(frozen=True)
 class Trees:
-    """A `ItemSource` of samples that are trees, of which long ones have a copy of the stem for each answer.
+    """An `ItemSource` of samples that are trees; long ones have a copy of the shared prefix for each answer.
 
-    longest_shared: tokens of the longest path whose stem is shared; None: any.
+    longest_shared: tokens of the longest path that shares its prefix; None: any.
     """
 
     rows: PackedDataset
@@ -109,7 +109,7 @@ class Trees:
         return [self.at(number) for number in range(len(self))]
 
     def state(self, number: int) -> dict[str, Any]:
-        """What a checkpoint keeps: a digest of the samples."""
+        """State for a checkpoint: a digest of the samples."""
         return self.rows.state(number)
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the trainer's models say of trees that a rollout made, in a pass without gradients before they are trained on.
+"""Scores of a rollout's trees by the trainer's models, in a pass without gradients before the trees are trained on.
 
 S tokens of a tree · N targets of a micro-batch · M branches
 """
@@ -24,7 +24,7 @@ from danlu.stages.no_grad_pass import no_grad_pass
 
 @dataclass(frozen=True)
 class _Scored:
-    """What models say of a micro-batch."""
+    """The models' scores of a micro-batch."""
 
     of_targets: Tensor  # [names, N] float32
     target_numbers: Tensor | None  # where context ranks share trees: which of all targets these are
@@ -33,12 +33,13 @@ class _Scored:
 
 @dataclass(frozen=True)
 class TreeScorer:
-    """Asks the learner's models, without dropout; every process has the scores of all items.
+    """Computes scores with the learner's models, without dropout; every process has the scores of all items.
 
     Args:
-        old, reference, values: what is asked for: the policy's log-probabilities, the reference's, the critic's values.
-        temperature: that answers were drawn with.
-        teachers: roles of models whose log-probabilities are asked for too; scores are called by them.
+        old, reference, values: whether it computes the policy's log-probabilities, the reference's, the critic's
+            values.
+        temperature: the temperature that answers were drawn with.
+        teachers: roles of models that score log-probabilities too; their scores have these names.
     """
 
     learner: DecoderLearner
@@ -84,7 +85,7 @@ class TreeScorer:
 
     @property
     def _roles(self) -> list[Role]:
-        """Beside the policy."""
+        """The roles of the models that score, apart from the policy."""
         own = [*([REFERENCE] if self.reference else []), *([self._critic] if self.values else [])]
         return [*own, *self.teachers]
 
@@ -93,7 +94,7 @@ class TreeScorer:
         return "policy" if self.learner.critic is None else VALUE
 
     def _scored(self, outputs: Mapping[Role, Outputs], batch: Batch) -> _Scored:
-        """What is asked for of a micro-batch, with empty items behind its own."""
+        """Computes the scores of a micro-batch, with empty items after its own."""
         of_targets: list[Tensor] = []
         support = batch.columns.get(SUPPORT)
         support = None if support is None else support.long()

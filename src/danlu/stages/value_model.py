@@ -1,4 +1,4 @@
-"""What PPO's model of values starts from: checked, placed beside the policy, and its head."""
+"""The initial weights of PPO's value model: checked, placed, and its head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from danlu.training.trained_roles import TrainedRoles
 
 
 def check_critic(recipe: Recipe) -> None:
-    """Raises a DanluError for what can be wrong with the critic of a recipe, without reading its matrices."""
+    """Raises a DanluError for faults in the critic of a recipe, without reading its matrices."""
     saves_value_model = value_section(recipe).save
     match value_share(recipe):
         case "policy":
@@ -84,7 +84,7 @@ def place_own_critic(recipe: Recipe, vocab_size: int, ranks: Ranks, device: torc
 
 
 def own_section(recipe: Recipe) -> Model:
-    """What a decoder of values starts from."""
+    """The model that a separate value model starts from."""
     path = value_section(recipe).model
     if path is None:
         return recipe.model
@@ -103,7 +103,7 @@ def _scores(config: ModelConfig) -> ModelConfig:
 
 
 def first_value_head(recipe: Recipe) -> nn.Linear:
-    """The head [1, D] that values begin with: of what their model starts from, or drawn by the seed.
+    """The head [1, D] that values begin with: that of the model they start from, or one drawn by the seed.
 
     Raises ModelError for folders that cannot be read, RecipeError for a head of more labels.
     """
