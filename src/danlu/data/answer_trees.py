@@ -1,8 +1,8 @@
-"""Rows of judged answers as trees of tokens: what the answers share is a stem, each answer is a branch.
+"""Rows of judged answers as trees of tokens: their shared prefix is one branch, and each completion another.
 
-Each path (prompt and answer) is rendered as one text, so its tokens are those of a chat. The stem is what all paths
-have in common of their tokens before the first trained one: a common beginning of the texts could end inside a token.
-What of a prompt is not common stands in each branch as context.
+Each path (prompt and answer) is rendered as one text, so its tokens are those of a chat. The shared prefix is the
+longest common sequence of tokens before the first trained one: a common beginning of the texts could end inside a
+token. Other tokens of a prompt stand in each branch as context.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from danlu.data.tokenizer import Tokenizer
 def render_answers(
     rows: Sequence[AnswerRow], wheres: Sequence[str], tokenizer: Tokenizer, rendering: RenderSettings
 ) -> list[RenderedSample | DataError]:
-    """For each row its tree, or what is wrong with it. Only answers are trained, whatever `rendering.train_on` says.
+    """Returns the tree of each row, or the error that refuses it. Only answers are trained, whatever
+    `rendering.train_on` says.
 
     Raises:
-        DataError: the tokenizer lacks what every row needs (a chat template, an end-of-text token).
+        DataError: every row needs something that the tokenizer lacks (a chat template, an end-of-text token).
     """
     paths: list[Row] = []
     path_wheres: list[str] = []
@@ -54,7 +55,7 @@ def _whole(outcome: list[RenderedSample] | DataError) -> RenderedSample:
 
 
 def _tree(row: AnswerRow, paths: Sequence[RenderedSample], where: str) -> RenderedSample:
-    """The tree of a row, whose answers are rendered as `paths`."""
+    """Builds the tree of a row from its rendered answers, `paths`."""
     for path in paths:
         if not path.weights.any():
             raise DataError(f"{where}: no token of an answer would be trained; look at the row with `danlu preview`")
@@ -69,9 +70,9 @@ def _tree(row: AnswerRow, paths: Sequence[RenderedSample], where: str) -> Render
 
 
 def _fork(paths: Sequence[RenderedSample], labels: Sequence[float], **facts: float) -> RenderedSample:
-    """A stem with a branch for each path; paths that have no token in common are roots beside each other.
+    """Builds a shared prefix with a branch for each path; paths that have no token in common are separate roots.
 
-    facts: of the answers, beside their labels.
+    facts: facts of the answers, besides their labels.
     """
     stem = min(_common_length(paths), *(int(np.flatnonzero(path.weights)[0]) for path in paths))
     parts = [paths[0].part(0, stem), *(_tail(path, stem) for path in paths)]
@@ -115,7 +116,9 @@ def _common_length(paths: Sequence[RenderedSample]) -> int:
 
 
 def _tail(path: RenderedSample, start: int) -> RenderedSample:
-    """The tokens from `start` on. Unlike a part of its own, the first of them is predicted from what comes before."""
+    """The tokens from `start` on. Unlike in a part of its own, the first of them is predicted from the token
+    before it.
+    """
     return replace(
         path,
         tokens=path.tokens[start:],

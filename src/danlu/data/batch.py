@@ -1,4 +1,4 @@
-"""From packs to a micro-batch on the device."""
+"""Collating packs into a micro-batch on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def collate(
     virtual_token_ids: Sequence[int] = (),
     source_names: Sequence[str] = (),
 ) -> Batch:
-    """Lay the samples of `packs` end to end and pick out the targets that carry weight.
+    """Lays the samples of `packs` end to end and picks out the targets that carry weight.
 
     A target is predicted from the token before it in the same branch, or the last one of the parent; the first token of
     a document has none, so it is never a target. All arrays travel to the device in one copy, from page-locked memory
@@ -32,8 +32,8 @@ def collate(
     Args:
         virtual_token_ids: tokens that every document begins with, counted by positions and never targets: those of soft
             prompts and prefixes.
-        source_names: of the files or mixture parts whose losses are told apart. The batch says which one each target is
-            from, where there are any.
+        source_names: names of the files or mixture parts that losses are reported for. Where there are any, the batch
+            has the source of each target.
     """
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
@@ -111,7 +111,7 @@ def _stage_length(packs: Sequence[Pack]) -> int | None:
 
 
 class _Document(NamedTuple):
-    """Tokens `start` to `stop` of a sample: all of it, or one of its roots with what descends from it."""
+    """Tokens `start` to `stop` of a sample: all of it, or one of its roots with its descendants."""
 
     sample: Sample
     start: int
@@ -195,7 +195,7 @@ def source_numbers(sources: Sequence[str], names: Sequence[str]) -> np.ndarray:
 
 
 def weights_by_source(numbers: np.ndarray, weights: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
-    """The sum of the `weights` [N] of each of `names`, whose places are `numbers` [N] as in `source_numbers`."""
+    """Returns the sum of `weights` [N] for each of `names`; `numbers` [N] are their places, as in `source_numbers`."""
     sums = np.bincount(numbers, weights=weights, minlength=len(names))
     return tuple(sums[: len(names)].tolist())
 
@@ -207,9 +207,9 @@ EMPTY_PACK = Pack(
 
 
 def empty_like(sample: Sample) -> Pack:
-    """A pack without targets whose sample has the branches, columns and facts that samples of a stage have.
+    """Returns a pack without targets that has branches, columns and facts as `sample` has.
 
-    It has one branch if `sample` has any; its facts are NaN, which no branch of a real sample is told by alone.
+    It has one branch if `sample` has any; its facts are NaN, which does not set it apart from branches of real samples.
     """
     nothing = EMPTY_PACK.samples[0]
     return Pack(
@@ -228,7 +228,8 @@ def empty_like(sample: Sample) -> Pack:
 
 
 def pad_to_bucket(batch: Batch, multiple: int = 1) -> Batch:
-    """The same batch in one of few sizes: T and N grow by a thirty-second at most, by what adds nothing to any sum.
+    """Returns the batch padded to one of few sizes: T and N grow by a thirty-second at most, and padding adds nothing
+    to any sum.
 
     multiple: T becomes one of it, for processes that cut tokens among them.
 
@@ -272,7 +273,9 @@ def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Ten
 
 
 def _starts(arrays: list[np.ndarray]) -> list[int]:
-    """Where each array begins in a buffer, and its end: multiples of 8 bytes, so that views of any type are aligned."""
+    """Returns the offset of each array in a buffer, and its end: multiples of 8 bytes, so that views of any type are
+    aligned.
+    """
     starts: list[int] = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)]).tolist()
     return starts
 

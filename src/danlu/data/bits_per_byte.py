@@ -1,4 +1,4 @@
-"""How many bytes of text scored tokens stand for: what bits per byte are reckoned over, whatever the tokenizer."""
+"""The number of bytes of text that scored tokens stand for: the divisor of bits per byte, whatever the tokenizer."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What ByteLevel splits by when it is not told otherwise (the pattern of GPT-2)."""
+"""ByteLevel's default pattern (that of GPT-2)."""
 
 MAX_CACHED_PRE_TOKENS = 1 << 16
 MAX_CACHED_CHARACTERS = 64  # longer pre-tokens seldom come again
@@ -87,7 +87,7 @@ class ByteLevelEncoder:
         return b"".join(ids)
 
     def _is_unambiguous(self, text: str) -> bool:
-        """Whether a normaliser leaves the text alone and both engines know what each of its characters is."""
+        """Whether a normaliser leaves the text alone and both engines know the class of each of its characters."""
         if not self._characters.issuperset(text):
             new = set(text) - self._characters
             # A character that Python does not know is too new for an older table, and a letter in a newer one.
@@ -119,7 +119,9 @@ def _description(part: Any) -> dict[str, Any]:
 
 
 def _splitters(pre_tokenizer: dict[str, Any]) -> list[Splitter] | None:
-    """What splits a text as a pre-tokenizer does, in steps; None for one that is not known here or not byte-level."""
+    """Returns functions that split a text as a pre-tokenizer does, in steps; None for one that is not known here or not
+    byte-level.
+    """
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
     if not steps or steps[-1].get("type") != "ByteLevel":
         return None
@@ -145,7 +147,7 @@ def _splitters(pre_tokenizer: dict[str, Any]) -> list[Splitter] | None:
 
 
 def _splitter(pattern: str) -> Splitter:
-    """Cuts a text into what matches and what lies between."""
+    """Returns a function that cuts a text into its matches and the parts between them."""
     import regex
 
     for_ascii = _for_ascii(pattern)
@@ -181,7 +183,9 @@ def _uncut(text: str) -> list[str]:
 
 
 def _printable_bytes() -> dict[int, str]:
-    """The character that a byte-level vocabulary writes for each byte: GPT-2's table, which moves up what is blank."""
+    """Returns the character that a byte-level vocabulary writes for each byte: GPT-2's table, which moves up blank
+    ones.
+    """
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     moved = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(moved)}

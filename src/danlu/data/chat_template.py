@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: rendered as transformers renders it, and asked what it can express.
+"""A tokenizer's chat template, rendered as transformers renders it, and tests of what it can show.
 
 Templates come from the internet, so they run in Jinja's immutable sandbox (`danlu.data.jinja_sandbox`). Its filters,
 globals and white space are those of `transformers.PreTrainedTokenizerBase.apply_chat_template`; tests compare the two.
@@ -43,10 +43,10 @@ class ChatTemplate:
 
     Args:
         source: Jinja text.
-        special_tokens: what templates may name, such as bos_token and eos_token.
+        special_tokens: variables that templates may name, such as bos_token and eos_token.
         added_tokens: texts the tokenizer never breaks up.
-        name: what messages about it begin with: the tokenizer or file it comes from.
-        date: what `strftime_now` writes, at midnight; None for the time at which it is asked.
+        name: the tokenizer or file it comes from, with which messages about it begin. date: the day that `strftime_now`
+            writes, at midnight; None for the time of the call.
 
     Raises:
         DataError: the Jinja text does not compile.
@@ -152,17 +152,17 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it lists the tools that can be called."""
+        """Whether the template lists the tools that can be called."""
         return self._shows(_TOOL, _EXCHANGE, _TOOLS)
 
     @cached_property
     def takes_calls(self) -> bool:
-        """Whether it shows the assistant's tool calls and their results."""
+        """Whether the template shows the assistant's tool calls and their results."""
         return self._shows(_TOOL, _TOOL_EXCHANGE) and self._shows(_RESULT, _TOOL_EXCHANGE)
 
     @cached_property
     def takes_results(self) -> bool:
-        """Whether it shows a message of role tool behind an answer that has its calls in its text."""
+        """Whether the template shows a message of role tool behind an answer that has its calls in its text."""
         return self._shows(_RESULT, [*_EXCHANGE, {"role": "tool", "content": _RESULT, "name": _TOOL}])
 
     @cached_property

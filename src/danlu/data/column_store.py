@@ -1,8 +1,9 @@
-"""Values of every token of samples (what a reference or a teacher says of them), computed once and kept on disk.
+"""Cached values of every token of samples (a reference's or a teacher's log-probabilities), computed once and kept on
+disk.
 
-A folder beside the tokens of the cache, one for each (samples, what the values follow from). Samples are in blocks,
-each a file that is written whole or not at all, so what a killed run had done is not done again. A sample's values are
-found by its number, in whatever order an epoch takes the samples.
+They are in folders next to the tokens of the cache, one for each (samples, key of the values' origin). Samples are in
+blocks, each a file that is written whole or not at all, so the work of a killed run is not done again. A sample's
+values are found by its number, in whatever order an epoch takes the samples.
 
     reference-5f0c…/
       columns.json     format, the key, names and types of the columns
@@ -40,14 +41,14 @@ _HEADER_BYTES = 4
 
 
 class ColumnType(NamedTuple):
-    """What a column holds of each token: an array of this type and shape; () for a number."""
+    """The type of a column's value for each token: an array of this type and shape; () for a number."""
 
     dtype: str  # numpy's: "<f4"
     shape: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Of one token."""
+        """The size of one token's value."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
@@ -78,7 +79,7 @@ class ColumnStore:
         self._values = lru_cache(_OPEN_BLOCKS)(self._mapped)
 
     def missing(self) -> list[int]:
-        """Numbers of the blocks that are not there, or damaged; those are told."""
+        """Returns the numbers of the blocks that are missing or damaged; damaged ones are logged."""
         present = [number for number in range(len(self.blocks)) if self._file(number).is_file()]
         checked = set(present[:: -(-len(present) // _CHECKED_AT_MOST) or 1])
         intact = set()
@@ -170,7 +171,9 @@ class SamplesWithColumns:
         return self.samples.reasons(number)
 
     def digest(self) -> str:
-        """That of the samples, whose order it decides; columns follow from them and from what the run starts with."""
+        """Returns the digest of the samples, which decides their order; columns follow from them and from the run's
+        first weights.
+        """
         return self.samples.digest()
 
 

@@ -49,7 +49,7 @@ def decode_messages(value: Any) -> Any:
 
 
 def decode_json(value: Any, what: str, where: str) -> Any:
-    """What a string holds as JSON; any other value as it is. `what` names it in messages.
+    """Parses a string as JSON; returns any other value as it is. `what` names it in messages.
 
     Raises:
         DataError: the string is no JSON, or is nested more than `MAX_DEPTH` deep.

@@ -1,8 +1,8 @@
-"""Rows of columnar files and data sets: what their nested columns hold, without what the columns only fill in.
+"""Rows of columnar files and data sets: the values of their nested columns, without nulls that columns only fill in.
 
 A column has one type for all rows, so Parquet and Arrow fill the objects of a row with null for every key that an
 object of another row has. Such nulls are no values: the key was not there. JSON in a column of type `arrow.json`
-(`Json` of the datasets library) is read as what it says.
+(`Json` of the datasets library) is parsed.
 """
 
 from __future__ import annotations

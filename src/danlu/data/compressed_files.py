@@ -29,7 +29,9 @@ def open_decompressed(file: Path) -> BinaryIO:
 
 @contextmanager
 def reading_errors(file: Path, name: str) -> Iterator[None]:
-    """Raises DataError for what reading and unpacking raise of a file that is damaged, or not what its name says."""
+    """Raises DataError for errors of reading and unpacking a file that is damaged, or not of the kind that its name
+    says.
+    """
     try:
         yield
     except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:

@@ -24,10 +24,10 @@ def rows_of(share: Share) -> Tensor:
 
 
 def share_of_batch(batch: Batch, shares: Sequence[Share], index: int, all_reduce: Callable[[Tensor], Tensor]) -> Batch:
-    """What rank `index` has of a batch on the host: the tokens of its share, and the targets predicted from them.
+    """Returns rank `index`'s share of a batch on the host: its tokens, and the targets predicted from them.
 
-    Positions and the lengths that documents are rotated by stay those of whole documents. Of trees every rank knows all
-    branches with their facts.
+    Positions and the lengths that documents are rotated by stay those of whole documents. Every rank knows all branches
+    of trees with their facts.
 
     Args:
         all_reduce: as in `SharedBranches`.

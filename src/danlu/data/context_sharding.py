@@ -1,9 +1,9 @@
-"""Which tokens of a packed sequence each context rank holds: a pure function, computed alike on every process.
+"""The tokens of a packed sequence that each context rank holds: a pure function, computed alike on every process.
 
-A long document is cut into 2R chunks for R ranks, of which rank r has r and 2R - 1 - r: under a causal mask the chunks
-near the end have the most scores, and each rank has one as near to the end as its other one is to the beginning
-(zigzag, as in ring-flash-attention and Megatron). Short documents stay whole, so that nothing of them travels, and are
-dealt longest first, each to the rank that has the least to do (Graham's LPT rule).
+A long document is cut into 2R chunks for R ranks, and rank r has r and 2R - 1 - r: under a causal mask the chunks near
+the end have the most scores, and each rank has one as near to the end as its other one is to the beginning (zigzag, as
+in ring-flash-attention and Megatron). Short documents stay whole, so that nothing of them travels, and are dealt
+longest first, each to the rank that has the least to do (Graham's LPT rule).
 
 A tree is cut by branches: those that are long are cut into chunks as a document is, of which a token sees the more the
 later it comes on its path, and those that are short stay whole, each where there is the least to do.
@@ -19,11 +19,15 @@ from typing import NamedTuple
 from danlu.core.types import Branch, Run, Share
 
 WHOLE_SHARE = 1 / 8
-"""A document stays whole if it costs no more than this part of what a rank has to do, the mean over ranks; so no rank
-has more than this above the mean because of it."""
+"""A document stays whole if it costs no more than this part of a rank's mean cost, so no rank exceeds the mean by more
+because of it.
+"""
 TOKEN_COST = 8192
-"""What a token costs without attention, in scores (a query and a key). A layer of width D multiplies a token with about
-12 D^2 parameters and a score with 2 D numbers: 6 D, here of a layer of width 1365."""
+"""The cost of a token without attention, in scores (a query and a key).
+
+A layer of width D multiplies a token with about 12 D^2 parameters and a score with 2 D numbers: 6 D, here of a layer of
+width 1365.
+"""
 
 
 def shares(
@@ -34,13 +38,13 @@ def shares(
     uncut: Collection[int] = (),
     token_cost: int = TOKEN_COST,
 ) -> tuple[Share, ...]:
-    """The tokens of each of `ranks` context ranks; every token is on one of them.
+    """Returns the tokens of each of `ranks` context ranks; every token is on one of them.
 
     Args:
         boundaries: [documents + 1] offsets of the documents in the packed sequence, from 0 on, none of which is empty.
         trees: the branches of all documents, as in `Batch.trees`; empty where each document is one.
         uncut: numbers of documents that stay whole however long they are.
-        token_cost: what a token costs beside its scores; see `TOKEN_COST`.
+        token_cost: the cost of a token without its scores; see `TOKEN_COST`.
     """
     documents = _branches_of(boundaries, trees)
     costs = [sum(_cost_of(branch, token_cost) for branch in document) for document in documents]
@@ -97,7 +101,7 @@ def _branches_of(boundaries: Sequence[int], trees: Sequence[Branch]) -> list[lis
 
 
 def cost(first: int, last: int, token_cost: int = TOKEN_COST) -> int:
-    """What the tokens at positions `first` to `last` of a document cost, the last one not among them, in scores."""
+    """Returns the cost in scores of a document's tokens from position `first` up to, and not including, `last`."""
     count = last - first
     return count * token_cost + count * (first + last + 1) // 2
 

@@ -1,6 +1,6 @@
-"""What a recipe trains and evaluates on as a whole: counts over all rows, and the packs of an epoch.
+"""The whole data that a recipe trains and evaluates on: counts over all rows, and the packs of an epoch.
 
-`prepare` fills the token cache that a run will read, and rows that were shown are compared with what it holds.
+`prepare` fills the token cache that a run will read, and rows that were shown are compared with those in it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class PackingSummary:
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """What is trained on, or what is evaluated on.
+    """The data of training, or of evaluation.
 
     Attributes:
-        statistics: of the rows as they are read; held-out ones are among those of training.
-        lengths: [samples] int32, tokens of each.
+        statistics: those of the rows as they are read; held-out ones are among those of training.
+        lengths: [samples] int32, the number of tokens of each.
         packed: None for data that a run refuses.
     """
 
@@ -62,10 +62,10 @@ class DatasetSummary:
 
     Attributes:
         block: only the first block of a stream was looked at.
-        changed: rows which the cache, and so a run, holds otherwise than they are rendered now.
+        changed: rows that the cache, and so a run, holds in another form than they are rendered in now.
         tokenizer: None for a stream.
-        date: what the chat template writes, where it writes one.
-        beyond: what is to be told of samples longer than the model has positions for.
+        date: the date that the chat template writes, where it writes one. beyond: warnings about samples longer than
+            the model has positions for.
     """
 
     train: SplitSummary
@@ -85,15 +85,15 @@ def summarize_dataset(
     shown: Sequence[PreviewRow] = (),
     progress: Progress | None = None,
 ) -> DatasetSummary:
-    """The whole data set as a run would have it, through the cache that the run will read.
+    """Summarizes the whole data set as a run would have it, through the cache that the run will read.
 
     Args:
         packs: how many of the first ones to keep.
-        positions: tokens of a sample that the model has positions for; None where that is not known.
+        positions: the most tokens of a sample that the model has positions for; None where that is not known.
         shown: rows to compare with what the cache holds.
 
     Raises:
-        DataError, ResourceError: what `prepare` and `StreamingDataset` raise, which is what stops a run.
+        DataError, ResourceError: as `prepare` and `StreamingDataset` raise them, which stops a run.
     """
     data = spec.data
     prepared = prepare(spec, progress=progress)
@@ -111,9 +111,9 @@ def summarize_dataset(
 
 
 def _beyond_positions(spec: DatasetSpec, positions: int | None, *splits: SplitSummary | None) -> tuple[str, ...]:
-    """What users are to know of samples longer than the model has positions for.
+    """Returns warnings about samples longer than the model has positions for.
 
-    Of a stream's samples only those of the first block are known, which says nothing of the rest.
+    Lengths are not used for a stream: only its first block is known, which says nothing of the rest.
     """
     if positions is None:
         return ()
@@ -208,7 +208,7 @@ def _count_held_out(samples: Selection) -> Statistics:
 
 
 def _changed(prepared: PreparedData, shown: Sequence[PreviewRow], train_sources: int) -> Iterator[str]:
-    """Rows whose stored samples differ from those shown."""
+    """Yields the places of rows with stored samples that differ from those shown."""
     train = prepared.train.stores if prepared.train is not None else (None,) * train_sources
     evaluation = prepared.eval.stores if prepared.eval is not None and prepared.eval_statistics is not None else ()
     stores = [*train, *evaluation]

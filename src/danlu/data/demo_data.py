@@ -30,7 +30,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Animal:
-    """An animal and what is said of it."""
+    """An animal, with its colour, home, food and skill."""
 
     name: Word
     colour: Word

@@ -1,7 +1,7 @@
 """Built-in arithmetic: sums of two numbers below 100, answered with or without steps, and checkable for rewards.
 
-A worked answer adds the ones, then the tens with what is carried, and ends with the sum: `7+5=12, 4+8+1=13, 132`. A
-bare answer is the sum alone, which a small model seldom gets right. One sum in ten is held out of all, to be asked
+A worked answer adds the ones, then the tens with the carry, and ends with the sum: `7+5=12, 4+8+1=13, 132`. A bare
+answer is the sum alone, which a small model seldom gets right. One sum in ten is held out of all, to be asked
 afterwards. Everything is a pure function of the seed.
 """
 

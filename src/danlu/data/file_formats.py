@@ -31,7 +31,7 @@ BATCH_ROWS = 512
 
 
 def format_of(file: Path) -> str:
-    """Which of `_READERS` reads a file: the ending of its name, without that of a compression."""
+    """Returns the ending of a file's name by which `_READERS` reads it, without that of a compression."""
     packing = file.suffix.lower()
     if packing not in DECOMPRESSORS:
         return packing
@@ -227,7 +227,7 @@ def _line_segments(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool
 
 
 def _last_character(data: bytes) -> int:
-    """Where the last, perhaps unfinished, UTF-8 character begins; the end for bytes that are no UTF-8."""
+    """Returns the offset of the last, perhaps unfinished, UTF-8 character; the end for bytes that are no UTF-8."""
     for place in range(len(data) - 1, max(0, len(data) - 4), -1):
         if data[place] & 0xC0 != 0x80:
             return place

@@ -32,7 +32,7 @@ PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
 
 @dataclass(frozen=True)
 class Image:
-    """One image with its label: what a step of a classifier is counted in."""
+    """One image with its label; steps of a classifier are counted in images."""
 
     pixels: np.ndarray  # [H, W] uint8
     label: int
@@ -142,7 +142,7 @@ class ImageSampler:
         return self._dataset.image(int(self._order[place]))
 
     def state(self, number: int | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps: a digest by which `restore` knows the images again."""
+        """Returns the state for a checkpoint: a digest by which `restore` recognises the images."""
         return {"images": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The Jinja environment that chat templates run in: transformers' filters and globals in an immutable sandbox.
 
-Beside what `resource_limits` bounds, passes through loops and macros are counted, and products are bounded. Importing
-this file imports Jinja (60 ms), which a run on cached tokens does without.
+In addition to the limits of `resource_limits`, passes through loops and macros are counted, and products are bounded.
+Importing this file imports Jinja (60 ms), which a run on cached tokens does without.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Generation(ext.Extension):
 
 
 class PlainNamespace(Namespace):
-    """Takes no names with an underscore in front: they could reach what Python itself keeps in an object."""
+    """A namespace that takes no names with an underscore in front: they could reach Python's own attributes of an
+    object.
+    """
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *pairs = args  # so that a template may name an attribute "self"
@@ -84,7 +86,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def sandboxed_environment(date: Date | None) -> Any:
-    """The environment. `date`: what `strftime_now` writes, at midnight; None for the time at which it is asked."""
+    """Returns the environment. `date`: the day that `strftime_now` writes, at midnight; None for the time of
+    the call.
+    """
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

@@ -1,13 +1,13 @@
-"""Where in the text of a conversation each message is, and which of it the assistant would have to write.
+"""The place of each message in the text of a conversation, and the parts that the assistant would have to write.
 
-The obvious way, `annotate`, holds for any template: what the assistant writes in turn i is what the rendering of the
-first i + 1 messages has beyond the prompt made of the first i. The whole conversation is rendered once and these spans
+The obvious way, `annotate`, holds for any template: the text that the assistant writes in turn i is the rendering of
+the first i + 1 messages without the prompt made of the first i. The whole conversation is rendered once and these spans
 are looked up in it.
 
 Some templates rewrite history: Qwen3's leaves out the reasoning of earlier turns, others move the list of tools to the
 last question. Then an earlier turn does not stand in the whole conversation the way the assistant has to write it. Such
-a turn becomes a sample of its own, rendered up to its end as it would be when it is generated, with what comes before
-it as context.
+a turn becomes a sample of its own, rendered up to its end as it would be when it is generated, with the text before it
+as context.
 
 The fast way, `SpanRenderer`, renders each sequence of roles once with placeholders for the contents and then puts the
 real ones in their places. It is used for contents that cannot look different to the template (see
@@ -36,7 +36,7 @@ class Reason(IntEnum):
     SYSTEM = 1
     USER = 2
     ASSISTANT = 3
-    """What the assistant writes, tool calls and their marks included."""
+    """The text that the assistant writes, tool calls and their marks included."""
     REASONING = 4
     """The assistant's thoughts and their marks."""
     TOOL = 5
@@ -52,7 +52,7 @@ class Reason(IntEnum):
 
     @property
     def label(self) -> str:
-        """What users read."""
+        """The name shown to users."""
         return "end-of-turn" if self is Reason.TERMINATOR else self.name.lower()
 
 
@@ -68,11 +68,10 @@ class AnnotatedText:
 
     Attributes:
         stops: [spans] where each span ends, in characters (or UTF-8 bytes, from `SpanRenderer` if asked).
-        reasons: of each span.
-        turns: of each span, the message it belongs to; -1 for none.
+        reasons: the reason of each span. turns: the message that each span belongs to; -1 for none.
         trained: the assistant turns that stand here as they are to be written.
         closed: whether the template closes the last turn with a token of its own.
-        left_out: what the template shows of a message only while that is the last, and not here.
+        left_out: parts of a message that the template shows only while it is the last, and not here.
         unlike_prompt: trained turns that do not begin with the whole generation prompt that they are drawn from.
     """
 
@@ -126,7 +125,9 @@ def annotate(
 
 
 class _Written(NamedTuple):
-    """Where in a text, in characters, the assistant's part of a turn stands, and whether its whole prompt is before."""
+    """The place of the assistant's part of a turn in a text, in characters, and whether its whole prompt is
+    before it.
+    """
 
     start: int
     stop: int
@@ -136,7 +137,7 @@ class _Written(NamedTuple):
 def _assistant_span(
     turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate, i: int, whole: str
 ) -> _Written | None:
-    """Where in `whole` that stands which the assistant writes in turn i.
+    """Returns the place in `whole` of the text that the assistant writes in turn i.
 
     None if it is not there as the assistant has to write it: the template rewrites history.
     """
@@ -161,7 +162,7 @@ def _annotate(
     written: Mapping[int, _Written],
     template: ChatTemplate,
 ) -> AnnotatedText:
-    """`text` with the span of every message. `written`: what the assistant writes, by turn."""
+    """Adds the span of every message to `text`. `written`: the assistant's part of each turn."""
     turn_spans = _content_spans(text, turns, tools, template) | {i: span[:2] for i, span in written.items()}
     for i in sorted(set(range(len(turns))) - turn_spans.keys()):
         # Searched between its neighbours only: a short content could also be found in another message.
@@ -191,10 +192,11 @@ def _annotate(
 def _content_spans(
     text: str, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate
 ) -> dict[int, tuple[int, int]]:
-    """(start, stop) of the contents of messages that are not the assistant's, by turn: placeholders are rendered.
+    """Returns (start, stop) of the contents of messages that are not the assistant's, by turn, found by rendering
+    placeholders.
 
     Looking for the content alone could find a short one in the template's own text. Empty if the placeholders change
-    what the template renders around them.
+    the text that the template renders around them.
     """
     numbers = [i for i, turn in enumerate(turns) if turn["role"] != "assistant" and turn["content"].strip()]
     replaced = [{**turn, "content": _placeholder(i)} if i in numbers else turn for i, turn in enumerate(turns)]
@@ -233,7 +235,7 @@ def _placeholder(number: int) -> str:
 def _split_assistant_span(
     text: str, start: int, stop: int, turn: Turn, i: int, template: ChatTemplate
 ) -> tuple[list[tuple[int, Reason, int]], bool]:
-    """What the assistant writes, as spans (stop, reason, turn): reasoning, answer, terminator, then white space.
+    """Splits the assistant's text into spans (stop, reason, turn): reasoning, answer, terminator, then white space.
 
     The second value says whether the template closes the turn with a token.
     """
@@ -340,7 +342,7 @@ class SpanRenderer:
         return _RoleSequence(complete, ambiguous_starts) if len(complete) == len(templates) else None
 
     def _ambiguous_starts(self, turns: Sequence[Turn]) -> frozenset[str]:
-        """The first characters of what prompts and beginnings of a conversation have where the whole goes on otherwise.
+        """Returns the characters at which prompts and beginnings of a conversation first differ from the whole.
 
         A prompt can end in `<think>`, for example: an answer that begins so shares more with it than a placeholder.
         """

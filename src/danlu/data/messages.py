@@ -28,14 +28,14 @@ MESSAGE_KEYS = (
     "role", "content", "from", "value", "tool_calls", "function_call", *_REASONING_KEYS, "name", "tool_call_id",
     *WEIGHT_KEYS
 )  # fmt: skip
-"""The keys of a message that are read; others are told of."""
+"""The keys of a message that are read; others are reported."""
 _PART_KEYS = {
     "text": ("text", "value"),
     "reasoning": ("reasoning", "value", "text"),
     "thinking": ("thinking", "value", "text"),
     "tool_call": ("tool_call", "value", "function"),
 }
-"""Parts of a content by their type: under which keys each has what it says (LLaMA-Factory writes `value`)."""
+"""The keys for the text of a part of a content, by the part's type (LLaMA-Factory writes `value`)."""
 _PART_ORDER = {"reasoning": 0, "thinking": 0, "text": 1, "tool_call": 2}  # in which chat templates write them
 _READ_KEYS = frozenset(MESSAGE_KEYS)
 _MAX_WEIGHT = float(np.finfo(np.float32).max)
@@ -48,7 +48,7 @@ class Message:
     Attributes:
         role: system, user, assistant or tool.
         weight: loss weight of its tokens where the row gives one, else None.
-        is_context: not trained on by itself, even if it is the assistant's: what a completion follows.
+        is_context: not trained on by itself, even if it is the assistant's: a message before a completion.
     """
 
     role: str
@@ -76,7 +76,7 @@ class Conversation:
 
 
 def parse_conversation(turns: Any, value: Mapping[str, Any], where: str, context: int = 0) -> Conversation:
-    """Messages in the order of a row, with an answer; the first `context` of them are there for what follows."""
+    """Parses the messages of a row in order, with an answer; the first `context` of them are context."""
     conversation = parse_turns(turns, value, where, context)
     _require_answer(conversation.messages, where)
     return conversation
@@ -231,13 +231,13 @@ def check_turn_order(messages: Iterable[Message], where: str) -> tuple[Message, 
 
 
 def check_order(messages: Iterable[Message], where: str) -> tuple[Message, ...]:
-    """The messages, if they alternate: system messages first, then user turns, each answered by the assistant.
+    """Returns the messages, if they alternate: system messages first, then user turns, each answered by the assistant.
 
     Between a user turn and the answer there may be tool calls (assistant) with their results (tool). A last user turn
     may go unanswered.
 
     Raises:
-        DataError: anything else; the message says which rule and what to do.
+        DataError: anything else; the message names the rule and a remedy.
     """
     checked = tuple(messages)
     previous: Message | None = None

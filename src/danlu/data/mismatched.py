@@ -16,14 +16,13 @@ MISMATCHED = "mismatched"
 
 
 class MismatchedAnswers:
-    """`Samples` whose trees have the next row's answer behind their own prompt too (arXiv:2402.01306, section 4.1).
+    """`Samples` with trees that have the next row's answer behind their own prompt too (arXiv:2402.01306, section 4.1).
 
-    The tokens of that branch carry no weight, its label is NaN and its fact `mismatched` 1, which is 0 of the others.
+    The tokens of that branch carry no weight, its label is NaN and its fact `mismatched` 1, which is 0 for the others.
     The last row takes the first one's answer. An answer that does not fit loses its end.
 
     Args:
-        samples: stems with one answer each.
-        max_length: tokens of a prompt with an answer.
+        samples: prompts with one answer each. max_length: the most tokens of a prompt with an answer.
 
     Raises:
         DataError: there is one row only.

@@ -1,4 +1,6 @@
-"""Which rows an epoch uses: held-out rows, and sources in proportion to their weights. Pure functions on counts."""
+"""The choice of an epoch's rows: held-out rows, and sources in proportion to their weights. Pure functions on
+counts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from danlu.core.errors import DataError
 from danlu.data.permutation import Permutation
 
 MAX_ROWS = 10**8
-"""Of a source in an epoch, when it has not that many itself."""
+"""The most rows of a source in an epoch, when it has not that many itself."""
 
 
 def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.ndarray]:
@@ -63,10 +65,11 @@ def hold_out(counts: Sequence[int], eval: float | int, seed: int) -> list[np.nda
 
 
 def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int) -> list[np.ndarray]:
-    """The rows of each source that an epoch uses, as positions among its usable rows.
+    """Returns the rows of each source that an epoch uses, as positions among its usable rows.
 
     Without weights every row once. With weights the source with the most rows is used once, and the others as often as
-    their weights ask for beside it: repeated whole, the rest drawn by the seed. The choice is the same in every epoch.
+    their weights ask for relative to it: repeated whole, the rest drawn by the seed. The choice is the same in every
+    epoch.
 
     Args:
         counts: usable rows of each source, at least one each.

@@ -59,7 +59,9 @@ class PackedDataset:
         return _Epoch(self)
 
     def state(self, number: int | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps, whichever pack comes next: a digest by which `restore` knows the samples again."""
+        """Returns the state for a checkpoint, whichever pack comes next: a digest by which `restore` recognises the
+        samples.
+        """
         return {"samples": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -11,15 +11,15 @@ _MEANT_FOR_NOTHING = ("pad", "reserved", "unused")
 
 
 def padding_token(tokenizer: Tokenizer, ends: Iterable[int] = ()) -> tuple[str, int] | None:
-    """(text, id) of a token that no answer ends with: a model that classifies can be padded with it alone.
+    """Returns (text, id) of a token that no answer ends with: a model that classifies can be padded with it alone.
 
     transformers scores at the last token that is not `pad_token_id`. Where that is the end-of-text or end-of-turn
     token, as many tokenizers have it, an answer would be scored at the token before its end.
 
-    The tokenizer's own padding token where it will do; else a special token that is meant for nothing, that of unknown
+    It is the tokenizer's own padding token where that is suitable; else a reserved special token, that of unknown
     characters, or that of beginnings. None where there is no such token: transformers then takes one row at a time.
 
-    ends: what answers end with beside the tokenizer's own end-of-turn tokens.
+    ends: tokens that answers end with besides the tokenizer's own end-of-turn tokens.
     """
     refused = {*ends, *tokenizer.end_of_turn_ids}
     if tokenizer.eos_id is not None:

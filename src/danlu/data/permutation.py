@@ -36,7 +36,7 @@ def mix(values: np.ndarray, key: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Permutation:
-    """A pseudo-random permutation of 0..n-1 whose elements are computable one by one.
+    """A pseudo-random permutation of 0..n-1 with elements that are computable one by one.
 
     A Feistel network over the smallest power of two that holds n, walked until the value falls below n ("cycle
     walking", Black and Rogaway, CT-RSA 2002): memory O(positions asked for), not O(n).

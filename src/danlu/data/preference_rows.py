@@ -1,7 +1,7 @@
-"""Rows whose answers are judged: pairs of a preferred and a rejected answer, answers judged alone, and single steps.
+"""Rows of judged answers: pairs of a preferred and a rejected answer, answers judged alone, and single steps.
 
-Each answer is kept as a whole conversation (or a prompt and its completion) whose prompt is marked as context, so that
-chat templates see what they would see in a chat.
+Each answer is kept as a whole conversation (or a prompt and its completion) with the prompt marked as context, so that
+chat templates see the same as in a chat.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STAGES: dict[RowType, str] = {
     "unpaired": "stage kto",
     "stepwise": "stage reward with objective stepwise",
 }
-"""By the type of a row, what it is for, in messages."""
+"""The stages and objectives for each type of row, for messages."""
 _NEEDED: dict[RowType, str] = {
     "preference": "pairs of answers (chosen, rejected)",
     "unpaired": f"answers with a column that judges each of them ({', '.join(JUDGEMENT_COLUMNS)})",
@@ -95,11 +95,11 @@ def answers_of(row: Row | AnswerRow) -> tuple[Row, ...]:
 def parse_answers(
     value: Mapping[str, Any], format: Format | Literal["auto"], row_type: RowType, where: str
 ) -> AnswerRow:
-    """A raw row as its answers.
+    """Parses a raw row into its answers.
 
     Raises:
-        DataError: the row does not fit its format, is for another stage or makes no sense; the message says where,
-            what, and what to do.
+        DataError: the row does not fit its format, is for another stage or makes no sense; the message names the place,
+            the fault and a remedy.
     """
     known = require_row_type(value, format, row_type, where)
     try:
@@ -130,7 +130,7 @@ def require_row_type(
 
 
 def first_row_type(source: Source) -> RowType | None:
-    """Of what type the rows of a source are, by the first one that can be read; None of rows that judge no answer.
+    """Returns the type of a source's rows, by the first one that can be read; None for rows that judge no answer.
 
     Raises:
         DataError: the source cannot be read, or no row of it.
@@ -229,7 +229,7 @@ def _completion(prompt: str, completion: str, name: str, where: str) -> Completi
 def _without_prompt(
     chosen: Sequence[Any], rejected: Sequence[Any], value: Mapping[str, Any], where: str
 ) -> tuple[Answer, Answer]:
-    """Whole conversations, whose common messages are the prompt."""
+    """Parses two whole conversations; their common messages are the prompt."""
     both = [
         parse_conversation(turns, value, f"{where} {name}")
         for turns, name in ((chosen, "chosen"), (rejected, "rejected"))

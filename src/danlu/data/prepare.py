@@ -1,4 +1,4 @@
-"""From the data section of a recipe to tokenised samples, through the cache."""
+"""Turning the data section of a recipe into tokenised samples, through the cache."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class DatasetSpec:
     Attributes:
         tokenizer_path: a folder, a finished run, or a hub id.
         chat_template: a Jinja file that takes the place of the tokenizer's own template.
-        seed: of the order, the held-out rows and the mixture.
-        date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
-        row_type: of rows whose answers are compared or judged, which become trees; None in other stages.
+        seed: the seed of the order, the held-out rows and the mixture. date: the day that a chat template writes if it
+            asks for one, such as 2026-11-22; None for today.
+        row_type: the type of rows with compared or judged answers, which become trees; None in other stages.
         needs_mismatched: each tree has one more branch, its prompt with the answer of the next row.
     """
 
@@ -122,7 +122,7 @@ class PreparedData:
     max_token: int  # the largest token id anywhere
     date: str | None = None  # that the chat template writes, where it writes one
     held_out_rows: tuple[np.ndarray, ...] = ()
-    """Of each source of `data.train` the numbers of the rows that `data.eval` holds out of it; empty where none."""
+    """The numbers of the rows that `data.eval` holds out of each source of `data.train`; empty where there are none."""
 
 
 def prepare(
@@ -132,14 +132,14 @@ def prepare(
     require_ends: bool = True,
     held_out_rows: Sequence[np.ndarray] | None = None,
 ) -> PreparedData:
-    """Tokenise what is not in the cache yet, check it, and choose each epoch's samples.
+    """Tokenises rows that are not in the cache yet, checks them, and chooses each epoch's samples.
 
     Neither a tokenizer library nor the rows are loaded into this process: rows are tokenised in processes of their own,
     and on a cache hit not at all.
 
     Args:
         require_ends: refuse answers of which none trains the token that ends it; no fault where nothing is trained.
-        held_out_rows: of each source of `data.train` the rows that are held out, drawn already: for the same rows at
+        held_out_rows: the rows held out of each source of `data.train`, drawn already: for the same rows at
             another length. By default a share or number in `data.eval` draws them.
 
     Raises:
@@ -224,7 +224,7 @@ class BadRowPolicy:
         self._good_rows = 0
 
     def check(self, messages: Sequence[str], rows: int) -> None:
-        """Count the bad ones among the next `rows` rows. `messages`: what is wrong with each of them.
+        """Counts the bad ones among the next `rows` rows. `messages`: the error of each of them.
 
         Raises:
             DataError: bad rows are errors, or there are too many.

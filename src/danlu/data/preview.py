@@ -1,4 +1,4 @@
-"""Rows of a recipe's data token by token: what `danlu preview` shows before anything is trained.
+"""Rows of a recipe's data token by token, shown by `danlu preview` before anything is trained.
 
 Rows are rendered by the functions that fill the token cache, so they can be shown before a large data set is tokenised,
 and when it never will be because a run would refuse it.
@@ -28,7 +28,7 @@ from danlu.recipe.sections.base import RowType
 
 
 class PreviewBranch(NamedTuple):
-    """A branch of a sample that is a tree: what it is, which one it continues (-1: none), its tokens."""
+    """A branch of a sample that is a tree: its title, the branch that it continues (-1: none), its tokens."""
 
     title: str
     parent: int
@@ -59,15 +59,15 @@ class PreviewSample:
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """What became of one row.
+    """The outcome of one row.
 
     Attributes:
         source: number of its source in `DatasetSpec.sources`.
         index: its number in the source, from 0.
         where: its place, as messages name it.
-        samples: what is trained on; for a dropped row what it would have been.
-        bad: why the row cannot be used; empty if it can.
-        columns: of a row that cannot be used, as JSON, where it could be read at all.
+        samples: the samples to train on; for a dropped row those that it would have been. bad: why the row cannot be
+            used; empty if it can. columns: the columns of a row that cannot be used, as JSON, where it could be read at
+            all.
         dropped: why nothing of it is trained on; empty if something is.
         shortened: truncated, split or dropped, if it was longer than max_length; else empty.
         lost_tokens: tokens of it that are in no sample.
@@ -105,12 +105,12 @@ def render_examples(spec: DatasetSpec, *, rows: int, places: Sequence[str] = ())
 
 
 def preview_rows(tokenizer: Tokenizer, task: tuple[int, Task]) -> list[PreviewRow]:
-    """What becomes of each row of a source, by the same steps as for training.
+    """Returns the outcome of each row of a source, by the same steps as for training.
 
     task: the number of the source, the settings and the rows.
 
     Raises:
-        DataError: the tokenizer lacks what every row needs.
+        DataError: every row needs something that the tokenizer lacks.
     """
     source, (settings, rows) = task
     return [_preview_row(tokenizer, settings, source, row) for row in rows]
@@ -153,7 +153,7 @@ def _sample(tokenizer: Tokenizer, block: SampleBlock, number: int, row_type: Row
 
 
 def _branches(sample: Sample, row_type: RowType) -> tuple[PreviewBranch, ...]:
-    """The branches of a tree, each called what it is."""
+    """Returns the branches of a tree, each with its title."""
     titles: list[str] = []
     for number, label in enumerate(sample.facts["label"].tolist()):
         if number == 0 and len(sample.branches) > 1 and sample.branches[1].parent == 0:

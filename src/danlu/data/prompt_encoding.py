@@ -53,7 +53,7 @@ def keys_left_out(tokenizer: Tokenizer, conversation: Conversation, system: str 
 
 
 def _rendered(tokenizer: Tokenizer, conversation: Conversation, system: str | None) -> tuple[list[dict[str, Any]], str]:
-    """The messages of a conversation as the chat template sees them, and what it writes of them for a prompt."""
+    """Returns the messages of a conversation as the chat template sees them, and the prompt that it writes of them."""
     template = tokenizer.template(bool(conversation.tools))
     turns = [turn_of(message) for message in shown_messages(conversation, template, system)]
     return turns, template.render(turns, conversation.tools, prompt=True)
@@ -69,9 +69,10 @@ def encode_utf8(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def shorten_conversation(conversation: Conversation, fits: Callable[[Conversation], bool]) -> Conversation | None:
-    """The conversation without as many of its first exchanges as it takes to fit; None if the last user turn does not.
+    """Returns the conversation without as many of its first exchanges as it takes to fit; None if the last user turn
+    does not fit.
 
-    What is left begins with a turn of the user; system messages stay before it.
+    The rest begins with a turn of the user; system messages stay before it.
     """
     messages = conversation.messages
     system = tuple(message for message in messages if message.role == "system")

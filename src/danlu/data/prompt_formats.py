@@ -26,16 +26,17 @@ _COLUMNS: dict[Format | Literal["auto"], tuple[str, ...]] = {
     "preference": ("prompt", "messages", "conversations", *QUESTIONS),
     "stepwise": ("prompt",),
 }
-"""By format, the columns that a prompt is looked for in; the first that a row has is taken."""
+"""The columns that may hold a prompt, by format; the first that a row has is taken."""
 
 
 def parse_prompt(
     row: Mapping[str, Any], template: PromptTemplate | None, format: Format | Literal["auto"], where: str
 ) -> PromptColumns:
-    """What a row asks. `template`: of `data.prompt`, in the place of what known formats ask.
+    """Returns the prompt of a row. `template`: that of `data.prompt`, in the place of the prompts of known formats.
 
     Raises:
-        DataError: the row has no prompt, or one that makes no sense; the message says where, what, and what to do.
+        DataError: the row has no prompt, or one that makes no sense; the message names the place, the fault and a
+            remedy.
     """
     prompt = _filled(template, row, where) if template is not None else _of_columns(row, format, where)
     if isinstance(prompt, str) and not prompt.strip():
@@ -91,7 +92,7 @@ def _question(row: Mapping[str, Any], question: str, where: str) -> PromptColumn
 
 
 def _common_prompt(row: Mapping[str, Any], where: str) -> PromptColumns:
-    """What two answers are compared for: the messages that both conversations begin with."""
+    """Returns the prompt of two compared answers: the messages that both conversations begin with."""
     pair = parse_answers(row, "preference", "preference", where)
     assert isinstance(pair, Pair), "the row is a pair"
     if not isinstance(pair.chosen, Conversation):

@@ -1,4 +1,4 @@
-"""Prompts of stage `rl` token by token, as the policy is given them: what `danlu preview` shows of their rows."""
+"""Prompts of stage `rl` token by token, as the policy gets them and `danlu preview` shows them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def render_prompt_examples(spec: PromptSpec, *, rows: int, places: Sequence[str]
 
 
 def preview_prompts(tokenizer: Tokenizer, task: PromptRowsTask) -> list[PreviewRow]:
-    """What becomes of each row of a source, by the same steps as for a run.
+    """Returns the outcome of each row of a source, by the same steps as for a run.
 
     task: the number of the source, the settings and the rows.
     """
@@ -65,7 +65,7 @@ def _preview_prompt(tokenizer: Tokenizer, settings: PromptSettings, source: int,
 
 
 def _sample(tokenizer: Tokenizer, prompt: Prompt) -> PreviewSample:
-    """The prompt as context: the policy's answers are what is trained."""
+    """Returns the prompt as context: only the policy's answers are trained."""
     tokens = np.array(prompt.tokens, np.int32)
     special = np.array([token in tokenizer.special_ids for token in prompt.tokens], bool)
     texts = tuple(token_texts(tokenizer.token_bytes(prompt.tokens)))

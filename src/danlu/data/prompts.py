@@ -44,14 +44,14 @@ TOO_LONG = "the prompt leaves no room for rollout.max_new_tokens in data.max_len
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a row asks the policy."""
+    """The prompt that a row gives to the policy."""
 
     tokens: tuple[int, ...]
     """The whole prompt, generation prompt of the chat template included; without virtual tokens of adapters."""
     row: Mapping[str, Any]
     """Every column of the row, as the file has it."""
     prompt: str | list[Mapping[str, Any]]
-    """The text, or the messages of a conversation; what was shortened is shortened here."""
+    """The text, or the messages of a conversation, shortened where the prompt was too long."""
     where: str
     """The place of the row, for messages: "gsm8k.jsonl:17"."""
 
@@ -63,10 +63,9 @@ class PromptSpec:
     Attributes:
         tokenizer_path: a folder, a finished run, or a hub id.
         chat_template: a Jinja file that takes the place of the tokenizer's own template.
-        seed: of the order, the held-out rows and the mixture.
-        max_new_tokens: of an answer, for which data.max_length has room behind each prompt.
-        date: the day that a chat template which asks for it writes, such as 2026-11-22; None for today.
-        tools: that the chat template tells of, beside each prompt.
+        seed: the seed of the order, the held-out rows and the mixture. max_new_tokens: the most tokens of an answer,
+            for which data.max_length has room behind each prompt. date: the day that a chat template writes if it asks
+            for one, such as 2026-11-22; None for today. tools: tools that the chat template describes in each prompt.
     """
 
     data: Data
@@ -89,7 +88,7 @@ class PromptSpec:
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """What besides a row and the tokenizer decides which prompt it becomes."""
+    """The settings that decide, besides a row and the tokenizer, which prompt the row becomes."""
 
     template: str | None
     format: Format | Literal["auto"]
@@ -114,16 +113,16 @@ class PromptSets:
     """The prompts of a run."""
 
     train: tuple[Prompt, ...]
-    """Of an epoch; with weights of sources one may be there more than once."""
+    """The prompts of an epoch; with weights of sources one may be there more than once."""
     eval: tuple[Prompt, ...]
     """Held out, or from sources of their own; none where `data.eval` is missing."""
     statistics: Statistics
-    """Of the training rows, before evaluation rows were taken out and sources mixed."""
+    """The statistics of the training rows, before evaluation rows were taken out and sources mixed."""
     eval_statistics: Statistics | None
-    """Of evaluation sources of their own."""
+    """The statistics of separate evaluation sources; None where there are none."""
 
     def lines(self) -> list[str]:
-        """What became of the rows, for the console: nothing is shortened, dropped or skipped without being told."""
+        """Returns lines for the console that report all rows which were shortened, dropped or skipped."""
         lines = prompt_lines("data", self.statistics)
         if self.eval_statistics is not None:
             lines += prompt_lines("evaluation data", self.eval_statistics)
@@ -216,7 +215,7 @@ def _at(prompts: Sequence[Sequence[Prompt]], chosen: Sequence[np.ndarray]) -> tu
 
 
 def prompt_lines(name: str, statistics: Statistics) -> list[str]:
-    """What became of the rows of one side of the data."""
+    """Returns lines that report the outcome of the rows of training or of evaluation."""
     mean = statistics.tokens / max(1, statistics.samples)
     lines = [
         f"{name}: {statistics.rows:,} rows, {statistics.samples:,} prompts of {mean:,.0f} tokens on average and "
@@ -232,12 +231,12 @@ def prompt_lines(name: str, statistics: Statistics) -> list[str]:
 
 
 class PromptOrder:
-    """The endless sequence of a run's prompts: each epoch has all of them, shuffled anew by the seed.
+    """The endless sequence of a run's prompts: each epoch has all of them, reshuffled by the seed.
 
     Prompt n is a pure function of (prompts, seed, n), so a resumed run needs no more than its number.
 
     Args:
-        prompts: of an epoch, at least one.
+        prompts: the prompts of an epoch, at least one.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
@@ -256,7 +255,7 @@ class PromptOrder:
         return self._prompts[Permutation.of(len(self._prompts), self._seed, "prompts", epoch)[place]]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a digest by which `restore` knows the prompts and their rows again."""
+        """Returns the state for a checkpoint: a digest by which `restore` recognises the prompts and their rows."""
         return {"prompts": self._digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -283,10 +282,10 @@ PromptTask = tuple[PromptSettings, list[RawRow]]
 
 
 def render_prompts(tokenizer: Tokenizer, task: PromptTask) -> PromptChunk:
-    """Rows as prompts; rows that are none are reported, not raised.
+    """Renders rows as prompts; rows without a prompt are reported, not raised.
 
     Raises:
-        DataError: the tokenizer lacks what every row needs.
+        DataError: every row needs something that the tokenizer lacks.
     """
     settings, raw = task
     renderer = _Renderer(tokenizer, settings)
@@ -339,7 +338,7 @@ class _Renderer:
         self.template = None if settings.template is None else PromptTemplate.parse(settings.template)
 
     def prepare(self, columns: PromptColumns) -> None:
-        """Make sure of what all prompts of this kind need. Raises DataError without it."""
+        """Checks that the tokenizer has everything that prompts of this kind need. Raises DataError otherwise."""
         if self._settings.tools:
             template = self._tokenizer.template(tools=True)
             if not (template.takes_tools and template.takes_results):
@@ -380,7 +379,8 @@ class _Renderer:
         return replace(conversation, tools=tuple(dict(tool) for tool in self._settings.tools))
 
     def fitted(self, columns: PromptColumns) -> tuple[PromptColumns, tuple[int, ...]] | None:
-        """The prompt where it is short enough, else what `data.overlong` makes of it, with its tokens; None: dropped.
+        """Returns the prompt with its tokens, shortened where it is too long; None where `data.overlong` drops it, or
+        it does not fit.
 
         Raises DataError where the template refuses it.
         """

@@ -13,17 +13,17 @@ from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
 
 @dataclass(frozen=True)
 class BadRow:
-    """Stands for a row that could not be read. The message names the place, the reason and what to do."""
+    """A row that could not be read. The message names the place, the reason and a remedy."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it stands in its file.
+    """A row as it is in its file.
 
-    A line of JSON stays one until its columns are asked for. That is cheaper to hand to another process than what it
-    says, and leaves the parsing to the processes that tokenise: one that reads can then feed many of them.
+    A line of JSON stays one until its columns are asked for. A line is cheaper to send to another process than its
+    parsed content, and the processes that tokenise do the parsing: one process that reads can then feed many of them.
 
     Attributes:
         index: its number in the source, from 0, bad rows counted too.
@@ -94,5 +94,5 @@ def decode_utf8(data: bytes, where: str) -> str:
 
 
 def not_utf8_error(data: bytes, error: UnicodeDecodeError, where: str) -> DataError:
-    """The error for bytes that are not UTF-8: which byte, where, and what to do."""
+    """Returns the error for bytes that are not UTF-8, with the byte, its place, and a remedy."""
     return DataError(f"{where}: byte 0x{data[error.start]:02x} is not UTF-8 text; save the file as UTF-8")

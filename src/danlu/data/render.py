@@ -38,7 +38,7 @@ class RenderSettings:
 
 @dataclass(frozen=True, slots=True)
 class Remarks:
-    """Remarks for the user on a sample that can be trained.
+    """Warnings for the user about a sample that can be trained.
 
     Attributes:
         left_out: keys of messages with text that the chat template shows only while the message is the last.
@@ -52,7 +52,7 @@ class Remarks:
 
     @classmethod
     def of(cls, samples: Sequence[RenderedSample]) -> Remarks:
-        """Joins the remarks on several samples of one row."""
+        """Joins the warnings about several samples of one row."""
         remarks = [sample.remarks for sample in samples]
         return cls(
             tuple(dict.fromkeys(key for each in remarks for key in each.left_out)),
@@ -67,12 +67,12 @@ class RenderedSample:
 
     Attributes:
         tokens: [S] int32.
-        weights: [S] float32, of each token as a target; the first is 0, nothing comes before it.
+        weights: [S] float32, the weight of each token as a target; the first is 0, nothing comes before it.
         reasons: [S] uint8, values of `Reason`.
         turns: [S] int32, the message a token belongs to (the template's text before a message belongs to it), or -1;
             each step of an answer in steps counts as a message.
         where: the row, for messages.
-        branches: of a tree (see `danlu.core.types.Sample`), with the facts [branches] of each.
+        branches: the branches of a tree (see `danlu.core.types.Sample`), with the facts [branches] of each.
         remarks: lost when it is cut.
     """
 
@@ -112,12 +112,12 @@ class _Draft:
 def render_rows(
     rows: Sequence[Row], wheres: Sequence[str], tokenizer: Tokenizer, rendering: RenderSettings
 ) -> list[list[RenderedSample] | DataError]:
-    """For each row its samples, or what is wrong with it.
+    """Returns the samples of each row, or the error that refuses it.
 
     A row is one sample, or several where the chat template rewrites history (see `danlu.data.message_spans`).
 
     Raises:
-        DataError: the tokenizer lacks what every row needs (a chat template, an end-of-text token).
+        DataError: every row needs something that the tokenizer lacks (a chat template, an end-of-text token).
     """
     renderer = _renderer(tokenizer, rendering)
     drafts: list[_Draft] = []
@@ -148,7 +148,7 @@ def render_rows(
 
 
 class _Renderer:
-    """Turns rows into drafts; holds what is found out about the templates on the way."""
+    """Turns rows into drafts, and caches facts about the templates."""
 
     def __init__(self, tokenizer: Tokenizer, rendering: RenderSettings) -> None:
         self._tokenizer = tokenizer
@@ -157,7 +157,7 @@ class _Renderer:
         self._span_renderers: dict[bool, tuple[ChatTemplate, SpanRenderer]] = {}
 
     def prepare(self, row: Conversation | Text | Completion) -> None:
-        """Make sure of what all rows of this kind need.
+        """Checks that the tokenizer has everything that rows of this kind need.
 
         Raises:
             DataError: there is no chat template, it does not compile or takes no conversation, or there is no token to
@@ -200,7 +200,8 @@ class _Renderer:
         return _Draft(row.prompt + row.completion, stops, reasons, [-1, -1], weights, self._bos, self._eos())
 
     def _in_steps(self, draft: _Draft, row: Conversation | Completion) -> _Draft:
-        """The draft with a turn number for each step of its last answer, and for what closes the last one.
+        """Returns the draft with a turn number for each step of its last answer, and for the tokens that close the last
+        one.
 
         Raises:
             DataError: the template changes the answer, so that its steps cannot be found.
@@ -277,7 +278,7 @@ class _Renderer:
 
 
 _renderer = lru_cache(maxsize=4)(_Renderer)
-"""Kept for the next rows: what is found out about a template takes longer than a row."""
+"""Cached for the next rows: finding the facts about a template takes longer than rendering a row."""
 
 
 def shown_messages(row: Conversation, template: ChatTemplate, system: str | None) -> tuple[Message, ...]:
@@ -301,7 +302,7 @@ def shown_messages(row: Conversation, template: ChatTemplate, system: str | None
 
 
 def _require_answers(annotated: AnnotatedText, trained: Collection[int]) -> None:
-    """Raises DataError for a trained turn with a content of which the template writes nothing but what ends it."""
+    """Raises DataError for a trained turn with content where the template writes only the end of the turn."""
     spans = zip(annotated.reasons, annotated.turns, strict=True)
     empty = set(trained) - {turn for reason, turn in spans if reason in (Reason.ASSISTANT, Reason.REASONING)}
     if empty:
@@ -312,7 +313,7 @@ def _require_answers(annotated: AnnotatedText, trained: Collection[int]) -> None
 
 
 def half_character(error: UnicodeEncodeError) -> str:
-    """What is wrong with a text that has no UTF-8, and what to do."""
+    """Returns the error message for a text that has no UTF-8, with a remedy."""
     half = ascii(error.object[error.start]).strip("'")
     return (
         f"the text holds {half}, half a character (a lone surrogate), which cannot be tokenised; write the whole "
@@ -328,7 +329,7 @@ def _merge_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
-    """The loss weight of each message: what it says itself, else what `train_on` says of its role."""
+    """Returns the loss weight of each message: its own, else the one that `train_on` gives its role."""
     last = max(number for number, message in enumerate(messages) if message.role == "assistant")
     weights = []
     for number, message in enumerate(messages):
@@ -345,7 +346,7 @@ def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
 def _outcomes(
     drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Tokenizer
 ) -> Sequence[RenderedSample | DataError]:
-    """Of each draft its sample, or what is wrong with it where a word has no token."""
+    """Returns the sample of each draft, or the error where a word has no token."""
     try:
         return _tokenised(drafts, wheres, tokenizer)
     except DataError as error:
@@ -430,7 +431,7 @@ def _with_token(
 
 
 def _pretokenized(row: Tokenized, where: str, tokenizer: Tokenizer) -> list[RenderedSample] | DataError:
-    """A row of given tokens as a sample; what is wrong with it if a token is not in the vocabulary."""
+    """Returns a row of given tokens as a sample; an error if a token is not in the vocabulary."""
     outside = row.tokens[(row.tokens < 0) | (row.tokens >= tokenizer.vocab_size)]
     if len(outside):
         vocabulary = f"the vocabulary of {tokenizer.path} (0 to {tokenizer.vocab_size - 1})"
@@ -443,7 +444,7 @@ def _pretokenized(row: Tokenized, where: str, tokenizer: Tokenizer) -> list[Rend
 
 
 def untrained_terminator(rendered: RenderedSample) -> str | None:
-    """What is wrong if a sample trains answers but no token that ends one; None if it trains one, or no answer."""
+    """Returns a message if a sample trains answers but no token that ends one; None if it trains one, or no answer."""
     trained = rendered.reasons[rendered.weights > 0]
     if (
         not np.isin(trained, (Reason.ASSISTANT, Reason.COMPLETION)).any()

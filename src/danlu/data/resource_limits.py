@@ -1,6 +1,6 @@
 """Limits on what a chat template may do with one conversation: a template is a program that came from the internet.
 
-What can be counted is counted, so that the same row fails on every machine: passes through loops and macros, and
+Everything countable is counted, so that the same row fails on every machine: passes through loops and macros, and
 characters written. Memory is limited by the address space of the process while a template renders, and processor time
 by a timer; where a timer cannot interrupt, inside one operation of C, a tokenising process is ended by the kernel.
 """
@@ -17,15 +17,15 @@ from types import FrameType
 from typing import Any
 
 STEPS = 2_000_000
-"""Passes through loops and macros for one conversation; the square of its messages is allowed beside it."""
+"""The most passes through loops and macros for one conversation, in addition to the square of its messages."""
 CHARACTERS = 8 * 2**20
-"""Written for one conversation; sixteen times those that it has are allowed beside it."""
+"""The most characters written for one conversation, in addition to sixteen times its own."""
 MEMORY_BYTES = 2 * 2**30
-"""What the process may grow by while one conversation is rendered."""
+"""The growth of the process's memory that is allowed while one conversation is rendered."""
 SECONDS = 30.0
-"""Of processor time for one conversation."""
+"""The seconds of processor time for one conversation."""
 SECONDS_IN_C = 60.0
-"""After which a tokenising process is ended where the first limit does nothing."""
+"""The seconds after which a tokenising process is ended where the first limit does nothing."""
 
 _EVERY = 100  # renderings, or a second: how often the size of the process is read, which takes as long as a short one
 
@@ -35,11 +35,14 @@ class OutOfBounds(Exception):
 
 
 class TookTooLong(BaseException):
-    """The processor time is used up. Not an Exception: what catches those on the way must not go on."""
+    """The processor time is used up.
+
+    It is not an Exception, so that handlers on the way do not catch it and go on.
+    """
 
 
 class _Process:
-    """What is known of this process: one for all templates that it renders."""
+    """The state of this process: one for all templates that it renders."""
 
     ends_itself = False  # see `end_when_stuck`
     has_timers: bool | None = None
@@ -55,7 +58,7 @@ def end_when_stuck() -> None:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Limits memory and processor time of what is done within; without effect where the system has no such limits.
+    """Limits memory and processor time of the code inside; without effect where the system has no such limits.
 
     Raises:
         MemoryError: more memory was asked for.
@@ -75,7 +78,7 @@ def limited() -> Iterator[None]:
 
 
 def describe_limit(error: BaseException) -> str:
-    """What of its limits a template has used up."""
+    """Names the limit that a template has exceeded."""
     match error:
         case MemoryError():
             return f"it needs more than {MEMORY_BYTES / 2**30:g} GiB of memory"

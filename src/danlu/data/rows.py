@@ -100,12 +100,13 @@ def detect_format(columns: Collection[str], where: str = "row") -> Format:
 
 
 def parse_row(value: Mapping[str, Any], format: Format | Literal["auto"], where: str) -> Row:
-    """A raw row as what it means.
+    """Parses a raw row.
 
     With a fixed format a row of another one is an error, so pass the first row's format for the rest of its file.
 
     Raises:
-        DataError: the row does not fit its format or makes no sense; the message says where, what, and what to do.
+        DataError: the row does not fit its format or makes no sense; the message names the place, the fault and a
+            remedy.
     """
     known: Format = detect_format(value.keys(), where) if format == "auto" else format
     refuse_judged_answers(value, known, where)
@@ -156,13 +157,15 @@ def judgement(value: Mapping[str, Any]) -> tuple[str, bool] | None:
 
 
 def unread_keys(value: Mapping[str, Any], conversations: Iterable[Conversation]) -> list[str]:
-    """What a row holds beside its messages and in them that seems to be meant for training, and is not read."""
+    """Returns the keys of a row, next to its messages and in them, that seem to be meant for training and are
+    not read.
+    """
     columns = [f"{name} (a column)" for name in _WEIGHT_COLUMNS & value.keys() if value[name] is not None]
     return sorted(columns) + sorted({key for conversation in conversations for key in conversation.unread})
 
 
 def format_mismatch(value: Mapping[str, Any], format: Format, missing: str, where: str) -> str:
-    """What is wrong with a row that lacks a column of its format: another format that it looks like, if any."""
+    """Returns the error for a row that lacks a column of its format, with another format that it looks like, if any."""
     problem = f"{where}: no column '{missing}', which rows of format {format} have; the columns are {', '.join(value)}"
     try:
         likely = detect_format(value.keys(), where)
@@ -213,7 +216,7 @@ def single_turn(value: Mapping[str, Any], question: str, answer: str, where: str
 
 
 def question_turns(value: Mapping[str, Any], question: str, where: str) -> list[Message]:
-    """A question, with what the row says it is about, after the earlier turns of the row and its system message."""
+    """Returns a question with its context from the row, after the earlier turns of the row and its system message."""
     for name in _CONTEXT_COLUMNS:
         if addition := require_string(value.get(name) or "", name, where):
             question = f"{question}\n{addition}" if question else addition

@@ -14,7 +14,7 @@ from danlu.core.types import Branch, Sample
 BRANCH = np.dtype([("parent", "<i4"), ("start", "<i4"), ("stop", "<i4")])
 """A `danlu.core.types.Branch`, in a file."""
 LABEL = np.dtype([("weight", "<f4"), ("reason", "u1")])
-"""What a token carries besides its id: the loss weight and the reason for it (an index into the renderer's reasons)."""
+"""The label of a token: the loss weight and the reason for it (an index into the renderer's reasons)."""
 
 
 class Samples(Protocol):
@@ -68,7 +68,7 @@ class TreeTable:
         return {name: np.array(values[part]) for name, values in self.facts.items()}
 
     def arrays(self) -> Iterator[np.ndarray]:
-        """What a digest is made of."""
+        """Yields the arrays that a digest is made of."""
         yield from (self.offsets, self.branches)
         for name, values in self.facts.items():
             yield from (np.frombuffer(name.encode(), np.uint8), values)

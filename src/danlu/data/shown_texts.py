@@ -1,9 +1,9 @@
-"""Texts of messages that a chat template leaves out of what it renders.
+"""Texts of messages that a chat template leaves out of its rendering.
 
-A template that shows no thoughts, cuts a content at `</think>` or takes contents as lists of parts only loses what the
-row holds, and nothing else would tell. So the texts of each message (its content, its thought, the strings of its
-calls) are looked for in the rendered text. Some templates leave out what they show while a message is the last (the
-thoughts of earlier turns): that is what the model sees when it answers later turns, and no error.
+A template that shows no thoughts, cuts a content at `</think>` or takes contents as lists of parts only loses parts of
+the row, and nothing else would show it. So the texts of each message (its content, its thought, the strings of its
+calls) are looked for in the rendered text. Some templates show texts only while their message is the last (the thoughts
+of earlier turns): the model sees the same when it answers later turns, so this is no error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def texts_left_out(
 
 @dataclass(frozen=True)
 class _Rendering:
-    """A rendered text and what it is of."""
+    """A rendered text, with the conversation and template that it was rendered from."""
 
     turns: Sequence[Turn]
     tools: Sequence[Mapping[str, Any]] | None

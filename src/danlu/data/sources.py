@@ -57,10 +57,11 @@ def read_file_rows(file: Path) -> Iterator[RawRow]:
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """A short name for each source, in order: the last part of its path, without directories that differ by machine.
+    """Returns a short name for each source, in order: the last part of its path, without directories that differ by
+    machine.
 
-    Where two sources share the last part, as much of the path before it is kept as tells them apart; sources of the
-    same path are numbered. `data/chat.jsonl#500` is `chat.jsonl`, and beside `old/chat.jsonl` it is `data/chat.jsonl`.
+    Where two sources share the last part, as much of the path before it is kept as distinguishes them; sources of the
+    same path are numbered. `data/chat.jsonl#500` is `chat.jsonl`, and next to `old/chat.jsonl` it is `data/chat.jsonl`.
     """
     paths = [split_row_limit(source.path)[0] for source in sources]
     parts = [PurePath(path).parts or (path,) for path in paths]
@@ -77,7 +78,8 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 
 def reported_sources(data: Data) -> tuple[str, ...]:
-    """The names of the sources whose losses are told apart: of training where it has several, of evaluation likewise.
+    """Returns the names of the sources that losses are reported for: those of training if there are several, of
+    evaluation likewise.
 
     The loss of a side with one source is the loss of all, so it has no name of its own.
     """
@@ -92,7 +94,8 @@ def split_row_limit(path: str) -> tuple[str, str]:
 
 
 def fingerprint(source: Source, memory: Path | None = None) -> str:
-    """A hash of what `read_rows` would give: the bytes and names of the files, or the hub data set's own fingerprint.
+    """Returns a hash of the rows that `read_rows` would yield: the bytes and names of the files, or the hub data set's
+    own fingerprint.
 
     Args:
         memory: a folder where hashes of files are kept, so that one that has not changed since need not be read again.
@@ -124,7 +127,7 @@ def file_digests(source: Source, memory: Path | None = None) -> dict[str, str]:
 
 
 def source_files(source: Source) -> dict[str, Path] | None:
-    """The files of a source by name; None of a hub data set. Raises DataError for what is neither."""
+    """Returns the files of a source by name; None for a hub data set. Raises DataError for anything else."""
     path, _ = _path_and_row_limit(source)
     if not _exists(path):
         return None
@@ -156,7 +159,10 @@ def _file_digest(file: Path, memory: Path | None) -> str:
 
 
 def _file_state(file: Path) -> list[int]:
-    """What changes whenever a file does. Unlike the time of change, nobody sets the time of the last status change."""
+    """Returns values that change whenever a file does.
+
+    Unlike the time of change, nobody sets the time of the last status change.
+    """
     stat = file.stat()
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
@@ -236,10 +242,10 @@ def _read_hub(path: str, split: str) -> Iterator[LocatedContent]:
 
 
 def _hub_rows(path: str, split: str) -> Any:
-    """A `datasets.Dataset`, from the local cache when there is no network.
+    """Returns a `datasets.Dataset`, from the local cache when there is no network.
 
     Raises:
-        DataError: it cannot be had; the message says what was tried.
+        DataError: it cannot be loaded; the message names each attempt.
     """
     if not _HUB_ID.fullmatch(path) or Path(path).suffix.lower() in READERS:
         raise DataError(f"{path}: no such file{_did_you_mean(Path(path))}")

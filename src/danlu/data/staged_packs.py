@@ -1,4 +1,4 @@
-"""The packs of a run whose lengths grow in stages: those of each stage are numbered by themselves."""
+"""The packs of a run with lengths that grow in stages; packs are numbered within each stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StagedPacks:
         return replace(self._packs[stage].at(place), stage_length=self._lengths[stage])
 
     def state(self, number: int) -> dict[str, Any]:
-        """What a checkpoint keeps: a digest of each stage's samples."""
+        """Returns the state for a checkpoint: a digest of each stage's samples."""
         return {"stages": [packs.state() for packs in self._packs]}
 
     def restore(self, state: dict[str, Any]) -> None:

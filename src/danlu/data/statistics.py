@@ -1,4 +1,4 @@
-"""What became of the rows: counted while tokenising, kept with the tokens, shown before a run and by preview."""
+"""The outcomes of the rows: counted while tokenising, kept with the tokens, shown before a run and by preview."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ SHOWN_KEYS = 8
 
 
 def beyond_positions(positions: int, max_length: int, lengths: np.ndarray | None) -> list[str]:
-    """What is to be told of samples longer than the model has positions for; none where max_length keeps them out.
+    """Returns warnings about samples longer than the model has positions for; none where max_length keeps them out.
 
-    positions: of the model, for a sample. lengths: [samples] tokens of each; None while they are not known.
+    positions: the most positions that the model has for a sample. lengths: [samples] tokens of each; None while they
+    are not known.
     """
     if max_length <= positions:
         return []
@@ -43,7 +44,9 @@ def beyond_positions(positions: int, max_length: int, lengths: np.ndarray | None
 
 
 def unread_margins(statistics: Statistics, terms: Sequence[PreferenceTerm | RewardObjective]) -> list[str]:
-    """What is to be told of rows whose margin no term of the objective asks for; none where there are no such rows."""
+    """Returns warnings about rows with a margin that no term of the objective reads; none where there are no
+    such rows.
+    """
     rows = statistics.judgements["margin"]
     if not rows or any(term.takes_margins for term in terms):
         return []
@@ -109,7 +112,9 @@ class Statistics:
                 setattr(self, name, value + added)
 
     def judgement_problem(self, where: str) -> str | None:
-        """What is wrong with the judgements of all rows together, those in the files `where`; None if nothing."""
+        """Returns the fault in the judgements of all rows together, those in the files `where`; None if there
+        is none.
+        """
         counted = self.judgements
         if counted["margin"] and counted["no margin"]:
             pairs = counted["margin"] + counted["no margin"]
@@ -135,7 +140,7 @@ class Statistics:
         ]
 
     def unread_lines(self) -> list[str]:
-        """What rows and their messages hold that seems to be meant for training and is not read; none if nothing."""
+        """Returns lines about keys of rows and messages that seem to be meant for training and are not read."""
         if not self.unread:
             return []
         keys = [f"{name!r} in {rows:,} row{'' if rows == 1 else 's'}" for name, rows in self.unread.most_common()]
@@ -146,7 +151,7 @@ class Statistics:
         ]
 
     def template_lines(self) -> list[str]:
-        """What the chat template and the tokenizer make of rows that is easily overlooked; none if nothing."""
+        """Returns lines about effects of the chat template and the tokenizer that are easily overlooked."""
         lines = []
         if self.added_thoughts:
             lines.append(

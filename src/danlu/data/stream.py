@@ -30,7 +30,9 @@ from danlu.data.statistics import Statistics
 from danlu.data.worker_pool import WorkerPool
 
 REMEMBERED_BLOCKS = 2**16
-"""Blocks whose positions are kept, so that `state` can go back to the start of a step that failed: at most 25 MB."""
+"""The number of blocks with positions kept, so that `state` can go back to the start of a failed step: at most
+25 MB.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class InterleavedRows:
 
     @property
     def position(self) -> Position:
-        """Where the next row comes from; setting it continues from there, reading the sources anew."""
+        """The position of the next row; setting it continues from there, and reads the sources again."""
         return Position(tuple(self._given), tuple(self._rows), tuple(self._used_up))
 
     @position.setter
@@ -175,7 +177,8 @@ class StreamingDataset:
         return pack
 
     def state(self, number: int | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps so that pack `number` comes next (by default the one that would); JSON values.
+        """Returns the state for a checkpoint with which pack `number` comes next (by default the one that would); JSON
+        values.
 
         Raises:
             ValueError: `number` lies further back than the last few blocks, or ahead.

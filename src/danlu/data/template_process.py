@@ -1,8 +1,8 @@
-"""Chat templates in a process of their own: what a conversation makes one take of memory is not taken from this one.
+"""Chat templates in a process of their own: memory that a conversation makes a template use is not taken from this one.
 
-A limit on memory is of a whole process. In one that also answers or trains it would make whatever else asks for memory
-at that moment fail. Data is rendered by the processes that tokenise it (`danlu.data.worker_pool`), which do nothing
-else; this is for conversations that come one by one: of a server's clients, and of episodes.
+A limit on memory applies to a whole process. In a process that also serves or trains, any other allocation at that
+moment would fail. Data is rendered by the processes that tokenise it (`danlu.data.worker_pool`), which do nothing else;
+this is for conversations that come one by one: those of a server's clients, and of episodes.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class _Render:
 
 
 class TemplateProcess:
-    """The process, which begins with the first conversation, and again with the next where one has ended it.
+    """The process, which starts with the first conversation, and again with the next where one has ended it.
 
     Conversations are rendered one after the other, whichever thread they come from.
 
-    memory_bytes: what the process may grow by while one is rendered.
+    memory_bytes: the memory by which the process may grow while one is rendered.
     """
 
     def __init__(self, memory_bytes: int = resource_limits.MEMORY_BYTES) -> None:

@@ -1,6 +1,6 @@
 """Tokenised data on disk: one folder for each (content, tokenizer, settings), written once, read by memory map.
 
-A folder appears under its final name only when it is whole: it is written beside it, flushed to the disk, marked
+A folder appears under its final name only when it is whole: it is written next to it, flushed to the disk, marked
 COMPLETE with the size and checksums of its files, and renamed. The writer holds a file lock that the kernel drops when
 the process dies, so a killed run leaves nothing but a folder the next one removes, and of two runs at once the second
 waits and reads what the first wrote.
@@ -54,14 +54,14 @@ _TREE_FILES = ("branches.bin", "branch_offsets.bin", "facts.bin")  # of samples 
 
 
 class DamagedStore(Exception):
-    """A store on disk is not what its marker says; never leaves this file."""
+    """A store on disk does not match its marker; the error never leaves this file."""
 
 
 class TokenStore:
     """The samples of one source, read by memory map (`danlu.data.samples.Samples`).
 
     Attributes:
-        statistics: what `StoreWriter.finish` was given.
+        statistics: the argument of `StoreWriter.finish`.
         max_token: the largest token id, -1 when there are none.
     """
 
@@ -173,7 +173,7 @@ class StoreWriter:
             sync_folder(self.folder)
 
     def close(self) -> None:
-        """Let go of the files; what is not finished by then is thrown away."""
+        """Closes the files; unfinished ones are deleted."""
         for file in self._files.values():
             file.abandon()
 
@@ -280,10 +280,9 @@ class TokenCache:
             lock.release()
 
     def _remove_leftovers(self, locked: str) -> None:
-        """Remove what killed runs left. The caller holds the lock of the store `locked`.
+        """Removes the folders that killed runs left. The caller holds the lock of the store `locked`.
 
-        A live writer holds the lock of its store, so an unfinished folder whose lock is free (or ours) belongs to
-        nobody.
+        A live writer holds the lock of its store, so an unfinished folder with a free lock (or ours) belongs to nobody.
         """
         for unfinished in self.folder.glob(f"*{UNFINISHED}"):
             name = unfinished.name.removesuffix(UNFINISHED).rpartition(".")[0]
@@ -302,7 +301,7 @@ def _acquired(lock: FileLock) -> bool:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say what failed, and what to do, when the cache cannot be written."""
+    """Raises ResourceError with a remedy when the cache cannot be written."""
     try:
         yield
     except OSError as error:
@@ -318,7 +317,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 class _SummedFile:
-    """A file that sums what is written: its size, and a CRC-32 for every CHECK_BYTES of it."""
+    """A file that sums the bytes written to it: its size, and a CRC-32 for every CHECK_BYTES of it."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")

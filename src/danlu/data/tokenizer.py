@@ -113,11 +113,11 @@ class Tokenizer:
             return list(self.fast.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> Encoded:
-        """Ids and places of several texts.
+        """Returns ids and places of several texts.
 
         For a byte-level tokenizer the places follow from the length of each token, which is several times cheaper than
-        having them tracked. A text that it normalises to another, or whose lengths do not add up (a token that swallows
-        the spaces around it), has them tracked like those of any other tokenizer.
+        having them tracked. For a text that it normalises to another, or with lengths that do not add up (a token that
+        swallows the spaces around it), they are tracked like those of any other tokenizer.
 
         Raises DataError as `encode` does.
         """
@@ -204,7 +204,7 @@ class Tokenizer:
 
     @cached_property
     def added_texts(self) -> dict[int, str]:
-        """The tokens beside the vocabulary of letters, special ones among them, in the order of their ids."""
+        """The added tokens, special ones among them, in the order of their ids."""
         return {token: added.content for token, added in sorted(self._added_tokens.items())}
 
     @cached_property
@@ -214,7 +214,9 @@ class Tokenizer:
 
     @cached_property
     def missing_bytes(self) -> int:
-        """Of the 256 bytes, those that a byte-level vocabulary has no token for: text loses them without a trace."""
+        """The number of bytes, of 256, that a byte-level vocabulary has no token for: text loses them without a
+        trace.
+        """
         if not self._writes_bytes or getattr(self.fast.model, "unk_token", None) is not None:
             return 0
         return len(_BYTES.keys() - self._vocabulary.keys())
@@ -229,7 +231,9 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether it has a chat template for ordinary conversations, which may be one that does not compile."""
+        """Whether the tokenizer has a chat template for ordinary conversations, which may be one that does not
+        compile.
+        """
         return "default" in self._templates
 
     def template(self, tools: bool = False) -> ChatTemplate:
@@ -372,7 +376,7 @@ def _plain_config(folder: Path) -> Any:
 
 
 def _sentencepiece_advice(folder: Path) -> str:
-    """What to do about a SentencePiece model that is not BPE; transformers then asks for another package."""
+    """Returns the remedy for a SentencePiece model that is not BPE; transformers then asks for another package."""
     if (folder / "tokenizer.json").is_file() or not any(folder.glob("*.model")):
         return ""
     return ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json beside it"

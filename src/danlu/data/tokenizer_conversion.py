@@ -33,7 +33,7 @@ Token = TypeVar("Token", str, bytes)
 
 
 class PieceType(IntEnum):
-    """Of a piece in a SentencePiece model (sentencepiece_model.proto)."""
+    """The type of a piece in a SentencePiece model (sentencepiece_model.proto)."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -45,11 +45,11 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class ConvertedTokenizer:
-    """A tokenizer and what its file says of special tokens.
+    """A tokenizer and the special tokens that its file names.
 
     Attributes:
         fast: tokenizers.Tokenizer.
-        specials: of bos_token, eos_token, unk_token and pad_token those that there are.
+        specials: those of bos_token, eos_token, unk_token and pad_token that exist.
     """
 
     fast: Any
@@ -80,7 +80,7 @@ def convert(file: Path, *, adds_bos: bool = True) -> ConvertedTokenizer | None:
 
 @dataclass(frozen=True)
 class _Model:
-    """What a SentencePiece model says. `pieces`: text, score and type, in the order of their ids."""
+    """The content of a SentencePiece model. `pieces`: text, score and type, in the order of their ids."""
 
     pieces: list[tuple[str, float, PieceType]]
     trainer: Mapping[int, Any]

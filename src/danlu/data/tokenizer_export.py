@@ -1,4 +1,4 @@
-"""Which files a result is given so that transformers reads the tokenizer that was trained with."""
+"""The files of a result from which transformers reads the tokenizer that was trained with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """Where a tokenizer's files are taken from for a result.
+    """The folder from which a tokenizer's files are copied into a result.
 
     Attributes:
         faithful: whether transformers reads the same tokenizer from them there.
@@ -45,10 +45,10 @@ class ExportJob:
 
 
 def exported_tokenizer(path: str, model_type: str | None) -> ExportedTokenizer:
-    """The tokenizer's files for a result folder whose config.json says `model_type`; None where it has none.
+    """Returns the tokenizer's files for a result folder with `model_type` in its config.json; None: it has no such key.
 
     transformers chooses the class of a tokenizer by that type too, and some classes make another tokenizer of the same
-    files. Where that happens the files are written anew, so that any class reads what was trained with.
+    files. Where that happens the files are rewritten, so that any class reads the tokenizer that was trained with.
 
     Raises:
         DataError: there is no tokenizer, or it cannot be read.
@@ -75,7 +75,7 @@ def end_of_turn_ids(path: str, chat_template: str | None = None) -> tuple[int, .
 
 
 def _depends_on_type(folder: Path, model_type: str | None) -> bool:
-    """Whether another class might be chosen beside a config.json of that type than beside the tokenizer's own."""
+    """Whether transformers might choose another class with a config.json of that type than with the tokenizer's own."""
     if read_json_object(folder / "config.json").get("model_type") == model_type:
         return False
     named = read_json_object(folder / "tokenizer_config.json").get("tokenizer_class")
@@ -98,7 +98,7 @@ def _export(task: tuple[Path, str | None]) -> ExportedTokenizer:
 
 
 def _reads_same_tokenizer(trained: Tokenizer, folder: Path, model_type: str | None) -> bool:
-    """Whether transformers reads the tokenizer from these files beside a config.json of that type."""
+    """Whether transformers reads the tokenizer from these files with a config.json of that type."""
     with tempfile.TemporaryDirectory(prefix="danlu-tokenizer-") as name:
         copy_tokenizer_files(folder, Path(name))
         if model_type is not None:

@@ -20,11 +20,11 @@ from danlu.core.small_files import check_regular, parse_json, read_small_text
 from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 
 MAX_FILE_BYTES = 512 << 20
-"""Of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
+"""The largest size of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
 MAX_TEMPLATE_BYTES = 4 << 20
 READ_FILES = (*TOKENIZER_FILES, "config.json")  # which names the tokenizer's class in old folders
 CONVERTED = "~/.cache/danlu/tokenizers"
-"""Where tokenizers that have only a `tokenizer.model` are kept as other tools can read them."""
+"""The folder where tokenizers that have only a `tokenizer.model` are kept in a form that other tools can read."""
 
 
 def resolve_tokenizer_folder(path: str) -> Path:
@@ -47,14 +47,15 @@ def resolve_tokenizer_folder(path: str) -> Path:
 
 
 def converted_folder(name: str) -> Path:
-    """Where the converted tokenizer of that name is kept."""
+    """Returns the folder of the converted tokenizer of that name."""
     return Path(CONVERTED).expanduser() / name
 
 
 def fast_tokenizer_folder(path: str) -> Path:
-    """`tokenizer_folder`, with a tokenizer.json: a bare `tokenizer.model` is converted into a folder of the cache.
+    """Returns `tokenizer_folder` with a tokenizer.json: a bare `tokenizer.model` is converted into a folder of the
+    cache.
 
-    Other tools read such a file to other ids, or not at all, so what is written beside a result comes from there too.
+    Other tools read such a file to other ids, or not at all, so the files of a result come from there too.
 
     Raises:
         DataError: there is no tokenizer, or the file is damaged.
@@ -79,7 +80,7 @@ def fast_tokenizer_folder(path: str) -> Path:
 
 
 def tokenizer_fingerprint(path: str, chat_template: str | None = None, date: str | None = None) -> str:
-    """A hash of a tokenizer's files, without loading any library for them: the key of what it tokenised.
+    """Returns a hash of a tokenizer's files, without loading any library for them: the key of its tokens in the cache.
 
     date: as `template_date` gives it.
 
@@ -118,7 +119,7 @@ def today() -> Date:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises DataError for what would be waited for, or would fill memory: nobody's tokenizer."""
+    """Raises DataError for files that would block or fill memory, such as a pipe: they are nobody's tokenizer."""
     for file in (file for pattern in READ_FILES for file in folder.glob(pattern)):
         try:
             check_regular(file)
@@ -159,7 +160,7 @@ def read_chat_template(path: str | None) -> str | None:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it is missing or something else, of which the library says so itself."""
+    """Returns the object of a JSON file; {} where it is missing or something else, which the library reports itself."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -202,7 +203,7 @@ def copy_tokenizer_files(folder: Path, target: Path) -> None:
 
 
 def broken_json(folder: Path) -> str:
-    """Which file is no JSON, and where; the libraries name only the place in it."""
+    """Names the file that is no JSON, and the place in it; the libraries name only the place."""
     for file in (file for pattern in READ_FILES for file in sorted(folder.glob(pattern)) if file.suffix == ".json"):
         try:
             values = parse_json(file.read_bytes())

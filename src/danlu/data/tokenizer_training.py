@@ -26,16 +26,15 @@ MIN_VOCAB_SIZE = 256 + 3  # one token for each byte, so that any text can be wri
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path, chat_template: str = CHATML) -> int:
-    """Train a byte-level BPE tokenizer and write the folder that `AutoTokenizer.from_pretrained` reads.
+    """Trains a byte-level BPE tokenizer and writes the folder that `AutoTokenizer.from_pretrained` reads.
 
     One token, `<|im_end|>`, ends both a turn of a conversation and a plain-text document, and it is the tokenizer's
-    `eos_token`: what stops generation in chat is then the token pretraining has already taught the model to stop with.
-    `<|endoftext|>` only pads, for tools that need a pad token different from eos.
+    `eos_token`: generation in chat then stops with the token that pretraining has already taught. `<|endoftext|>` only
+    pads, for tools that need a pad token different from eos.
 
     Args:
-        texts: what to learn merges from.
-        size: entries in all, special tokens included; fewer when the texts offer no more merges.
-        folder: where to write; created when missing.
+        texts: texts to learn merges from. size: entries in all, special tokens included; fewer when the texts offer no
+            more merges. folder: the folder to write; created when missing.
         chat_template: Jinja; ChatML by default.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a worker process does with a chunk of rows: parse_row, render, cut to length, count."""
+"""The work of a worker process on a chunk of rows: parse_row, render, cut to length, count."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WRITTEN_BY_ASSISTANT = (Reason.ASSISTANT, Reason.REASONING)  # with marks of th
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """Everything besides the rows and the tokenizer that decides what a row becomes; part of the cache's key."""
+    """Everything besides the row itself and the tokenizer that decides a row's samples; part of the cache's key."""
 
     format: Format | Literal["auto"]
     rendering: RenderSettings
@@ -56,7 +56,7 @@ class TokenizeSettings:
         )
 
     def parse(self, row: Mapping[str, Any], where: str) -> Row | AnswerRow:
-        """A raw row as what it means. Raises DataError if it does not fit its format or makes no sense."""
+        """Parses a raw row. Raises DataError if it does not fit its format or makes no sense."""
         if self.row_type is None:
             return parse_row(row, self.format, where)
         return parse_answers(row, self.format, self.row_type, where)
@@ -64,10 +64,10 @@ class TokenizeSettings:
     def render(
         self, rows: Sequence[Row | AnswerRow], wheres: Sequence[str], tokenizer: Tokenizer
     ) -> list[list[RenderedSample] | DataError]:
-        """For each row that `parse` gave its samples, or what is wrong with it.
+        """Returns the samples of each row from `parse`, or the error that refuses it.
 
         Raises:
-            DataError: the tokenizer lacks what every row needs.
+            DataError: every row needs something that the tokenizer lacks.
         """
         if self.row_type is None:
             return render_rows(cast(Sequence[Row], rows), wheres, tokenizer, self.rendering)
@@ -79,7 +79,7 @@ class TokenizeSettings:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What the rest of a run needs to know of the tokenizer without loading it."""
+    """The facts about the tokenizer that the rest of a run needs, without loading it."""
 
     vocab_size: int  # ids go from 0 to vocab_size - 1
     bos_id: int | None
@@ -90,7 +90,7 @@ class TokenizerInfo:
 
     @property
     def warning(self) -> str | None:
-        """What to tell people of a tokenizer that loses text; None for one that does not."""
+        """Returns the warning about a tokenizer that loses text; None for one that does not."""
         if not self.missing_bytes:
             return None
         return (
@@ -145,10 +145,10 @@ def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 
 
 def tokenise(tokenizer: Tokenizer, task: Task) -> TokenizedChunk:
-    """Rows as samples; rows that cannot be used are reported, not raised.
+    """Turns rows into samples; rows that cannot be used are reported, not raised.
 
     Raises:
-        DataError: the tokenizer lacks what every row needs.
+        DataError: every row needs something that the tokenizer lacks.
     """
     settings, raw = task
     bad: dict[int, str] = {}
@@ -214,7 +214,7 @@ def _count_remarks(remarks: Remarks, where: str, tokenizer: Tokenizer, statistic
 def _fit(
     outcome: list[RenderedSample], settings: TokenizeSettings, statistics: Statistics, bos_id: int | None
 ) -> list[RenderedSample]:
-    """What is left of the samples of one row."""
+    """Cuts the samples of one row to the length, and returns those that are left."""
     if settings.row_type is not None:
         fitted = [_fit_tree(tree, settings, bos_id) for tree in outcome]
     else:
@@ -229,12 +229,11 @@ def _fit(
 
 @dataclass(frozen=True)
 class Fitted:
-    """What became of a sample that had to fit a length.
+    """The outcome of fitting a sample to a length.
 
     Attributes:
-        samples: what is left: one, several after a split, or none.
-        shortened: what was done about its length; None if it was short enough.
-        dropped: why none is left.
+        samples: the remaining samples: one, several after a split, or none. shortened: how it was shortened; None if it
+            was short enough. dropped: why none is left.
         lost_tokens: tokens that are in no sample.
     """
 
@@ -251,7 +250,7 @@ NOTHING_LEFT_TO_COMPARE = "longer than max_length, with no answers that differ i
 
 
 def _fit_tree(tree: RenderedSample, settings: TokenizeSettings, bos_id: int | None) -> Fitted:
-    """A tree whose paths have at most `max_length` tokens each: see `danlu.data.tree_length`."""
+    """Cuts a tree so that its paths have at most `max_length` tokens each: see `danlu.data.tree_length`."""
     from danlu.data.tree_length import fit_answers
 
     assert settings.max_length is not None, "trees are not joined"
@@ -391,7 +390,10 @@ def _count_thoughts(block: SampleBlock, rows: Mapping[int, Row | AnswerRow], sta
 def _count_specials(
     block: SampleBlock, rows: Mapping[int, Row | AnswerRow], tokenizer: Tokenizer, statistics: Statistics
 ) -> None:
-    """Samples whose row has written out special tokens, by token. Rows that are given as tokens mean theirs."""
+    """Counts samples with special tokens written out in their row, by token.
+
+    Rows of given tokens are not counted: their special tokens are meant.
+    """
     is_text, is_own = (np.isin(block.palette["reason"], kind) for kind in (_ROWS_TEXT, _WRITTEN_BY_ASSISTANT))
     is_special, ends_turn = (np.zeros(tokenizer.vocab_size, bool) for _ in range(2))
     is_special[list(tokenizer.special_ids)] = True

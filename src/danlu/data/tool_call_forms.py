@@ -269,8 +269,10 @@ def _tag(text: str, at: int, pattern: re.Pattern[str], begins: str, ended: bool)
 
 
 def _end_of_value(text: str, at: int, closed: str, followers: Sequence[str], ended: bool) -> int:
-    """Where a value ends: at the first closing tag behind which another tag of the call stands; a value may have
-    such a tag in its text."""
+    """Returns the end of a value.
+
+    It is at the first closing tag that another tag of the call follows; a value may have such a tag in its text.
+    """
     place = text.find(closed, at)
     first = place
     while place >= 0:
@@ -286,9 +288,9 @@ def _end_of_value(text: str, at: int, closed: str, followers: Sequence[str], end
 
 
 def _typed(value: str, schema: Any, *, or_json: bool) -> Any:
-    """An argument that is written as text, as the type that its schema says.
+    """Converts an argument that is written as text to the type in its schema.
 
-    or_json: what is read of an argument without a schema: JSON where it is some, else the text.
+    or_json: whether an argument without a schema is parsed as JSON where possible; else it is the text.
     """
     types = _types(schema)
     if not types:

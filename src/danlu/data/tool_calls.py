@@ -1,8 +1,8 @@
 """Calls of tools in answers, read in the form that a family of models writes them in, whole or as a stream.
 
-Forms are those of the published chat templates (`FORMS`); `form_of` finds out which of them a template writes. What
-stands in a thought is no call, nor is JSON that only looks like one. Where the form is not known, `ANY_FORM` reads what
-no text has by chance: the marks of every family, and an answer that is a call in JSON and nothing else.
+Forms are those of the published chat templates (`FORMS`); `form_of` finds out which of them a template writes. Text in
+a thought is no call, nor is JSON that only looks like one. Where the form is not known, `ANY_FORM` reads only signs
+that no text has by chance: the marks of every family, and an answer that is a call in JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CallForm:
     """How a family of models writes calls.
 
     Attributes:
-        marks: what opens one or several calls, and what reads from there.
+        marks: the text that opens one or several calls, and the function that reads from there.
         bare: reads an answer that has calls without a mark; None where the family has no such answers.
     """
 
@@ -61,11 +61,11 @@ ANY_FORM = CallForm(
 
 
 class AnswerReader:
-    """Reads an answer as it comes: `feed` gives the text that is certain to be none of a call, and calls once whole.
+    """Reads an answer as it comes: `feed` returns text that is certain not to belong to a call, and calls once they are
+    whole.
 
     Args:
-        form: of the calls.
-        tools: their JSON schemas in OpenAI's form, which say what the types of arguments are.
+        form: the form of the calls. tools: their JSON schemas in OpenAI's form, which give the types of arguments.
         in_thought: the prompt has opened a thought, so the answer begins in it.
     """
 

@@ -17,11 +17,11 @@ ANSWER_CUT = "answer cut"
 
 
 def shorten_prompt(tree: RenderedSample, max_length: int, bos_id: int | None) -> RenderedSample | None:
-    """The tree with the beginning of its prompt left out, so that every path has at most `max_length` tokens.
+    """Returns the tree with the beginning of its prompt left out, so that every path has at most `max_length` tokens.
 
-    All paths lose the same tokens. A beginning-of-text token and what heads the answer stay. Whole earlier turns are
-    left out where that is enough, after the system message if possible; else as many tokens as are too many. None if
-    the answers alone are too long.
+    All paths lose the same tokens. A beginning-of-text token and the answer's header stay. Whole earlier turns are left
+    out where that is enough, after the system message if possible; else as many tokens as are too many. None if the
+    answers alone are too long.
     """
     excess = max(path_lengths(tree.branches)) - max_length
     cut = _cut_of_prompt(tree, excess, bos_id)
@@ -63,7 +63,7 @@ def cut_answers(tree: RenderedSample, max_length: int, bos_id: int | None) -> Re
 def fit_answers(
     tree: RenderedSample, max_length: int, overlong: Literal["truncate", "split", "drop"], bos_id: int | None
 ) -> tuple[RenderedSample | None, str | None]:
-    """(tree, what was done about its length): each path of it has at most `max_length` tokens. No tree: it is dropped.
+    """Returns (tree, how it was shortened); each path of it has at most `max_length` tokens. No tree: it is dropped.
 
     With `overlong` drop, a row is left out only if shortening its prompt is not enough.
     """
@@ -77,7 +77,7 @@ def fit_answers(
 
 
 def _stem_length(tree: RenderedSample) -> int:
-    """Tokens that all answers share; 0 where they are documents beside each other."""
+    """Returns the number of tokens that all answers share; 0 where they are separate documents."""
     return tree.branches[0].stop if len(tree.branches) > 1 and tree.branches[1].parent == 0 else 0
 
 
@@ -123,7 +123,7 @@ def _taken(tree: RenderedSample, kept: np.ndarray) -> RenderedSample:
 
 
 def _are_alike(tree: RenderedSample) -> bool:
-    """Whether two answers beside each other have the same tokens."""
+    """Whether two sibling answers have the same tokens."""
     parents = [branch.parent for branch in tree.branches]
     if len(set(parents[-2:])) > 1 or len(parents) < 2:
         return False

@@ -24,13 +24,13 @@ def longest_path(sample: Sample) -> int:
 
 
 def repeat_stem(sample: Sample) -> Sample:
-    """The same sample with a root for each leaf, which has a copy of its own of what the leaf shares with others.
+    """Returns the sample with a root for each leaf, which has its own copy of the shared prefix.
 
     A copy becomes the beginning of the first branch behind it that no other leaf shares, and has that one's facts;
-    facts of what is shared are gone. Columns are copied with the tokens. A chain, and a sample without branches, is
+    facts of the shared prefix are gone. Columns are copied with the tokens. A chain, and a sample without branches, is
     returned as it is.
 
-    Raises ValueError if what is shared carries weight: it would count once for each copy.
+    Raises ValueError if a shared prefix carries weight: it would count once for each copy.
     """
     branches = sample.branches
     leaves = [0] * len(branches)  # below each branch

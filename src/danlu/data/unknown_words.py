@@ -12,9 +12,9 @@ from danlu.data.column_values import abbreviate
 
 @contextmanager
 def naming_unknown_words(fast: Any, texts: Sequence[str], path: str) -> Iterator[None]:
-    """Within it the library's error about a word without a token becomes a DataError that names the first such word.
+    """Turns the library's error about a word without a token into a DataError that names the first such word.
 
-    fast: the `tokenizers.Tokenizer` that encodes the texts.   path: of the tokenizer, for the message.
+    fast: the `tokenizers.Tokenizer` that encodes the texts.   path: that of the tokenizer, for the message.
     """
     try:
         yield

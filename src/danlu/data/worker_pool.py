@@ -33,7 +33,10 @@ START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from danlu
 
 
 class Job(Protocol[Task, Result]):  # type: ignore[misc]  # invariance is not needed: a job is only called
-    """What a process does. Pickled once to each process; `start` loads what every task needs."""
+    """The work of a process.
+
+    It is pickled once to each process; `start` loads everything that tasks need.
+    """
 
     def start(self) -> Callable[[Task], Result]: ...
 
@@ -44,7 +47,7 @@ class WorkerPool(Generic[Task, Result]):
     Processes start when there is work for them. Use as a context manager: leaving it ends them at once.
 
     Args:
-        ending: what the message of a process that ended early goes on with.
+        ending: the end of the message about a process that ended early.
     """
 
     def __init__(
@@ -64,10 +67,10 @@ class WorkerPool(Generic[Task, Result]):
         self.close()
 
     def map(self, tasks: Iterable[Task]) -> Iterator[Result]:
-        """Results in order; at most a few tasks per process are read ahead.
+        """Yields results in order; at most a few tasks per process are read ahead.
 
         Raises:
-            DanluError: what the job raised.
+            DanluError: as the job raised it.
             ResourceError: a process ended, most likely for want of memory.
         """
         iterator = iter(tasks)
@@ -96,9 +99,9 @@ class WorkerPool(Generic[Task, Result]):
             process.wait()
 
     def run(self, task: Task) -> Result:
-        """The result of one task, by a process that has nothing else to do, else by a further one.
+        """Returns the result of one task, from an idle process, or else from a new one.
 
-        Raises what `map` does.
+        Raises the same errors as `map`.
         """
         try:
             process = self._idle.get_nowait()

@@ -34,11 +34,11 @@ from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers
 
 OWN_COLUMNS = ("completion", "prompt", "tokens", "finish", "turns")
-"""What functions are given beside the columns of the row."""
+"""The arguments of functions in addition to the columns of the row."""
 
 
 ROWS_TRIED = 64
-"""Of which the tests of programs are tried before the first answer."""
+"""The number of rows with tests of programs that are tried before the first answer."""
 
 
 def build_rewards(
@@ -64,7 +64,7 @@ def build_rewards(
 
 
 def build_runner(parts: Sequence[RewardPart], limits: RewardLimits) -> RewardRunner:
-    """What calls the rewards of a recipe, within its limits."""
+    """Returns the runner that calls the rewards of a recipe, within its limits."""
     workers = None if limits.workers == "auto" else limits.workers
     return RewardRunner(parts, timeout_s=limits.timeout_s, workers=workers)
 
@@ -72,7 +72,7 @@ def build_runner(parts: Sequence[RewardPart], limits: RewardLimits) -> RewardRun
 def check_functions(parts: Sequence[RewardPart], limits: RewardLimits) -> None:
     """Runs the files of the user's functions once, in a process that ends again: a rollout is too late for that.
 
-    Raises RecipeError with what they raise, ResourceError where the process ends or takes too long.
+    Raises RecipeError with the errors that they raise, ResourceError where the process ends or takes too long.
     """
     functions = [part.reward for part in parts if isinstance(part.reward, UserFunction)]
     workers = RewardWorkers(functions, count=1, timeout_s=limits.timeout_s)

@@ -17,19 +17,19 @@ from danlu.rewards.protocol import Explains, JudgedAnswer, Reward, StepRewards, 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 ASYNCIO = str(Path(sysconfig.get_path("stdlib")) / "asyncio")
 LONGEST_REASON = 500
-"""Characters of what an exception says; some print whole tensors."""
+"""The most characters of an exception's message; some print whole tensors."""
 LARGEST = 3.4028234e38
-"""Of numbers in float32, in which rewards are trained on and logged."""
+"""The largest number in float32, in which rewards are trained on and logged."""
 GAVE_NONE = "it gave None"
 """Why there is no number where a reward has nothing to say of an answer, which is no failure."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a reward said of one answer: a number, or NaN and the reason for it."""
+    """A reward for one answer: a number, or NaN and the reason for it."""
 
     value: float
-    """Of steps their sum."""
+    """The reward; the sum of the steps' rewards where there are steps."""
     failure: str | None = None
     steps: StepRewards | None = None
     verdict: Verdict | None = None
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def outcome_of(value: float | StepRewards | Verdict | None) -> Outcome:
-    """What a reward gave, as an outcome: None, NaN and what is infinite in float32 are no numbers."""
+    """Turns a reward's result into an outcome: None, NaN and values that are infinite in float32 are no numbers."""
     if isinstance(value, Verdict):
         return replace(outcome_of(value.value), verdict=value)
     if value is None:
@@ -131,7 +131,8 @@ class ThreadedCalls:
 
 
 def failure_reason(error: BaseException) -> str:
-    """What an exception says, and the line of the file that is to blame: "ValueError: no digits (my_rewards.py:12)".
+    """Returns an exception's message, and the line of the file that is to blame: "ValueError: no digits
+    (my_rewards.py:12)".
 
     The line is the deepest in the first file that is neither danlu's nor asyncio's: where a function calls numpy, and
     that raises, the line with the call.

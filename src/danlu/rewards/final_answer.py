@@ -1,5 +1,5 @@
-r"""What a text ends with as its answer: between <answer> tags, in the last \boxed{...}, behind ####, behind "the answer
-is", or else its last formula or number.
+r"""The final answer of a text: between <answer> tags, in the last \boxed{...}, behind ####, behind "the answer is", or
+else its last formula or number.
 
 The time is linear in the length of a text, whatever a model writes: no pattern here tries a stretch twice.
 """
@@ -18,7 +18,7 @@ from danlu.rewards.plain_numbers import numbers_in
 LONGEST_MARKED = 500
 """Characters behind "the answer is"."""
 MOST_STATEMENTS = 100
-"""That are looked at, the last ones of a text."""
+"""The most statements that are looked at, the last ones of a text."""
 LONGEST_BARE = 200
 """Characters of a text that is its own answer as a whole, if nothing in it says where the answer is."""
 
@@ -52,7 +52,7 @@ _TOGETHER = re.compile(
     r"(?=.*(?:[,;]|(?:and|or)))(?:[\s$\\(),;*]|(?:and|or)(?![A-Za-z])|[A-Za-z](?:_\{?\w\}?)?\s?=)*+",
     re.DOTALL | re.IGNORECASE,
 )
-"""Between two boxes that are one answer: `$x=\\boxed{2}$ and $x=\\boxed{3}$`."""
+"""The text between two boxes that are one answer: `$x=\boxed{2}$ and $x=\boxed{3}$`."""
 _CLAUSE_END = re.compile(
     r"[.!?](?=\s++[A-Z\"'(]|\s*+$)|[,;]\s++(?:because|since|as|so|which|where|and so|for|given|not|"
     r"check|namely|that is|i\.e)\b|[✓✔✅]|"
@@ -71,7 +71,7 @@ _DENIED = re.compile(
     rf"(?<![A-Za-z])(?:is|are|be|lies?|somewhere)\s++between\s++{_VALUE}\s++and\s++{_VALUE}",
     re.IGNORECASE,
 )
-"""What is said to be no answer: not 5, 5 is not the answer; and bounds: it is between 5 and 6."""
+"""Statements that deny an answer: not 5, 5 is not the answer; and bounds: it is between 5 and 6."""
 _DENIAL = re.compile(r"(?:not|never)(?![A-Za-z])[^\n\d\\$]*+[\d\\$]", re.IGNORECASE)
 _RANGE = re.compile(
     r"(?:between|from|(?:more|less|greater|fewer|larger|smaller)\s++than|over|under|above|below)\s", re.I
@@ -81,7 +81,7 @@ _REMARK = re.compile(
     r"(?![A-Za-z])",
     re.I,
 )
-"""Of the answer, and none itself."""
+"""A remark about the answer that is no answer itself."""
 _YES_OR_NO = re.compile(r"\s*+(yes|no)[,.:;!]", re.IGNORECASE)
 _QUOTED = re.compile(r"[\"\u201c]([^\"\u201c\u201d\n]++)[\"\u201d]")
 _EMPHASIZED = re.compile(r"(?<![\w*\\)}\]])([*_]{1,3})(\\?\$?[-+]?\d[\d,./]*+%?)\1(?![\w*])")
@@ -94,10 +94,10 @@ _WORDY = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?=\s|$)")
 
 
 def final_answer(text: str, *, numeric: bool = False, several: bool = False) -> str | None:
-    """What a text ends with as its answer; None where nothing in it looks like one.
+    """Returns the final answer of a text; None where nothing in it looks like one.
 
-    numeric: a number is looked for, so that words behind "the answer is" that have none are no answer.
-    several: a list is looked for, so that boxes with "and" between them are its parts; else the last one is the answer.
+    numeric: a number is looked for, so that words without one behind "the answer is" are no answer. several: a list is
+    looked for, so that boxes with "and" between them are its parts; else the last one is the answer.
     """
     text = _EMPHASIZED.sub(r"\2", _behind_thoughts(text))
     for inner in reversed(TAGGED.findall(text)):
@@ -123,7 +123,9 @@ def final_answer(text: str, *, numeric: bool = False, several: bool = False) -> 
 
 
 def final_number(text: str) -> str | None:
-    """The last number of what is marked as the answer, or else of the text; None where there is none."""
+    """Returns the last number of the part that is marked as the answer, or else of the text; None where there
+    is none.
+    """
     marked = last_boxed(text) or _last(MARKED, text)
     return (None if marked is None else _last_number(marked)) or _last_number(text)
 
@@ -173,13 +175,13 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _behind_thoughts(text: str) -> str:
-    """What is said behind the thoughts, if anything is."""
+    """Returns the text behind the thoughts, if there is any; else the whole text."""
     _, tag, said = text.rpartition("</think>")
     return said if tag and said.strip() else text
 
 
 def _marked(text: str) -> Iterator[str]:
-    """What stands behind marks of an answer, the surest mark first and the last of each kind first."""
+    """Yields the texts behind marks of an answer, the surest mark first and the last of each kind first."""
     for answer in reversed(MARKED.findall(text)):
         if not re.fullmatch(r"[*\s]*+(?:the\s)?(?:final\s)?(?:answer|result|solution)[*:\s]*+", answer, re.IGNORECASE):
             yield answer
@@ -193,7 +195,9 @@ def _marked(text: str) -> Iterator[str]:
 
 
 def _phrased(text: str) -> list[re.Match[str]]:
-    """The last statement first; in one line "the answer is" before what it is the result of."""
+    """Returns the statements of an answer, the last one first; within one line "the answer is" comes before its
+    paraphrases.
+    """
     ranked, line, place = list[tuple[int, bool, int, re.Match[str]]](), 0, 0
     for match in deque(PHRASED.finditer(text), maxlen=MOST_STATEMENTS):
         line, place = line + text.count("\n", place, match.start()), match.start()
@@ -202,7 +206,9 @@ def _phrased(text: str) -> list[re.Match[str]]:
 
 
 def _clause(said: str, *, numeric: bool) -> str | None:
-    """The answer at the start of what follows its mark; None where that is none, or no number and one is wanted."""
+    """Returns the answer at the start of the text behind its mark; None where there is none, or no number and one is
+    wanted.
+    """
     said = said.lstrip()
     if _DENIAL.match(said) or _REMARK.match(said):
         return None
@@ -266,7 +272,7 @@ def _last_formula(text: str) -> str | None:
 
 
 def _content(match: re.Match[str]) -> str:
-    """What stands between the dollar signs or brackets of a formula."""
+    """Returns the text between the dollar signs or brackets of a formula."""
     return next((group for group in match.groups() if group), "").strip()
 
 

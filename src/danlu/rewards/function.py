@@ -38,7 +38,7 @@ class FunctionReward:
 
     @property
     def takes_batch(self) -> bool:
-        """Whether it is called with many answers at once."""
+        """Whether the function is called with many answers at once."""
         return "completions" in self._parameters
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
@@ -74,11 +74,11 @@ class UserFunction:
     name: str
     source: str = field(repr=False)
     key: str = "rewards"
-    """Of the recipe, for messages."""
+    """The key of the recipe, for messages."""
 
     @classmethod
     def read(cls, reference: str, key: str = "rewards") -> UserFunction:
-        """Raises RecipeError for what is no FILE.py:NAME, or a file that cannot be read."""
+        """Reads FILE.py:NAME. Raises RecipeError for any other reference, or a file that cannot be read."""
         file, _, name = reference.rpartition(":")
         path = Path(file).expanduser()
         if not file or path.suffix != ".py":
@@ -103,7 +103,9 @@ class UserFunction:
             raise _no_function(self.key, self.path, self.name, offered)
 
     def resolve(self) -> Callable[..., Any]:
-        """What the name is, for which the file is run. Raises RecipeError for one that is not there, saying what is."""
+        """Runs the file and returns the object of that name. Raises RecipeError for a missing one, with those that
+        exist.
+        """
         names = vars(_module(self.path, self.source, self.key))
         function = names.get(self.name)
         if not callable(function):
@@ -112,7 +114,7 @@ class UserFunction:
         return function  # type: ignore[no-any-return]
 
     def load(self) -> FunctionReward:
-        """The function as a reward. Raises what `resolve` raises."""
+        """Returns the function as a reward. Raises the errors of `resolve`."""
         return FunctionReward(self.resolve())
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
@@ -142,7 +144,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def _columns(answer: JudgedAnswer) -> dict[str, Any]:
-    """The row's columns, and over them what is known of the answer, whatever the row calls by these names.
+    """Returns the row's columns, and the answer's own values, which replace columns of the same names.
 
     `turns` are there with an environment, or in the place of a column that has this name.
     """

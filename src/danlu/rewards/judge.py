@@ -1,4 +1,4 @@
-"""A language model behind an HTTP server as a judge: it is shown an answer, and a number is read from what it says.
+"""A language model behind an HTTP server as a judge: it sees an answer, and a number is read from its reply.
 
 The server is any that answers POST /chat/completions as OpenAI's does: vLLM, SGLang, llama.cpp, `danlu serve`, OpenAI.
 """
@@ -20,9 +20,9 @@ from danlu.core.prompt_template import PromptTemplate
 from danlu.rewards.protocol import JudgedAnswer, Verdict, is_null
 
 MOST_BYTES = 4 * 2**20
-"""Of what a server says; a mark takes some hundred, and reasons for it some thousands."""
+"""The most bytes of a server's reply; a mark takes some hundred, and reasons for it some thousands."""
 FIRST_PAUSE_S = 0.5
-"""Before a server is asked again; twice as long each time."""
+"""The seconds before a server is asked again; twice as long each time."""
 LONGEST_PAUSE_S = 30.0
 _ASK_AGAIN = (408, 409, 425, 429, 500)
 """Statuses of a server that may answer later; 502, 503 and 504 are lost connections."""
@@ -45,7 +45,7 @@ class Judge:
     Raises (when called):
         ConnectionLost: the server does not answer, after `retries` more attempts.
         RequestRefused: it refuses.
-        NoMark: what it says has no mark, or one out of bounds, or was cut off.
+        NoMark: its reply has no mark, or one out of bounds, or was cut off.
     """
 
     url: str
@@ -59,7 +59,7 @@ class Judge:
     connections: int = 16
     """How many answers `RewardRunner` has judged at a time."""
     timeout_s: float = 60.0
-    """For all of what the server says to one question."""
+    """The time limit for the server's whole reply to one question."""
     retries: int = 3
 
     @cached_property
@@ -71,7 +71,7 @@ class Judge:
         return [verdict.value for verdict in self.verdicts(answers)]
 
     def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
-        """The marks, with their texts and the ends of what the judge says."""
+        """Returns the marks, with their texts and the ends of the judge's replies."""
         return [self._judge(answer) for answer in answers]
 
     def _judge(self, answer: JudgedAnswer) -> Verdict:
@@ -92,7 +92,7 @@ class Judge:
         return self._mark(said)
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        """What the server answers, asked again where it is busy or the connection is lost."""
+        """Returns the server's reply; asks again where it is busy or the connection is lost."""
         for attempt in range(self.retries):
             pause_s = FIRST_PAUSE_S * 2**attempt
             try:
@@ -157,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """A prompt as a text: of a conversation the turns with their roles, of a single turn what it says."""
+    """Returns a prompt as a text: the turns of a conversation with their roles, or the content of a single turn."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -166,7 +166,7 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _content(value: Any, url: str) -> str:
-    """The text of a chat completion. Raises NoMark for what has none."""
+    """Returns the text of a chat completion. Raises NoMark for a reply without one."""
     try:
         content = value["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):

@@ -1,8 +1,8 @@
 r"""Whether an answer is the same mathematics as a reference: texts and numbers at once, the rest by math-verify.
 
 Read before math-verify: choices and words, numbers, quantities with units, lists, points, intervals and sets (part by
-part), assignments, inequalities, plus and minus. What remains are formulas, which `symbolic` compares in a process of
-its own: `decide` says so by None.
+part), assignments, inequalities, plus and minus. The rest are formulas, which `symbolic` compares in a process of its
+own: `decide` returns None for them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONGEST_ANSWER = 2000
 """Characters; longer ones are compared as texts alone."""
 DEEPEST_NESTING = 60
 MOST_PARTS = 60
-"""Of a list, a set or a union."""
+"""The most parts of a list, a set or a union."""
 MOST_FORMULAS = 40
 """Pairs that math-verify compares for one answer."""
 
@@ -131,7 +131,7 @@ _ANOTHER_CHOICE = re.compile(
 )
 _NAMES_OF_POINTS = re.compile(r"(?<![\\A-Za-z])[A-Z]{2,}")
 _LATER_DIGITS = re.compile(r"\d,0\d\d(?!\d)")
-"""Of a number with commas: no list has an item such as 000."""
+"""The later digits of a number with commas: no list has an item such as 000."""
 _KNOWN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all", "any", "dne"}
 _NOT_WORDS = {*FUNCTIONS, *GREEK, "infty", "sqrt", "frac"}
 
@@ -176,7 +176,7 @@ class _Comparison:
         return Match(False, "a relation, and a value")
 
     def _values(self, answer: str, left: Relation | None, reference: str, right: Relation | None) -> Match:
-        """Of which one at least is a name and its value."""
+        """Compares two relations of which one at least is a name and its value."""
         named = [each for each in (left, right) if each is not None and each.is_value]
         if len(named) == 2 and not names_agree(named[0].operands[0], named[1].operands[0]):
             return Match(False, f"other names: {named[0].operands[0]}, {named[1].operands[0]}")
@@ -189,7 +189,9 @@ class _Comparison:
         return self.match(values[0].strip(), values[1].strip())
 
     def _same_solutions(self, left: Relation, right: Relation) -> Match | None:
-        """Of two inequalities, one of which at least is no interval as it stands: |x| < 3 and -3 < x < 3."""
+        """Compares the solutions of two inequalities of which one at least is no interval as written: |x| < 3 and -3 <
+        x < 3.
+        """
         if left.as_interval() is not None and right.as_interval() is not None:
             return None
         first, second = solved(left), solved(right)
@@ -300,7 +302,7 @@ def _has_thousands(reference: str) -> bool:
 
 
 def _choices(answer: str, reference: str) -> Match | None:
-    """Letters of a choice, with what they stand for or without it."""
+    """Compares choices by their letters, or by a letter's text with a text."""
     pairs = [_choice(text) for text in (answer, reference)]
     if pairs[0] is None and pairs[1] is None:
         return None

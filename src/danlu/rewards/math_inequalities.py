@@ -78,7 +78,7 @@ def as_intervals(text: str) -> str:
 
 
 def solved(relation: Relation) -> str | None:
-    """Where a relation of one variable holds; None for one that is not solved here."""
+    """Returns the set where a relation of one variable holds; None for one that is not solved here."""
     if (interval := relation.as_interval()) is not None:
         return interval
     text = relation.text()
@@ -104,7 +104,7 @@ def _names(text: str) -> set[str]:
 
 
 def _where(left: str, sign: str, right: str) -> str | None:
-    """Where left sign right holds, of polynomials in one variable."""
+    """Returns the set where left sign right holds, for polynomials in one variable."""
     if sign not in ("<", ">", r"\le", r"\ge"):
         return None
     if sign in ("<", r"\le"):
@@ -148,7 +148,7 @@ def _polynomial(text: str) -> tuple[Fraction, ...] | None:
 
 
 def _where_positive(coefficients: tuple[Fraction, ...], *, or_zero: bool) -> str | None:
-    """Where c + b x + a x^2 is more than 0, or 0 too."""
+    """Returns the set where c + b x + a x^2 is more than 0, or 0 too."""
     c, b, a = coefficients
     if a == b == 0:
         return None
@@ -171,7 +171,7 @@ def _where_positive(coefficients: tuple[Fraction, ...], *, or_zero: bool) -> str
 
 
 def _roots(a: Fraction, b: Fraction, discriminant: Fraction) -> list[str]:
-    """Of a x^2 + b x + c, the smaller one first, as numbers or with a root in them."""
+    """Returns the roots of a x^2 + b x + c, the smaller one first, as numbers or with a root in them."""
     parts = (discriminant.numerator, discriminant.denominator)
     roots = [math.isqrt(part) for part in parts]
     if [root * root for root in roots] == list(parts):

@@ -89,7 +89,7 @@ _BRACED_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*+\(|\\sqrt\s*+\(")
 
 
 def plain(text: str) -> str:
-    """The text in the one notation, without what only frames it: dollar signs, emphasis, a full stop."""
+    """Returns the text in the one notation, without its frame: dollar signs, emphasis, a full stop."""
     text = unwrapped(text).translate(_UNICODE).replace("{,}", ",").replace("{:}", ":")
     text = re.sub(r"(?<=,)\s*+\\!\s*+", "", text).replace(r"\!", "")
     text = _SPACES.sub(" ", _LOOKS.sub("", _SIZES.sub("", text)))
@@ -110,7 +110,9 @@ def _short_word(match: re.Match[str]) -> str:
 
 
 def unwrapped(text: str) -> str:
-    r"""The text without what frames all of it: `$...$`, `\(...\)`, `**...**`, `\boxed{...}`, a full stop behind it."""
+    r"""Returns the text without marks that frame all of it: `$...$`, `\(...\)`, `**...**`, `\boxed{...}`, a full stop
+    behind it.
+    """
     for _ in range(6):
         before = text
         text = (
@@ -129,7 +131,7 @@ def unwrapped(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """What two texts in the one notation have in common where they differ by spaces and needless braces alone."""
+    """Returns one form for texts in the one notation that differ by spaces and needless braces alone."""
     text = re.sub(r"(\\[A-Za-z]++)\s++(?=[A-Za-z])", "\\1\0", text)  # \pi r is no \pir
     text = re.sub(r"(?<=\d)\s++(?=\d)|(?<=\d,)\s++(?=\d{3}(?!\d))", "\0", text)  # 1 2 is no 12
     text = re.sub(r"\s++", "", text).replace("\0", " ")

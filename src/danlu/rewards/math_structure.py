@@ -31,7 +31,7 @@ class Group:
     brackets: str
     parts: tuple[str, ...]
     is_opened: bool = False
-    """Whether it had brackets around a single part."""
+    """Whether the group had brackets around a single part."""
 
     @classmethod
     def of(cls, text: str, *, thousands: bool = True) -> Group:
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def is_list(self) -> bool:
-        """Whether it has several parts in any order."""
+        """Whether the group has several parts in any order."""
         return self.brackets in ("", "{}") and len(self.parts) > 1
 
     @property
@@ -106,7 +106,7 @@ class Relation:
 
     @property
     def is_value(self) -> bool:
-        """Whether it only says what a name is, or what a calculation comes to."""
+        """Whether the relation only gives the value of a name or of a calculation."""
         if any(sign not in ("=", r"\approx", r"\in") for sign in self.signs) or not self.operands[-1]:
             return False
         if self.signs == (r"\in",):
@@ -115,14 +115,14 @@ class Relation:
         return _NAME.fullmatch(self.operands[0]) is not None or not re.search(r"[A-Za-z]", bare)
 
     def ascending(self) -> Relation:
-        """With signs of less instead of more, if all are such."""
+        """Returns the relation with signs of less instead of more, if all are such."""
         flipped = {">": "<", r"\ge": r"\le"}
         if all(sign in flipped for sign in self.signs):
             return Relation(self.operands[::-1], tuple(flipped[sign] for sign in reversed(self.signs)))
         return self
 
     def as_interval(self) -> str | None:
-        """Of one variable between numbers: the interval in which it lies; of one that is not a number, both sides."""
+        """Returns the interval of one variable between numbers; both sides for one that is unequal to a number."""
         relation = self.ascending()
         operands, signs = relation.operands, relation.signs
         if signs == (r"\ne",) and is_variable(operands[0]):

@@ -92,9 +92,9 @@ NO_UNIT = Unit()
 
 
 def split_unit(text: str) -> tuple[str, Unit | None, int]:
-    """(what stands before a unit, the unit, the power of ten that a word such as million multiplies by).
+    """Returns (the text before a unit, the unit, the power of ten of a word such as million).
 
-    The text itself and None where it ends with no unit. What is algebra stays whole: 2m + 1, 4g^2, 2xy.
+    It is the text itself and None where it ends with no unit. Algebra stays whole: 2m + 1, 4g^2, 2xy.
     """
     sign, rest = _currency(text)
     match = _tail(rest)
@@ -118,7 +118,9 @@ def split_unit(text: str) -> tuple[str, Unit | None, int]:
 
 
 def compound(text: str) -> tuple[Fraction, Fraction, str] | None:
-    """(sum in the smallest unit, in the first one, the quantity) of 5 feet 6 inches; None for what is no such sum."""
+    """Returns (sum in the smallest unit, in the first one, the quantity) of 5 feet 6 inches; None for a text that is no
+    such sum.
+    """
     terms, place = list[tuple[Fraction, Unit]](), 0
     while place < len(text):
         match = _TERM.match(text, place)
@@ -151,7 +153,7 @@ def _currency(text: str) -> tuple[Unit | None, str]:
 
 
 def _tail(text: str) -> int | None:
-    """Where the words and signs begin that a text ends with, behind a digit, a bracket or a command."""
+    """Returns the start of the words and signs that a text ends with, behind a digit, a bracket or a command."""
     start = len(text)
     for match in reversed(list(_TOKEN.finditer(text))):
         if match.end() != start and text[match.end() : start].strip():
@@ -166,14 +168,14 @@ def _tail(text: str) -> int | None:
 
 
 def _spelled(word: str) -> str:
-    """As the table has it: abbreviations of one or two letters keep their capitals."""
+    """Returns a unit as the table spells it: abbreviations of one or two letters keep their capitals."""
     if word in _UNITS or len(word) < 3:
         return word
     return word.casefold()
 
 
 def _unit(tokens: list[str], *, is_apart: bool) -> Unit | None:
-    """What words and signs are as a unit; None where they are none.
+    """Returns words and signs as a unit; None where they are none.
 
     is_apart: a space stands before them, so that they are no factors of an algebraic term.
     """
@@ -210,7 +212,7 @@ def _unit(tokens: list[str], *, is_apart: bool) -> Unit | None:
 
 
 def _factor(tokens: list[str]) -> tuple[tuple[str, str, Fraction] | None, list[str]]:
-    """A unit with its power at the start of tokens, and what is behind it."""
+    """Returns a unit with its power at the start of tokens, and the tokens behind it."""
     tokens, power = list(tokens), 1
     if tokens and tokens[0] == "-":
         tokens = tokens[1:]

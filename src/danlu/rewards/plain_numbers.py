@@ -104,7 +104,9 @@ def _signed(text: str) -> tuple[int, str]:
 
 
 def _value(groups: dict[str, str | None]) -> Fraction | None:
-    """The number in the groups of a shape; None for a division by 0, and for what is too large to be computed."""
+    """Returns the number in the groups of a shape; None for a division by 0, and for numbers too large to be
+    computed.
+    """
     if groups.get("decimal"):
         exponent = int(groups.get("exponent") or groups.get("ten") or 0)
         return None if abs(exponent) > LARGEST_EXPONENT else _fraction(groups["decimal"]) * Fraction(10) ** exponent

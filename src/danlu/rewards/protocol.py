@@ -1,4 +1,4 @@
-"""What rewards are given, and what they give back."""
+"""The arguments and results of rewards."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class JudgedAnswer:
     prompt: str | Sequence[Mapping[str, str]] = ""
     """A text, or the messages of a conversation."""
     tokens: int = 0
-    """Of the answer, its end token among them."""
+    """The number of tokens of the answer, its end token among them."""
     finish: str = "stop"
     """Why it ended: "stop", "length", ..."""
     number: int = 0
-    """Of the request that it answers, among those of a run."""
+    """The number of the request that it answers, among those of a run."""
     sample: int = 0
-    """Of the answer, among those to its request."""
+    """The number of the answer, among those to its request."""
     turns: Sequence[Mapping[str, Any]] = ()
-    """With an environment: the messages behind the prompt; `text` is the last one's. Else none."""
+    """The messages behind the prompt, with an environment; `text` is that of the last one. Empty otherwise."""
     environment_reward: float | None = None
-    """With an environment: what it gave."""
+    """The environment's reward; None without an environment."""
 
 
 @dataclass(frozen=True)
 class StepRewards:
-    """What an answer earned step by step (process rewards). As one number it is their sum."""
+    """The rewards of an answer step by step (process rewards). As one number it is their sum."""
 
     ends: tuple[int, ...]
     """Characters of the answer up to the end of each step, not falling."""
     values: tuple[float, ...]
-    """Of each step."""
+    """The reward of each step."""
 
 
 LONGEST_SHOWN = 200
-"""Characters of an answer, or of what a judge says, that a verdict repeats."""
+"""The most characters of an answer, or of a judge's reply, that a verdict repeats."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Verdict:
     """The part of the text that was judged; None where nothing in it looked like an answer."""
     why: str = ""
     is_late: bool = False
-    """Whether it is 0 because comparing took too long."""
+    """Whether the reward is 0 because comparing took too long."""
 
     @classmethod
     def of(cls, value: float | None, extracted: str | None, why: str, *, is_late: bool = False) -> Verdict:
-        """With its texts cut to what a log can hold."""
+        """Builds a verdict with its texts cut to a length for logs."""
         return cls(value, None if extracted is None else shortened(extracted), shortened(why), is_late)
 
     def as_json(self) -> dict[str, Any]:
-        """As a line of a log has it."""
+        """Returns the verdict as an object for a line of a log."""
         return {"extracted": self.extracted, "why": self.why, **({"late": True} if self.is_late else {})}
 
 
@@ -79,7 +79,7 @@ class Reward(Protocol):
 
 @runtime_checkable
 class Explains(Protocol):
-    """A reward that also says what it judged, and why."""
+    """A reward that also returns the text it judged, and the reason."""
 
     def verdicts(self, answers: Sequence[JudgedAnswer]) -> Sequence[Verdict]: ...
 

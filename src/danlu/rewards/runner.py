@@ -1,6 +1,6 @@
-"""Rewards of many answers at once, and nobody's loss where one of them fails.
+"""Rewards of many answers at once, where one that fails does not stop the others.
 
-Where a reward is called follows from what it can do. Comparing texts and numbers cannot hang, and is done at once. A
+The place of a call follows from the reward's kind. Comparing texts and numbers cannot hang, and is done at once. A
 user's function, a user's regular expression and the comparison of formulas can, and are called in worker processes. A
 judge and tests of programs wait for somebody else within limits of their own, in threads. A reward model is called with
 everything.
@@ -31,7 +31,7 @@ MOST_JUDGE_FAILURES = 16
 
 @dataclass(frozen=True)
 class RewardPart:
-    """A reward, what it is called in logs, and what its numbers are multiplied by in the sum."""
+    """A reward, its name in logs, and its weight in the sum."""
 
     name: str
     reward: Reward
@@ -40,7 +40,7 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """That a reward has no number for an answer, and why."""
+    """A reward that has no number for an answer, and the reason."""
 
     reward: str
     """The name of the part."""
@@ -56,16 +56,16 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class RewardTable:
-    """What each reward says of each answer, before weights."""
+    """The values of each reward for each answer, before weights."""
 
     values: np.ndarray
     """[M answers, R rewards] float64, NaN where a reward was not given."""
     failures: Sequence[RewardFailure]
     """One for each NaN, by reward and answer."""
     steps: Mapping[tuple[int, int], StepRewards] = field(default_factory=dict)
-    """By (answer, reward) the rewards of steps, whose sum the number is."""
+    """The rewards of steps by (answer, reward); the number is their sum."""
     verdicts: Mapping[tuple[int, int], Verdict] = field(default_factory=dict)
-    """By (answer, reward) how the number came about, of rewards that say so."""
+    """The verdicts by (answer, reward), for rewards that explain their numbers."""
 
     @property
     def late(self) -> np.ndarray:
@@ -105,14 +105,14 @@ class RewardRunner:
     def start(self) -> None:
         """Starts a worker process where one is needed, which `score` does too.
 
-        Raises RecipeError with what is wrong with any user's function: a file that raises, a name that is not there.
+        Raises RecipeError with the faults of users' functions: a file that raises, a name that is not there.
         """
         self._workers.start()
 
     def score(self, answers: Sequence[JudgedAnswer]) -> RewardTable:
-        """What every reward says of every answer.
+        """Computes every reward of every answer.
 
-        A reward that raises, takes too long, gives None, NaN or an infinity, or whose process ends, gives NaN for the
+        A reward that raises, takes too long, returns None, NaN or an infinity, or loses its process, is NaN for the
         answers of that call, with the reason for each. All other numbers are what they would be without it.
 
         Raises DataError for a row with a test that the empty program passes, when it is first drawn.
@@ -169,7 +169,7 @@ class RewardRunner:
     def _score_here(
         self, answers: Sequence[JudgedAnswer], threaded: dict[int, ThreadedCalls]
     ) -> dict[int, list[Outcome]]:
-        """The outcomes of what is called in this thread, by the number of the part."""
+        """Returns the outcomes of rewards called in this thread, by the number of the part."""
         outcomes = {}
         for number, part in enumerate(self.parts):
             if number not in threaded and number not in self._of_workers:
@@ -178,7 +178,7 @@ class RewardRunner:
         return outcomes
 
     def _score_in_workers(self, answers: Sequence[JudgedAnswer]) -> dict[int, list[Outcome]]:
-        """The outcomes of what worker processes call, by the number of the part."""
+        """Returns the outcomes of rewards called in worker processes, by the number of the part."""
         tasks: list[Task] = []
         outcomes: dict[int, list[Outcome]] = {number: [Outcome(np.nan)] * len(answers) for number in self._of_workers}
         for index, number in enumerate(self._of_workers):
@@ -223,7 +223,9 @@ class RewardRunner:
 
 
 def _needs_worker(reward: Reward) -> bool:
-    """Whether it may hang: a user's function, a regular expression or formulas, which can take exponential time."""
+    """Whether the reward may hang: a user's function, a regular expression or formulas, which can take exponential
+    time.
+    """
     return isinstance(reward, UserFunction | Pattern | Mathematical)
 
 
@@ -239,5 +241,7 @@ def _threads_of(reward: Reward) -> int:
 
 
 def _most_failures(reward: Reward) -> int | None:
-    """After how many failures one after the other it is not called any more: a server that is gone, or no judge."""
+    """Returns the number of consecutive failures after which a reward is not called any more: its server is gone, or no
+    judge.
+    """
     return MOST_JUDGE_FAILURES + reward.connections if isinstance(reward, Judge) else None

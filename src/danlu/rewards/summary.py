@@ -1,4 +1,4 @@
-"""What many rewards amount to: means with their errors, how likely one of k answers is right, and why some lack."""
+"""Statistics of many rewards: means with their errors, how likely one of k answers is right, and why some lack."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def summarise(
     *,
     unjudged: np.ndarray | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The rewards of each part, and "sum", their weighted sum, where there are several or a weight is not 1.
+    """Summarises the rewards of each part, and "sum", their weighted sum, where there are several or a weight is not 1.
 
     Args:
         values: [M, R] float64, NaN where a reward was not given; an answer's sum is over those that were.
         prompts: [M] int, the number of each answer's prompt.
         unjudged: [M] bool, answers that have no sum although some reward was given, as `RewardTable` says.
-        threshold: an answer whose reward is at least this is right; None: of rewards that are all 0 or 1, 1 is.
+        threshold: an answer with at least this reward is right; None: where all rewards are 0 or 1, 1 is right.
 
-    Each has `given` answers with a reward, their `mean`, the `standard_error` of the mean over prompts (None of a
+    Each has `given` answers with a reward, their `mean`, the `standard_error` of the mean over prompts (None for a
     single prompt), and where answers are right or not `pass_at`, by k from 1 to the answers of a prompt: the mean over
     the prompts with at least k judged answers.
     """

@@ -1,8 +1,8 @@
-r"""Whether two formulas are equal, by the package math-verify: bounded in what it is given, and in time.
+r"""Whether two formulas are equal, by the package math-verify: with bounded formulas, and in bounded time.
 
 It is loaded where it is first needed, which is in reward processes alone. It computes powers, factorials and sums while
-it reads them, where its own time limit does not work: what would be too large is refused before, and the rest has
-`LONGEST_S` of processor time, in the main thread of a process that is ended when this does not help.
+it reads them, where its own time limit does not work: too large ones are refused before, and the rest has `LONGEST_S`
+of processor time, in the main thread of a process that is ended when this does not help.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _IMAGINARY = re.compile(r"\\[A-Za-z]++(?:\s*+\{[a-z]*matrix\})?|i(?:\s*+(?P<powe
 _PI_TIMES = re.compile(r"\\pi\s*+\(")
 """No function, as latex2sympy reads any other letter before a bracket that holds no sum."""
 _QUOTIENT = re.compile(r"(?<![\w/.)}^])(\d++)\s*+/\s*+(\d++)(?![.\d])")
-"""Of integers, which is computed before what follows: 1/2x is x/2."""
+"""A quotient of integers, which is computed before the factor behind it: 1/2x is x/2."""
 _DECIMAL = re.compile(r"(?<![\d.])(\d*+\.\d++)(?![\d.])")
 
 
@@ -52,7 +52,7 @@ _FIRST_READ = (
     (r"x^2+y^2=4", "x^2+y^2=2"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\3\end{pmatrix}"),
 )
-"""Of each kind one, so that what math-verify and sympy load at first use is there when the first answer comes."""
+"""One pair of each kind, so that math-verify and sympy load their modules before the first answer comes."""
 
 
 class NotRead(ValueError):
@@ -72,7 +72,7 @@ def prepare() -> None:
 def equal(answer: str, reference: str) -> bool:
     """Whether two formulas in the notation of `math_notation.plain` are equal.
 
-    Raises NotRead for what is too large, or no formula; TooLate where the time is up.
+    Raises NotRead for a text that is too large, or no formula; TooLate where the time is up.
     """
     formulas = [_readable(text) for text in (answer, reference)]
     return _equal(*formulas)
@@ -196,7 +196,7 @@ def _check_size(text: str) -> None:
 
 
 def _group(text: str, start: int) -> str:
-    """What stands in the braces that are open at a place."""
+    """Returns the text in the braces that are open at a place."""
     depth = 1
     for place in range(start, len(text)):
         depth += (text[place] == "{") - (text[place] == "}")

@@ -15,7 +15,7 @@ from danlu.rewards.protocol import JudgedAnswer, Verdict, column_of, is_null
 from danlu.rewards.symbolic import TooLate
 
 LONGEST_COMPARISON_S = 1.0
-"""After which the process that compares two formulas is ended, where its own time limit does not hold."""
+"""The seconds after which the process that compares two formulas is ended, where its own time limit does not hold."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Mathematical:
         return [verdict.value for verdict in self.verdicts(answers)]
 
     def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
-        """1, 0 or None, with what was extracted and by which reading it was compared."""
+        """Returns 1, 0 or None, with the extracted text and the reading by which it was compared."""
         return [self.decide(answer) or self._compare(answer) for answer in answers]
 
     def decide(self, answer: JudgedAnswer) -> Verdict | None:
@@ -120,7 +120,7 @@ class Mathematical:
         return Verdict.of(float(match.is_equal), given, match.why)
 
     def _extracted(self, answer: JudgedAnswer) -> tuple[str | None, str]:
-        """What the answer ends with, and the reference."""
+        """Returns the answer's final text, and the reference."""
         column = column_of(answer, self.column)
         wanted = "" if is_null(column) else _reference(str(column))
         numeric, several = math_answer.is_number(wanted), math_answer.is_list(wanted)

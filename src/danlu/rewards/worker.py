@@ -1,7 +1,8 @@
-"""A process that calls rewards for another: what may hang, crash or print is kept apart from training. No torch here.
+"""A process that calls rewards for another: code that may hang, crash or print is kept apart from training. No torch
+here.
 
-Requests are pickles: the rewards first, then a `Call` at a time. Replies are lines of JSON, which whatever a reward
-leaves behind in this process cannot make into anything but numbers and texts.
+Requests are pickles: the rewards first, then a `Call` at a time. Replies are lines of JSON, so nothing that a reward
+leaves behind in this process can become anything but numbers and texts.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ START = "from danlu.rewards.worker import serve; serve()"
 
 @dataclass(frozen=True)
 class Call:
-    """What a process is asked: what a reward says of these answers, in one call."""
+    """A request to a process: the values of a reward for these answers, in one call."""
 
     reward: int
     """Its number among those that the process was given."""
     answers: Sequence[JudgedAnswer]
     cpu_limit_s: float
-    """Of processor time, after which the system ends the process: for when nobody is left to do so."""
+    """The processor time after which the system ends the process, in case nobody is left to do so."""
 
 
 def serve() -> None:
@@ -107,5 +108,5 @@ def _cpu_limit(seconds: float) -> Any:
 
 
 def _end_group() -> None:
-    """Ends this process, and what a reward may have started in it: it leads a group of its own."""
+    """Ends this process, and any process that a reward has started in it: it leads a group of its own."""
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A worker process as its caller sees it: what it is sent, what it replies, and what its silence means.
+"""A worker process as its caller sees it: requests, replies, and the meaning of silence.
 
 Requests are pickles, replies are lines of JSON. The pipes never block: whatever the process does, the caller goes on.
 """
@@ -21,18 +21,17 @@ from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.worker_process import import_paths, python_command
 
 LOAD_TIMEOUT_S = 120.0
-"""For a process to start and run the files of its functions; imports are slow the first time."""
+"""The seconds for a process to start and run the files of its functions; imports are slow the first time."""
 _READ_BYTES = 1 << 16
 _LONGEST_WAIT_S = 0.5  # a process that left a child behind may end without its pipe being closed: it is looked after
 
 
 class WorkerConnection:
-    """A process, what it was asked, and until when it may take.
+    """A process, its present task, and the task's deadline.
 
     Args:
-        statement: what the process runs (`python -c`).
-        initial: the first thing that it is sent.
-        timeout_s: of each call.
+        statement: the statement that the process runs (`python -c`). initial: the first object sent to it. timeout_s:
+            the limit of each call.
     """
 
     def __init__(self, statement: str, initial: Any, timeout_s: float) -> None:
@@ -55,11 +54,11 @@ class WorkerConnection:
         self._incoming = bytearray()
         self._limit_s = max(timeout_s, LOAD_TIMEOUT_S)
         self.deadline = time.monotonic() + self._limit_s
-        """By the clock `time.monotonic`, for the present task or for loading."""
+        """The deadline of the present task or of loading, by the clock `time.monotonic`."""
         self.task: Any = None
-        """What it is busy with, as the caller has it; None: it is free."""
+        """The caller's object for the present task; None: the process is free."""
         self.is_ready = False
-        """Whether it has loaded what it was sent first."""
+        """Whether the process has loaded the first object."""
         self._is_silent = False
         self._processor_until: float | None = None
         self._last_deadline = math.inf
@@ -92,9 +91,9 @@ class WorkerConnection:
         return f"no answer within {self._limit_s:g} s" if self.is_late else None
 
     def take_up_loading(self, loading: str) -> Any:
-        """What the process says when it has loaded what it was sent first; it is ready then. None while it loads.
+        """Returns the process's reply when it has loaded the first object; it is ready then. None while it loads.
 
-        loading: what that is, for messages, behind the recipe's key: "rewards: loading my_rewards.py".
+        loading: a description for messages, behind the recipe's key: "rewards: loading my_rewards.py".
         Raises RecipeError with the problems that it found, ResourceError where it ends or takes too long.
         """
         reply, ending = self.receive(), self.ending
@@ -107,7 +106,7 @@ class WorkerConnection:
         return reply
 
     def wait_until_loaded(self, loading: str) -> Any:
-        """What `take_up_loading` returns, and raises, when there is something."""
+        """Blocks until the worker has loaded; returns or raises the same as `take_up_loading`."""
         while (reply := self.take_up_loading(loading)) is None:
             wait_for_any([self])
         return reply
@@ -119,10 +118,10 @@ class WorkerConnection:
             selector.register(self._requests, selectors.EVENT_WRITE)
 
     def call(self, task: Any, call: Any, processor_limit_s: float | None = None) -> None:
-        """Asks the process, whose time begins.
+        """Sends a request to the process, and starts its time.
 
-        processor_limit_s: of its processor time, where this can be seen, else of the clock: a machine that is busy with
-        something else makes nobody late. By the clock it has ten times as much at most.
+        processor_limit_s: the limit of its processor time, where this can be seen, else of the clock, so that a busy
+        machine makes nobody late. By the clock it has ten times as much at most.
         """
         assert self.is_ready and not self.task and not self._outgoing, "the process is busy"
         self.task, self._limit_s, self._processor_until = task, self._timeout_s, None
@@ -137,7 +136,7 @@ class WorkerConnection:
         self._flush()
 
     def post(self, message: Any) -> None:
-        """Sends the process something that it need not reply to, behind what it was sent before."""
+        """Sends the process a message that needs no reply, behind earlier ones."""
         assert self.is_ready, "it is loading"
         self._limit_s = self.deadline = math.inf
         self._outgoing = memoryview(bytes(self._outgoing) + pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
@@ -169,7 +168,7 @@ class WorkerConnection:
         self._replies.close()
 
     def _processor_time_s(self) -> float | None:
-        """That the process has used; None where the system does not say so."""
+        """Returns the processor time that the process has used; None where the system does not report it."""
         try:
             with open(f"/proc/{self._process.pid}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
@@ -178,7 +177,7 @@ class WorkerConnection:
             return None
 
     def _flush(self) -> None:
-        """Writes what the pipe takes."""
+        """Writes as much as the pipe takes."""
         try:
             while self._outgoing:
                 self._outgoing = self._outgoing[os.write(self._requests.fileno(), self._outgoing) :]
@@ -189,7 +188,7 @@ class WorkerConnection:
 
 
 def wait_for_any(workers: Iterable[WorkerConnection | None], longest_s: float = _LONGEST_WAIT_S) -> None:
-    """Until one of those that are busy has something to say, or may not take longer; for so many seconds at most."""
+    """Waits until a busy worker has something to say or is at its deadline, for at most `longest_s` seconds."""
     busy = [worker for worker in workers if worker and (worker.task or not worker.is_ready)]
     with selectors.DefaultSelector() as selector:
         for worker in busy:

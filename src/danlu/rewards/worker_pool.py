@@ -82,10 +82,10 @@ class RewardWorkers:
         return self._takes_batch[reward]
 
     def run(self, tasks: Sequence[Task], answers: Sequence[JudgedAnswer]) -> Iterator[tuple[Task, list[Outcome]]]:
-        """What comes of each task, as it comes.
+        """Yields the outcomes of each task, as they come.
 
-        A call that takes longer than `timeout_s`, or whose process ends, gives outcomes that say so. A reward that
-        takes batches is called by the same process each time, which may keep what it has loaded.
+        A call that takes longer than `timeout_s`, or loses its process, has outcomes that say so. A reward that takes
+        batches is called by the same process each time, which may keep what it has loaded.
         """
         count = len(self._workers)
         queues: list[deque[Task]] = [deque() for _ in range(count + 1)]  # of each process, and of all
@@ -126,7 +126,7 @@ class RewardWorkers:
     def _results(
         self, number: int, queues: list[deque[Task]], timeouts: Counter[int], answers: Sequence[JudgedAnswer]
     ) -> Iterator[tuple[Task, list[Outcome]]]:
-        """What a process has replied, or that it will not."""
+        """Yields the replies of a process, or failures where it will not reply."""
         worker = self._workers[number]
         if worker is None:
             return

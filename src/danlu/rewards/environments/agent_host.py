@@ -51,7 +51,7 @@ class _Running:
     key: EpisodeKey
     process: int
     results: int
-    """Of a pipe, the end to read from."""
+    """The end of a pipe from which results are read."""
     written: bytes = b""
 
 
@@ -68,7 +68,7 @@ class Host:
         self._alive_reading, self._alive_writing = os.pipe()
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Runs until the input ends."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:

@@ -37,7 +37,7 @@ class AgentProcesses:
         return host
 
     def begin(self, call: AgentCall) -> None:
-        """Begins an agent. Raises what `start` raises."""
+        """Begins an agent. Raises the errors of `start`."""
         self.start().post(call)
         self._running.add(call.key)
 
@@ -55,7 +55,7 @@ class AgentProcesses:
             host.register(selector)
 
     def results(self) -> dict[EpisodeKey, AgentResult]:
-        """Of the agents that have ended since the last call."""
+        """Returns the results of the agents that have ended since the last call."""
         (host,) = self._hosts
         results: dict[EpisodeKey, AgentResult] = {}
         if host is None:

@@ -1,4 +1,4 @@
-"""Agents: programs of the user's that ask the policy over HTTP and say what that was worth. No torch here.
+"""Agents: programs of the user's that query the policy over HTTP and return a reward. No torch here.
 
 A function `solve(row, base_url, api_key, model)` of a file, or a command of the shell. Either has a process of its own
 for each answer to a prompt.
@@ -23,28 +23,28 @@ from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.rewards.environments.user_class import UserCode
 
 POLICY = "policy"
-"""What agents call the model that they ask."""
+"""The name by which agents call the policy's model."""
 _LONGEST_SAID = 300
-"""Characters of what a command wrote that a message repeats."""
+"""The most characters of a command's output that a message repeats."""
 _READ_AT_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class AgentCall:
-    """What an agent is given."""
+    """The arguments of an agent."""
 
     key: EpisodeKey
     row: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]]
-    """Of the row's prompt."""
+    """The messages of the row's prompt."""
     seed: int
     """The same for all answers to a prompt."""
     base_url: str
-    """Where the policy answers, as OpenAI's clients take it."""
+    """The URL of the policy, as OpenAI's clients take it."""
     api_key: str
-    """Which says whose questions these are."""
+    """The key that identifies the episode of a request."""
     model: str = POLICY
-    """What the policy is called."""
+    """The name of the policy's model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AgentResult:
 
     reward: float | None = None
     failure: str | None = None
-    """Why it is left out: it raised, took too long, or gave what is no reward."""
+    """The reason why the answer is left out: the agent raised, took too long, or returned no valid reward."""
 
 
 Solve = Callable[[AgentCall], Any]
@@ -70,7 +70,7 @@ class AgentSource(Protocol):
 
 
 def play(solve: Solve, call: AgentCall) -> AgentResult:
-    """Runs an agent to its end. Raises what it raises, TypeError and ValueError for what is no reward."""
+    """Runs an agent to its end. Raises its errors, and TypeError or ValueError for a result that is no reward."""
     value = solve(call)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
@@ -78,7 +78,7 @@ def play(solve: Solve, call: AgentCall) -> AgentResult:
 
 
 def as_reward(value: Any) -> float | None:
-    """A number, None, or what `Done` has. Raises TypeError or ValueError for anything else."""
+    """Converts a number, None, or a `Done` to a reward. Raises TypeError or ValueError for anything else."""
     if isinstance(value, Done):
         value = value.reward
     if value is None:
@@ -127,9 +127,9 @@ class AgentFunction(UserCode):
 class AgentCommand:
     """An `AgentSource`: a command of the shell, in the working directory of the run.
 
-    It finds the policy in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and what it is to do as a JSON object in
-    its input: row, messages, seed, arguments, and these three. The last line of its output is its reward, a number or
-    {"reward": ..}; without output it has none.
+    It finds the policy in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and its task as a JSON object in its input:
+    row, messages, seed, arguments, and these three. The last line of its output is its reward, a number or {"reward":
+    ..}; without output it has none.
     """
 
     command: str

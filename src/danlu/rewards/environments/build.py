@@ -20,7 +20,7 @@ from danlu.rewards.environments.workers import EnvironmentWorkers
 
 
 def environment_source(section: EnvironmentSection) -> EnvironmentSource:
-    """What makes the environments of a recipe.
+    """Returns the source of a recipe's environments.
 
     Raises RecipeError for a file that cannot be read or is no Python, or has no such name.
     """
@@ -37,7 +37,7 @@ def environment_source(section: EnvironmentSection) -> EnvironmentSource:
 
 
 def agent_source(section: AgentSection) -> AgentSource:
-    """What makes the agents of a recipe.
+    """Returns the source of a recipe's agents.
 
     Raises RecipeError for a file that cannot be read or is no Python, or has no such name.
     """
@@ -70,8 +70,8 @@ def check_environment(section: EnvironmentSection) -> None:
 def check_environment_code(section: EnvironmentSection) -> None:
     """Runs the file of an environment or an agent once, in a process that ends again: a rollout is too late for that.
 
-    Those of other packages load what may be large, and have one process that does so.
-    Raises RecipeError with what it raises, or for arguments that do not fit; ResourceError where the process ends.
+    Agents of other packages may load much, and have one process for it, so they are not tried. Raises RecipeError with
+    the file's error, or for arguments that do not fit; ResourceError where the process ends.
     """
     match section:
         case PythonEnvironment():
@@ -87,29 +87,29 @@ def check_environment_code(section: EnvironmentSection) -> None:
 
 
 def _require_packages(what: str, names: Sequence[str], installed: str) -> None:
-    """Raises ResourceError for the first package that is not there. installed: what pip is to install."""
+    """Raises ResourceError for the first package that is missing. installed: the requirement that pip is to install."""
     for name in names:
         if find_spec(name) is None:
             raise ResourceError(f"{what} needs the package {name}, which is not installed: pip install '{installed}'")
 
 
 def agent_processes(section: AgentSection) -> AgentProcesses:
-    """The processes of the agents of a recipe. Raises what `agent_source` raises."""
+    """Returns the processes of a recipe's agents. Raises the errors of `agent_source`."""
     return AgentProcesses(agent_source(section))
 
 
 def tool_schemas(section: EnvironmentSection | None) -> tuple[dict[str, Any], ...]:
-    """What the chat template is given of the tools of a recipe's environment, which may have none.
+    """Returns the chat template's schemas of the tools of a recipe's environment, which may have none.
 
-    Raises what `Toolbox.read` and `Toolbox.schemas` raise.
+    Raises the errors of `Toolbox.read` and `Toolbox.schemas`.
     """
     return Toolbox.read(section.tools).schemas() if isinstance(section, Tools) else ()
 
 
 def environment_workers(section: EnvironmentSection, read_calls: ReadCalls | None = None) -> EnvironmentWorkers:
-    """The processes that hold the environments of a recipe; `read_calls` reads the calls of tools in answers.
+    """Returns the processes that hold a recipe's environments; `read_calls` reads the calls of tools in answers.
 
-    Raises what `environment_source` raises.
+    Raises the errors of `environment_source`.
     """
     workers = None if section.workers == "auto" else section.workers
     source = environment_source(section)

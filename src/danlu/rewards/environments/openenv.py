@@ -1,6 +1,6 @@
 """Environments of OpenEnv's servers, over the generic client of the package `openenv-core`.
 
-An episode is a session of a server. Answers become its actions, and what it observes becomes text, as the recipe says.
+An episode is a session of a server. Answers become its actions, and its observations become text, as the recipe says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from danlu.environment import Done, Environment, Turn
 
 ANSWER = "{answer}"
-"""What stands for the answer in the texts of an action."""
+"""The placeholder of the answer in the texts of an action."""
 _SEEDS = 1 << 31
 """Environments hand their seeds to generators that take 32 bits."""
 
@@ -24,9 +24,9 @@ class OpenEnvServer:
 
     Args:
         action: the fields of an action; None: an answer is the action, as a JSON object.
-        observation: the field that the policy is told, with dots between keys; None: all of them, as JSON.
+        observation: the field that the policy sees, with dots between keys; None: all of them, as JSON.
         reset: parameters of `reset`, and the columns that they are from.
-        timeout_s: of a message.
+        timeout_s: the limit of a message.
     """
 
     url: str
@@ -40,7 +40,7 @@ class OpenEnvServer:
         return self.url
 
     def load(self) -> Callable[[], Environment]:
-        """What makes sessions."""
+        """Returns a function that makes sessions."""
         from openenv.core import GenericEnvClient
 
         def connect() -> Any:
@@ -70,7 +70,7 @@ class OpenEnvEpisode:
         return observation_text(result.observation, self._server.observation) or None
 
     def step(self, answer: str) -> Turn | Done:
-        """What comes of an answer."""
+        """Sends an answer as an action, and returns the server's observation."""
         self.errors = 0
         action = action_of(answer, self._server.action)
         if action is None:
@@ -110,7 +110,7 @@ def _filled(value: Any, answer: str) -> Any:
 
 
 def observation_text(observation: Mapping[str, Any], key: str | None) -> str:
-    """What the policy is told. Raises KeyError for a key that is not there."""
+    """Returns the text that the policy sees. Raises KeyError for a key that is not there."""
     value: Any = observation
     for part in () if key is None else key.split("."):
         if not isinstance(value, Mapping) or part not in value:

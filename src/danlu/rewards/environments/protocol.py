@@ -1,6 +1,6 @@
-"""What a process that holds environments is asked, and what it replies. No torch here.
+"""Requests to a process that holds environments, and its replies. No torch here.
 
-A call has the whole history of its episode. So a process that was started anew takes up an episode by repeating it.
+A call has the whole history of its episode. So a restarted process continues an episode by repeating it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class TurnText:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment said to an answer, or to the row that it began with."""
+    """The reply of an environment to an answer, or to the row with which it began."""
 
     turns: tuple[TurnText, ...] = ()
     reward: float | None = None
     done: bool = False
     failure: str | None = None
-    """Why it said nothing: it raised, took too long, or gave what is no reply."""
+    """The reason for no reply: the environment raised, took too long, or returned no valid reply."""
     errors: int = 0
     """Calls of tools that could not be made, or that raised."""
 
     def as_json(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """Returns the reply as an object for a line of JSON."""
         turns = [[turn.text, turn.role, turn.name] for turn in self.turns]
         return {
             "turns": turns,
@@ -49,21 +49,21 @@ class Reply:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Reply:
-        """What `as_json` gave."""
+        """Reads the reply from the object that `as_json` returned."""
         turns = tuple(TurnText(*turn) for turn in value["turns"])
         return cls(turns, value["reward"], value["done"], value["failure"], value["errors"])
 
 
 @dataclass(frozen=True)
 class EpisodeCall:
-    """What is asked of an episode: its reply to the last answer; to the row, where there is no answer yet."""
+    """A request to an episode: its reply to the last answer, or to the row where there is no answer yet."""
 
     key: EpisodeKey
     row: Mapping[str, Any]
     seed: int
     answers: tuple[str, ...] = ()
     replies: tuple[Reply, ...] = ()
-    """To the row and to all answers but the last."""
+    """The replies to the row and to all answers but the last."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Functions that the policy may call: how calls stand in its answers, and what comes of them.
+"""Functions that the policy may call: reading calls from its answers, and their results.
 
-What an answer calls is read by a function that the run gives (`danlu.data.tool_calls.ReadCalls`), in the form of the
+The run gives a function that reads the calls of an answer (`danlu.data.tool_calls.ReadCalls`), in the form of the
 policy's family. An answer without a call ends the episode. No torch here.
 """
 
@@ -28,20 +28,20 @@ START = "from danlu.rewards.environments.tools import describe; describe()"
 
 
 ReadCalls = Callable[[str], tuple[str, Sequence[ToolCall | MalformedCall]]]
-"""From an answer to its text without calls, and its calls in their order."""
+"""A function from an answer to its text without calls, and its calls in their order."""
 
 
 class ToolEpisode:
     """An `Environment` that makes the calls of answers, one after the other, and is over with an answer without one.
 
-    What a tool returns is told to the policy as text, or as JSON; so is why a call could not be made.
+    The policy gets a tool's result as text, or as JSON, and likewise the reason why a call could not be made.
     """
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]], read_calls: ReadCalls | None) -> None:
         self._tools = tools
         self._read_calls = read_calls
         self.errors = 0
-        """Calls of the last answer that could not be made, or whose tool raised."""
+        """The number of calls in the last answer that could not be made, or with a tool that raised."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Nothing is said before the first answer."""
@@ -98,13 +98,13 @@ class Toolbox:
         return ", ".join(function.name for function in self.functions)
 
     def load(self) -> Callable[[], Environment]:
-        """What makes episodes. Raises RecipeError for a file that raises."""
+        """Returns a function that makes episodes. Raises RecipeError for a file that raises."""
         tools = {function.name: function.resolve() for function in self.functions}
         return functools.partial(ToolEpisode, tools, self.read_calls)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """What a chat template is given of the tools: JSON schemas in OpenAI's form, which transformers reads from
-        names, annotations and docstrings. The files are run in a process of their own.
+        """Returns the tools for a chat template: JSON schemas in OpenAI's form, which transformers reads from names,
+        annotations and docstrings. The files are run in a process of their own.
 
         Raises RecipeError for functions without annotations or a docstring, ResourceError where the process fails.
         """
@@ -135,7 +135,7 @@ def _schemas(toolbox: Toolbox) -> tuple[dict[str, Any], ...]:
 
 
 def describe() -> None:
-    """In a process of its own: writes the schemas of the functions that it is sent, or what is wrong with them."""
+    """Writes the schemas of the functions that it receives, or the errors in them; runs in a process of its own."""
     from transformers.utils import get_json_schema
 
     requests, replies = take_over_pipes()

@@ -16,7 +16,7 @@ from danlu.rewards.protocol import JudgedAnswer
 
 @dataclass(frozen=True)
 class UserCode:
-    """FILE.py:NAME of the recipe's `environment`, a class or a function, and what it is called with."""
+    """FILE.py:NAME of the recipe's `environment`, a class or a function, and its arguments."""
 
     function: UserFunction
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -36,10 +36,10 @@ class UserCode:
 
 @dataclass(frozen=True)
 class UserEnvironment(UserCode):
-    """An `EnvironmentSource`: what FILE.py:NAME makes of the arguments."""
+    """An `EnvironmentSource`: it calls FILE.py:NAME with the arguments."""
 
     def load(self) -> Callable[[], Environment]:
-        """What makes environments. Raises RecipeError where the arguments do not fit."""
+        """Returns a function that makes environments. Raises RecipeError where the arguments do not fit."""
         make = self.function.resolve()
         try:
             inspect.signature(make).bind(**self.arguments)
@@ -61,7 +61,7 @@ def _new_environment(make: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 class EnvironmentReward:
-    """A `Reward`: what the environment gave for an episode."""
+    """A `Reward`: the environment's reward for an episode."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
         return [answer.environment_reward for answer in answers]

@@ -1,4 +1,4 @@
-"""A process that holds environments for another: what may hang, crash or print is kept apart from training.
+"""A process that holds environments for another: code that may hang, crash or print is kept apart from training.
 
 Requests are pickles: the source of the environments first, then an `EpisodeCall` at a time, an `EndEpisode`, or None at
 the end of all episodes. Replies are lines of JSON.
@@ -130,7 +130,7 @@ class Episodes:
 
 
 def as_reply(result: Any, errors: int = 0) -> Reply:
-    """What `step` returned, as a reply. Raises TypeError or ValueError for anything that is none."""
+    """Converts the result of `step` to a reply. Raises TypeError or ValueError for anything else."""
     if isinstance(result, Done):
         return Reply(reward=_number(result.reward), done=True, errors=errors)
     turns: Sequence[Any] = [result] if isinstance(result, Turn) else result
@@ -168,5 +168,5 @@ def _reply(replies: BinaryIO, value: Any) -> None:
 
 
 def _end_group() -> None:
-    """Ends this process, and what an environment may have started in it: it leads a group of its own."""
+    """Ends this process, and any process that an environment has started in it: it leads a group of its own."""
     os.killpg(0, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The caller's side of processes that hold environments: each episode has its process, and each call its time.
 
-An environment that hangs costs its process, which is ended and started anew; the other episodes that it held are
-repeated there from their answers. So environments run where a user's rewards run, apart from the trainer.
+An environment that hangs costs its process, which is ended and restarted; the other episodes that it held are repeated
+there from their answers. So environments run where a user's rewards run, apart from the trainer.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class EnvironmentWorkers:
             raise
 
     def replies(self, calls: Sequence[EpisodeCall]) -> list[Reply]:
-        """What comes of each call. One that raises, takes too long, or whose process ends, has a failure.
+        """Returns the reply to each call. A call that raises, takes too long, or loses its process, has a failure.
 
-        Raises what `start` raises.
+        Raises the errors of `start`.
         """
         self._timeouts = 0
         replies: dict[EpisodeKey, Reply] = {}
@@ -75,7 +75,7 @@ class EnvironmentWorkers:
         return [replies[call.key] for call in calls]
 
     def ask(self, call: EpisodeCall) -> None:
-        """Has an environment asked, whose reply comes with `receive`. Raises what `start` raises."""
+        """Queues a call; its reply comes with `receive`. Raises the errors of `start`."""
         self.start()
         if (place := self._places.get(call.key)) is None:
             taken = list(self._places.values())
@@ -83,9 +83,10 @@ class EnvironmentWorkers:
         self._queues[place].append(call)
 
     def receive(self, longest_s: float = _LONGEST_WAIT_S) -> Replies:
-        """Replies to calls, by the keys of their episodes; waits so many seconds for the first, where none is there.
+        """Returns replies to calls, by the keys of their episodes; waits up to `longest_s` seconds for the first, where
+        none is there.
 
-        One that raises, takes too long, or whose process ends, has a failure.
+        A call that raises, takes too long, or loses its process, has a failure.
         """
         self._give_work()
         wait_for_any(self._workers, longest_s)
@@ -125,7 +126,7 @@ class EnvironmentWorkers:
                     self._end(number)
 
     def close(self) -> None:
-        """Ends all processes, whatever they are doing. What they were asked has no reply."""
+        """Ends all processes, whatever they are doing. Their open calls have no reply."""
         end_all(self._workers)
         self._places.clear()
         for queue in self._queues:
@@ -153,7 +154,7 @@ class EnvironmentWorkers:
                 worker.call(task, task)
 
     def _taken(self, number: int) -> Replies:
-        """What a process has replied, or that it will not."""
+        """Returns the replies of a process, or failures where it will not reply."""
         worker, queue = self._workers[number], self._queues[number]
         if worker is None:
             return []

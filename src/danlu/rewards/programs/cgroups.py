@@ -55,7 +55,7 @@ def take_cgroup(memory_bytes: int, most_processes: int) -> Cgroup | None:
 
 
 def give_cgroup_back(cgroup: Cgroup, memory_bytes: int) -> None:
-    """For the next sandbox, if nothing is in it any more."""
+    """Returns a cgroup for the next sandbox, if it is empty."""
     with contextlib.suppress(OSError):
         if cgroup.is_empty():
             with _lock:
@@ -128,7 +128,7 @@ def _allows(folder: Path, controller: str, is_version_1: bool) -> bool:
 
 
 def _own_groups() -> dict[str, str]:
-    """By controller of version 1, and as "" of version 2: the group that this process is in."""
+    """Returns the groups that this process is in, by controller of version 1, and as "" of version 2."""
     groups: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

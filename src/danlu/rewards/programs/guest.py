@@ -1,7 +1,7 @@
-"""The sandboxed side: runs an answer's program, and does what the judge asks of its objects.
+"""The sandboxed side: runs an answer's program, and carries out the judge's requests on its objects.
 
-Nothing that this file knows decides a verdict: whatever the program does to it, the judge sees data and numbers of
-objects. The sandbox gets it, `values`, `limits` and `pod` as code, and nothing else of danlu.
+Nothing in this process decides a verdict: whatever the program does to it, the judge sees data and numbers of objects.
+The sandbox gets it, `values`, `limits` and `pod` as code, and nothing else of danlu.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INPUT = builtins.input
 MOST_PRINTED = 2**20
-"""Bytes of what a program prints that are passed on for each request."""
+"""The most bytes of a program's output that are passed on for each request."""
 PRELUDE = """
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys, time
 from bisect import *
@@ -33,7 +33,7 @@ from itertools import accumulate, chain, combinations, groupby, permutations, pr
 from math import ceil, comb, cos, exp, fabs, floor, gcd, inf, log, log2, sin, sqrt
 from typing import *
 """
-"""What solutions of programming contests take for granted, as the harness of APPS gives it."""
+"""Imports that solutions of programming contests take for granted, as in the harness of APPS."""
 
 
 class Channel:
@@ -150,7 +150,9 @@ class Guest:
             self._answer(self._channel.receive())
 
     def ask_judge(self, number: int, operation: str, *arguments: Any) -> Any:
-        """What the judge says of one of its objects; it may ask something itself before that."""
+        """Asks the judge about one of its objects, and returns the reply; the judge may ask something itself before
+        that.
+        """
         with self._lock:
             self._send(["ask", number, operation], list(arguments))
             while True:
@@ -176,7 +178,7 @@ class Guest:
         self._send(head, value, decoder)
 
     def _send(self, head: list[Any], value: Any, decoder: Decoder | None = None) -> None:
-        """Sends a value, the containers of the judge that have other contents now, and what was printed."""
+        """Sends a value, the containers of the judge with changed contents, and the output printed since."""
         objects = [] if decoder is None else decoder.objects
         try:
             known = {id(each): place for place, each in enumerate(objects) if is_mutable(each)}
@@ -215,7 +217,9 @@ class Guest:
         return self._judge_objects[number]
 
     def _export(self, value: Any, reference: Callable[[Any], Any]) -> list[Any]:
-        """A node for an object of the answer: its number, and what the judge has to know to stand in for it."""
+        """Returns a node for an object of the answer: its number, and the facts that the judge needs to stand in for
+        it.
+        """
         if type(value) is _Contents:
             return value.node(reference)
         if id(value) in self._judge_numbers:
@@ -292,13 +296,13 @@ class Guest:
         return copy.deepcopy(value) if is_deep else copy.copy(value)
 
     def _do_run(self, value: Any) -> Any:
-        """What a coroutine returns."""
+        """Runs a coroutine and returns its result."""
         import asyncio
 
         return asyncio.run(_awaited(value))
 
     def _do_script(self, code: str, given: str, limit: int) -> list[Any]:
-        """Runs a program that reads from its input: whether it ended without an error, and what it printed."""
+        """Runs a program that reads its input; returns whether it ended without an error, and its output."""
         with open("input", "w+b", buffering=0) as source, open("output", "w+b", buffering=0) as target:
             source.write(given.encode(errors="surrogateescape"))
             source.seek(0)
@@ -311,7 +315,7 @@ class Guest:
 
 
 class _Contents:
-    """A container of the judge's, to be encoded by what it holds now."""
+    """A container of the judge's, to be encoded with its present contents."""
 
     def __init__(self, container: Any) -> None:
         self.container = container

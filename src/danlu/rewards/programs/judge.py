@@ -1,7 +1,7 @@
-"""The judge: a process that answers' programs cannot reach, which runs tests on proxies of what they define.
+"""The judge: a process that answers' programs cannot reach, which runs tests on proxies of their objects.
 
-It forks for each test. The tests are those of a data set, so it has a sandbox of its own; what it knows of a program
-comes over that program's socket as data. Standard library only, like the guest's side.
+It forks for each test. The tests are those of a data set, so it has a sandbox of its own; a program's objects come over
+that program's socket as data. Standard library only, like the guest's side.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from danlu.rewards.programs.limits import limit
 from danlu.rewards.programs.proxies import Answer, Proxy
 
 START_S = 60.0
-"""For a sandbox to start."""
+"""The seconds for a sandbox to start."""
 LARGEST_OUTPUT = 16 * 2**20
 RUNNERS = ("unittest.main", "pytest.main", "unittest.TextTestRunner().run", "sys.exit", "exit", "quit")
-"""What tests call to run themselves, which the judge does."""
+"""Calls by which tests run themselves; the judge runs them instead."""
 TYPES = frozenset(name for name, value in vars(builtins).items() if isinstance(value, type))
 LONGEST_REASON = 300
 
@@ -56,7 +56,7 @@ class NoProgram:
 
 
 class Missing:
-    """What is not defined, as an argument: any use of it raises NameError."""
+    """An undefined name as an argument: any use of it raises NameError."""
 
     def __getattr__(self, name: str) -> Any:
         raise NameError("the program does not define what is tested")
@@ -192,7 +192,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _is_check(function: types.FunctionType) -> bool:
-    """Whether it is the form of HumanEval: it is given what is tested."""
+    """Whether a function has the form of HumanEval: it takes the function under test."""
     parameters = list(inspect.signature(function).parameters)
     return len(parameters) == 1 and (function.__name__ == "check" or parameters == ["candidate"])
 
@@ -205,7 +205,7 @@ def _calls_check(tree: ast.Module) -> bool:
 
 
 def _candidate(program: Program, test: dict[str, Any]) -> Any:
-    """What `check` is given: the function that the row names, else the answer's last one."""
+    """Returns the argument of `check`: the function that the row names, else the answer's last one."""
     name = test["entry_point"]
     if name is None:
         functions = program.request("functions")
@@ -365,7 +365,7 @@ def _json_like(value: Any) -> Any:
 
 
 def _with_integer_keys(value: Any) -> Any:
-    """An object of JSON whose names are numbers, with the numbers: JSON has texts for keys."""
+    """Returns an object of JSON with numbers as keys, where all keys are numbers: JSON has texts for keys."""
     try:
         return {int(key): each for key, each in value.items()} if isinstance(value, dict) and value else value
     except ValueError:
@@ -373,7 +373,7 @@ def _with_integer_keys(value: Any) -> Any:
 
 
 def _run_script(program: Program, test: dict[str, Any]) -> None:
-    """Runs the program with an input, and compares what it prints."""
+    """Runs the program with an input, and compares its output."""
     ended_well, output = program.request("script", test["code"], test["given"], LARGEST_OUTPUT)
     if ended_well is not True or not isinstance(output, str):
         raise AssertionError("the program ended with an error")

@@ -1,7 +1,7 @@
-"""A sandbox by the system calls of Linux alone, for machines without bubblewrap: what it gives here is the same.
+"""A sandbox by the system calls of Linux alone, for machines without bubblewrap, with the same isolation.
 
 The process goes into user, mount, PID, network, IPC and UTS namespaces, sees a root of read-only binds and a private
-temporary folder, gives its capabilities up, and leaves what it is for to a child below the namespace's first process.
+temporary folder, gives its capabilities up, and leaves its work to a child below the namespace's first process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAPABILITY_VERSION = 0x20080522
 OWN_ID = 1000
 DEVICES = ("null", "zero", "full", "random", "urandom")
 WRITABLE_IN_PROC = ("sys", "sysrq-trigger", "irq", "bus")
-"""What root could write in /proc even in a namespace of its own."""
+"""Entries of /proc that root could write even in a namespace of its own."""
 FAILED = 97
 """The exit code of a process that could not make its namespaces."""
 

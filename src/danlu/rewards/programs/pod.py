@@ -1,4 +1,4 @@
-"""What a sandbox for programs runs: it starts one program after the other, and ends each with all its processes.
+"""The main program of a sandbox: it starts one program after the other, and ends each with all its processes.
 
 Where the system allows it, each program has user, mount, PID and IPC namespaces of its own inside of the sandbox's,
 and an empty temporary folder. It sees none of this process, and the sandbox serves the next answer when it has
@@ -107,7 +107,7 @@ class Programs:
         return self._first != 0
 
     def _enter_and_serve(self, descriptor: int, writer: int) -> None:
-        """In a child: goes into namespaces, and has the program run by a child of its own, the first process there."""
+        """Enters namespaces in a child, and has the program run by a child of its own, the first process there."""
         try:
             user, group = posix.getuid(), posix.getgid()
             if self.libc.unshare(NEW_USER | NEW_MOUNT | NEW_PID | NEW_IPC):
@@ -132,7 +132,9 @@ class Programs:
             posix._exit(1)
 
     def _hide(self) -> None:
-        """Puts empty folders over those that the sandbox shares, and gives up what a namespace's first process may."""
+        """Puts empty folders over those that the sandbox shares, and gives up the powers of a namespace's first
+        process.
+        """
         options = f"mode=1777,size={self._temporary_bytes}".encode()
         self._require(self.libc.mount(b"none", b"/", None, RECURSIVE | PRIVATE, None))
         for folder in (b"/tmp", b"/dev/shm"):

@@ -1,6 +1,6 @@
-"""The judge's side of the pipe: proxies of the answer's objects, for whose operators the program is asked.
+"""The judge's side of the pipe: proxies of the answer's objects, which ask the program for operators.
 
-What decides a test is computed here. An object of the answer is equal to no plain data and not ordered with it,
+The decision of a test is computed here. An object of the answer is equal to no plain data and not ordered with it,
 whatever its methods say; one of a class that is derived from a plain class counts as the plain value in it. Between two
 objects of the answer its own `__eq__` is asked, and believed unless it also says yes to a text that nobody can know.
 """
@@ -48,20 +48,20 @@ TO_NUMBERS = (
     "__ceil__",
 )
 QUERIES = ("__len__", "__getitem__", "__iter__", *TO_NUMBERS)
-"""Operators that say what an object holds: its plain value does where it is derived from an immutable class."""
+"""Operators that read an object's content: its plain value answers where its class derives from an immutable one."""
 COMPARING: dict[str, Callable[[Any, Any], Any]] = {
     "__sub__": lambda result, number: result + number,
     "__rsub__": lambda result, number: number - result,
     "__truediv__": lambda result, number: result * number,
     "__rtruediv__": lambda result, number: result / number,
 }
-"""Operators by which tests compare numbers, and what does not change with the number: the object's value."""
+"""Operators by which tests compare numbers, with a function that recovers the object's value from the result."""
 OPERATORS = {"__iter__": iter, "__next__": next, "__len__": len, "__bool__": bool, "__str__": str}
-"""What an answer may do with an object of the tests beside calling it; others are called by their names."""
+"""Operations of an answer on an object of the tests besides calling it; others are called by their names."""
 BINARY = "__getitem__ __setitem__ __contains__ __eq__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ "
 BINARY_OPERATORS = (BINARY + "__mul__ __rmul__ __enter__ __exit__").split()
 HIDDEN_PREFIXES = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_", "func_")
-"""Of attributes by which an answer would reach the tests from an object of theirs."""
+"""Prefixes of attributes by which an answer would reach the tests from an object of theirs."""
 NO_IMPORTS = ("unittest", "pytest", "_pytest", "danlu", "test_answer", "__main__", "solution")
 
 
@@ -69,8 +69,8 @@ class Answer:
     """An answer's program: requests go over a socket one at a time, each with its reply.
 
     Args:
-        descriptor: of the socket.
-        lost: is called with the reason where the program has ended or sends what is no message, and does not return.
+        descriptor: that of the socket. lost: is called with the reason where the program has ended or sends no valid
+            message, and does not return.
     """
 
     def __init__(self, descriptor: int, lost: Callable[[str], NoReturn]) -> None:
@@ -85,7 +85,10 @@ class Answer:
         self._receive()
 
     def request(self, operation: str, *arguments: Any) -> Any:
-        """What the program says; raises what its objects raise. Containers that it has changed are changed here."""
+        """Sends a request to the program and returns its reply; raises the exception that its code raises.
+
+        Containers that it has changed are changed here.
+        """
         encoder = self._send(operation, list(arguments))
         while True:
             message = self._receive()
@@ -98,7 +101,7 @@ class Answer:
             return value
 
     def special(self, proxy: Proxy, name: str, values: tuple[Any, ...]) -> Any:
-        """What a method of an object's class says."""
+        """Returns the result of a method of an object's class."""
         return self.request("special", proxy, name, list(values))
 
     def _send(self, head: str, value: Any) -> Encoder:
@@ -108,7 +111,7 @@ class Answer:
         return encoder
 
     def _taken(self, parts: list[Any], encoder: Encoder) -> Any:
-        """The value of a message, behind what it changes in the containers that were sent."""
+        """Returns the value of a message, after applying its changes to the containers that were sent."""
         try:
             nodes, reference, changed, printed = parts
             decoder = Decoder(nodes, self._import, encoder.kept, refused=REACHING)
@@ -122,7 +125,7 @@ class Answer:
             self._lost(f"the program sent no value: {type(error).__name__}: {error}")
 
     def _serve(self, message: list[Any]) -> None:
-        """Does what the answer asks of an object of the tests."""
+        """Carries out the answer's request on an object of the tests."""
         _, number, operation, *parts = message
         values = self._taken(parts, Encoder(self._export, {}))
         try:
@@ -369,7 +372,9 @@ def _contains(proxy: Proxy, item: Any) -> bool:
 
 
 def _believed(proxy: Proxy, name: str, other: Any) -> bool:
-    """What a program says of its object and another, unless it says the same of something that nobody can know."""
+    """Returns the program's comparison of its object with another, unless it says the same of a value that nobody can
+    know.
+    """
     unknown = random.getrandbits(61) if type(other) is int else secrets.token_hex(16)
     try:
         says_yes = proxy._answer.special(proxy, name, (unknown,))
@@ -379,11 +384,11 @@ def _believed(proxy: Proxy, name: str, other: Any) -> bool:
 
 
 def _operated(proxy: Proxy, name: str, values: tuple[Any, ...]) -> Any:
-    """What an operator gives.
+    """Returns the result of an operator.
 
-    A difference or quotient with a number is how tests compare what is only nearly equal, and an answer could say that
-    every difference is 0. It is asked for twice, and both results have to agree; where they are objects of the answer's
-    again, no number is made of them.
+    A difference or quotient with a number is the way in which tests compare nearly equal values, and an answer could
+    say that every difference is 0. It is asked for twice, and both results have to agree; where they are objects of the
+    answer's again, no number is made of them.
     """
     if name in QUERIES and proxy._nature in IMMUTABLE and hasattr(PLAIN[proxy._nature], name):
         return getattr(_plain(proxy), name)(*values)
@@ -398,12 +403,12 @@ def _operated(proxy: Proxy, name: str, values: tuple[Any, ...]) -> Any:
 
 
 def _is_numeric(value: Any) -> bool:
-    """Whether it is a number of Python or numpy, or an array."""
+    """Whether the value is a number of Python or numpy, or an array."""
     return isinstance(value, numbers.Number) or type(value).__module__ == "numpy"
 
 
 def _compared(proxy: Proxy, name: str, other: Any) -> Any:
-    """A difference to a number or an array, or a quotient.
+    """Computes a difference to a number or an array, or a quotient.
 
     The program is asked about another number first, which says little of this one, so that it has to decide what its
     object is before it sees this one.
@@ -437,7 +442,7 @@ def _moved(number: Any) -> Any:
 
 
 def _for_arithmetic(value: Any) -> Any:
-    """A number that can be added to any other, or an array. Raises TypeError for what is neither."""
+    """Returns a number that can be added to any other, or an array. Raises TypeError for anything else."""
     if isinstance(value, int | float | complex):
         return value
     if isinstance(value, numbers.Number):

@@ -39,7 +39,7 @@ PROBE_S = 60.0
 REST_S = 10.0
 GUEST = ("values", "guest", "limits", "pod")
 JUDGE = ("values", "proxies", "limits", "judge")
-"""The modules of this folder that a sandbox gets, as code; the last one's `main` is what it runs."""
+"""The modules of this folder that a sandbox gets, as code; it runs the last one's `main`."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
 BOOTSTRAP = """
@@ -60,14 +60,14 @@ KINDS = ("bubblewrap", "unshare")
 
 @dataclass(frozen=True)
 class Limits:
-    """What the processes of a sandbox may take, each and together."""
+    """The limits of a sandbox's processes, for each and together."""
 
     memory_mib: int
     cpu_s: int | None = None
-    """Of processor time, each process."""
+    """The limit of processor time of each process."""
 
     def of_each(self) -> dict[str, int]:
-        """By name, the limits of the system on each process."""
+        """Returns the system's limits for each process, by name."""
         limits = {
             "RLIMIT_AS": self.memory_mib * MIB,
             "RLIMIT_FSIZE": MOST_FILE_MIB * MIB,
@@ -143,7 +143,7 @@ class Sandbox:
 
     @property
     def tick_s(self) -> float:
-        """After how many seconds `excess` is to be asked again while something runs."""
+        """The seconds after which `excess` is to be called again while something runs."""
         return 1.0 if self._cgroup is not None or not self._is_watched else 0.02
 
     def excess(self) -> str | None:
@@ -313,7 +313,7 @@ def _links() -> list[tuple[str, str]]:
 
 @cache
 def _binds() -> list[tuple[str, str]]:
-    """(source, place) of what a sandbox sees, all of it read-only."""
+    """Returns (source, place) of the files and folders in a sandbox, all of them read-only."""
     wanted = [each for each in (*SYSTEM_FOLDERS, *SYSTEM_FILES) if os.path.exists(each)]
     wanted = [each for each in wanted if each in SYSTEM_FILES or not os.path.islink(each)]
     own = [sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter())), *_import_folders()]

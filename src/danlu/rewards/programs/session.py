@@ -23,7 +23,7 @@ from danlu.rewards.programs.test_forms import ProgramTest
 JUDGE_MEMORY_MIB = 4096
 ORDER_BYTES = 256
 GRACE_S = 5.0
-"""For the judge to say that a test took too long."""
+"""The seconds for the judge to report that a test took too long."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Program:
         return str(state), str(reason)
 
     def _silence(self, session: socket.socket) -> tuple[str, str]:
-        """What it means that the judge's process for a test ended without a verdict."""
+        """Returns the outcome where the judge's process for a test ended without a verdict."""
         if _judge(self._kind, starts=False) is None:
             return "not started", "the judge has ended"
         return "failed", "the test ended the process that ran it"
@@ -138,7 +138,7 @@ class _Program:
 
 
 _resting: dict[tuple[int, str, Limits], list[Sandbox]] = {}
-"""By process, kind and limits: sandboxes that wait for the next answer; appending and popping need no lock."""
+"""Sandboxes that wait for the next answer, by process, kind and limits; appending and popping need no lock."""
 _judges: dict[tuple[int, str], Sandbox] = {}
 _judges_lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The tests in a cell, in the forms of published data sets, and what is no test.
+"""Parsing the tests in a cell, in the forms of published data sets, and refusing cells without a test.
 
 Forms: a piece of Python or a list of them (MBPP), `def check(candidate)` (HumanEval), functions of pytest, classes of
 unittest, and `{"inputs": [...], "outputs": [...]}`, with `fn_name` or for programs that read and print (APPS, TACO). A
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SETUP_COLUMNS = ("test_imports", "test_setup_code")
-"""Columns of MBPP with what its tests need before them."""
+"""Columns of MBPP with code that its tests need before them."""
 ENTRY_POINT = "entry_point"
 """The column of HumanEval with the name of the function that `check` is given."""
 PRELOADED = ("unittest", "pytest", "numpy")
@@ -36,9 +36,9 @@ class ProgramTest:
     """source: Python; call: of a function with arguments; script: a run with an input."""
     source: str = ""
     entry_point: str | None = None
-    """Of a source with `check`: what it is given."""
+    """The function given to `check`, where the source has one."""
     hints: tuple[str, ...] = ()
-    """Where no entry point is named: functions that the prompt defines."""
+    """Functions that the prompt defines, where no entry point is named."""
     name: str = ""
     arguments: str = ""
     given: str = ""
@@ -46,7 +46,7 @@ class ProgramTest:
 
     @property
     def modules(self) -> str:
-        """What the judge imports before the test."""
+        """The modules that the judge imports before the test."""
         return " ".join(name for name in PRELOADED if re.search(rf"\b{name}\b", self.source))
 
     def asked(self) -> dict[str, Any]:
@@ -55,11 +55,11 @@ class ProgramTest:
 
 
 def parse_tests(cell: Any, row: Mapping[str, Any], prompt: str = "") -> list[ProgramTest]:
-    """The tests in a cell; each counts by itself. Raises NoTest with what is wrong.
+    """Parses the tests in a cell; each counts by itself. Raises NoTest with the fault.
 
     Args:
-        row: its other columns: those of MBPP and HumanEval that belong to the tests are read.
-        prompt: of the row: a function that it defines is what `check` is given where the row does not name one.
+        row: its other columns: those of MBPP and HumanEval that belong to the tests are read. prompt: that of the row:
+            `check` gets a function that it defines where the row does not name one.
     """
     value = _unquoted(cell)
     if isinstance(value, Mapping):
@@ -101,7 +101,7 @@ def _lines(value: Any) -> list[str]:
 
 
 def _checked(setup: str, source: str) -> str:
-    """A piece of Python that can fail, behind what it needs. Raises NoTest for any other."""
+    """Returns a piece of Python that can fail, behind its setup. Raises NoTest for any other."""
     if not source.strip():
         raise NoTest("a test is empty")
     try:

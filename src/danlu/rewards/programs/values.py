@@ -34,7 +34,7 @@ REACHING = frozenset(
         *("locals", "vars", "dir", "super", "memoryview", "__import__", "__build_class__"),
     )
 )
-"""Builtin functions that reach what they are not given: the answer's stay in its sandbox, as objects of its own."""
+"""Builtin functions that reach beyond their arguments: the answer's stay in its sandbox, as objects of its own."""
 STANDARD = {
     "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
@@ -194,7 +194,7 @@ class Decoder:
         return int(reference[0])
 
     def _fill(self) -> None:
-        """Fills what can be filled behind its being made: lists first, which hash nothing."""
+        """Fills the containers after they are made: lists first, which hash nothing."""
         order = sorted(range(len(self.nodes)), key=lambda place: self.nodes[place][0] != "list")
         for place in order:
             kind, *items = self.nodes[place]
