@@ -1,4 +1,4 @@
-"""What several processes do and decide together: one outcome for all of them, an error included."""
+"""Joint work and decisions of several processes: one outcome for all of them, errors included."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Failure:
 
 
 def agree(group: Group, share: Callable[[], S], decide: Callable[[list[S]], T]) -> T:
-    """Every process does its share, the first decides from what all of them brought, and all get what it decided.
+    """Runs `share` on every process and `decide` on the first, with the shares of all; returns its decision on all.
 
     Shares and decision travel as pickles; alone, neither does, and errors are those that were raised.
-    Raises on every process what went wrong on any: shares that failed name their ranks, and the error is of danlu's own
-    kind if the first of them is (else CheckpointError); its cause is known where it happened. RuntimeError of torch
-    where a process has gone meanwhile.
+    Raises on every process the error of any: shares that failed name their ranks, and the error is of danlu's own kind
+    if the first of them is (else CheckpointError); its cause is known where it happened. RuntimeError of torch where a
+    process has gone meanwhile.
     """
     if group.alone:
         return decide([share()])

@@ -1,4 +1,4 @@
-"""Which number of an evaluation a run is judged by, and which of two is better. No torch: listings need it too."""
+"""The number of an evaluation that judges a run, and which of two is better. No torch: listings need it too."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Criterion:
 
     @property
     def superlative(self) -> str:
-        """What the best value is, for messages: `lowest evaluation loss`."""
+        """The best value in words, for messages: `lowest evaluation loss`."""
         return f"{'highest' if self.higher_is_better else 'lowest'} evaluation {self.metric}"
 
 
 LOSS = Criterion()
-"""What a run is judged by unless its recipe names something else."""
+"""The criterion of runs with recipes that name no other."""

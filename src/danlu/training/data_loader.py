@@ -1,4 +1,4 @@
-"""Where a run is in its data: which items the next step takes."""
+"""Data-loader state: which items the next step takes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ItemSource(Protocol):
         """Item `number` of the run, counted from 0. All processes ask for the same items in the same order."""
 
     def state(self, number: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the source, as JSON, so that item `number` comes next after `restore`."""
+        """Returns the source's state, as JSON, such that item `number` comes next after `restore`."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from what `state` returned."""
+        """Restores the state that `state` returned."""
 
 
 @runtime_checkable
@@ -31,16 +31,16 @@ class GeneratedItems(ItemSource, Protocol):
     """
 
     def tensors(self, number: int) -> Mapping[str, Tensor]:
-        """What items from `number` on are made of, as far as they are there: the same on all processes."""
+        """The tensors of the items from `number` on, as far as they are there: the same on all processes."""
 
     def restore_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up what `tensors` returned, after `restore`."""
+        """Restores the tensors that `tensors` returned, after `restore`."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the items that were asked for last, for their step's line of metrics."""
+        """Metrics of the latest items, for their step's line of metrics."""
 
     def close(self) -> None:
-        """Ends what makes items; no more are asked for."""
+        """Closes the source; no more items are asked for."""
 
 
 class Stretch(NamedTuple):
@@ -60,7 +60,7 @@ class DataLoader:
         source     the items
         per_step   packs in a step
         total      packs of the whole run; the last step takes what is left. None: endless, steps decide.
-        stretches  of steps that differ in their items, in order; by default all steps are alike
+        stretches  ranges of steps that differ in their items, in order; by default all steps are alike
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class DataLoader:
             self.generated.close()
 
     def give_back(self) -> None:
-        """Takes back the last `take`, whose step did not happen: the next one starts where it did."""
+        """Takes back the last `take`, since its step did not happen: the next one starts where it did."""
         if self.last_taken:
             self.next = self.last_taken[0]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"next": self.next, "excluded": sorted(self.excluded), "source": self.source.state(self.next)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `state()`."""
+        """Restores the state that `state()` returned."""
         self.next = int(state["next"])
         self.excluded = set(state["excluded"])
         self.source.restore(state["source"])

@@ -1,4 +1,4 @@
-"""Where a number that is not finite came from: the step, the rows and the tensor, in one error."""
+"""The origin of a number that is not finite: the step, the rows and the tensor, in one error."""
 
 from __future__ import annotations
 

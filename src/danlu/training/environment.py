@@ -1,4 +1,4 @@
-"""environment.json: on what a run ran, and whether a resumption still can be exact there."""
+"""environment.json: the environment of a run, and whether a resumption still can be exact there."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_environment(path: Path, environment: Mapping[str, Any]) -> None:
 
 
 def changes_that_matter(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What differs between two environments so that a resumed run may differ in its last bits; one line each."""
+    """The differences between two environments by which a resumed run may differ in its last bits; one line each."""
     return [
         f"{key}: {old!r} before, {new!r} now"
         for key in _KEYS_THAT_DECIDE_BITS

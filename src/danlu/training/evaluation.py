@@ -17,7 +17,7 @@ from danlu.training.step import StepSums
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over what was held out: the loss over trained weight, each metric over its own."""
+    """Means over the held-out items: the loss over trained weight, each metric over its own."""
 
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Scores:
         return {"loss": self.loss, **likelihood, **others, "tokens": self.tokens}
 
     def judged_by(self, criterion: Criterion) -> float:
-        """The value that a run is judged by; NaN where nothing of what is held out has weight for it."""
+        """The value that a run is judged by; NaN where no held-out item has weight for it."""
         return self.values().get(criterion.metric, math.nan)
 
 
@@ -56,7 +56,7 @@ def evaluate(
 ) -> Scores | None:
     """Scores over all `items`; None when they have nothing to judge by, or when `stop` turned true on the way.
 
-    Each process takes its share; all of them ask `stop` equally often. `progress` is told (items done, items) here.
+    Each process takes its share; all of them ask `stop` equally often. `progress` is called with (items done, items).
     """
     totals = learner.totals(items)
     if not totals.has_targets:

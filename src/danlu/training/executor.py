@@ -1,4 +1,4 @@
-"""Carries out what one process does in a step or an evaluation: the list of actions that a schedule has made for it.
+"""Executes the actions of one process in a step or an evaluation: the list that a schedule has made for it.
 
 Training, evaluation and `danlu verify` all go through here, on one process (forward 0, backward 0, forward 1, ..) as on
 the ranks of a pipeline.
@@ -26,7 +26,7 @@ Timed = Callable[[Kind, int | None, int | None], AbstractContextManager[None]]
 
 
 class Executor:
-    """One process's chunks of a model, and what is in flight between their forward and backward passes.
+    """One process's chunks of a model, and the tensors in flight between their forward and backward passes.
 
     Args:
         micro_steps: the micro-batches, each made for its first action, and dropped after its last.
@@ -35,8 +35,8 @@ class Executor:
         on_update: is called with the number of a micro-batch where the list has the update of a step that consists of
             it alone.
         weights: a context around each pass of the micro-batch of a number, in which the model has its weights.
-        timed: a context around what an action computes or sums up, without what it waits for before; it is given kind,
-            chunk and micro-batch.
+        timed: a context around an action's computation or sum, without the wait before; it is given kind, chunk and
+            micro-batch.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Executor:
         self._deferred: dict[Place, DeferredWeightGradients] = {}  # of what has an input pass, from its forward pass on
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Does what the list says, in its order; gradients are sums over all micro-batches and processes then.
+        """Executes the actions in their order; afterwards gradients are sums over all micro-batches and processes.
 
         The `update` of the whole list is left to the caller, who has to see the gradients of all processes before.
         Where each micro-batch has one of its own, gradients are those of this micro-batch when `on_update` is called,
@@ -193,6 +193,6 @@ class Executor:
             self._gradients[chunk - 1, micro] = lambda: grads
 
     def _deferring(self, place: Place) -> AbstractContextManager[None]:
-        """Around both passes where the second is an input pass: gradients of weights are put off."""
+        """A context around both passes where the second is an input pass: gradients of weights are put off."""
         deferred = self._deferred.get(place)
         return nullcontext() if deferred is None else deferred.active()

@@ -1,4 +1,4 @@
-"""Where gradients lie in the host's memory while the activations of several micro-batches come and go around them."""
+"""The place of gradients in the host's memory while activations of several micro-batches are allocated and freed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def move_out_of_the_heap(parameters: Iterable[Parameter]) -> None:
     """Moves the gradients in the host's memory into pages of their own; called once, after the first backward pass.
 
     That pass makes gradients while it frees activations, one layer after the other, so they come to lie between all of
-    these, and the next micro-batch does not fit into what is free. Sparse gradients stay where they are. The pages are
-    given back with the last gradient in them.
+    these, and the next micro-batch does not fit into the free memory. Sparse gradients stay where they are. The pages
+    are given back with the last gradient in them.
     """
     gradients = [(parameter, gradient) for parameter in parameters if _is_dense_on_host(gradient := parameter.grad)]
     sizes = [-(-gradient.nbytes // _ALIGNMENT) * _ALIGNMENT for _, gradient in gradients]

@@ -1,4 +1,4 @@
-"""What the loop knows of what it trains: a `Learner` makes micro-batches of items, and their loss.
+"""The interface of the loop to its model: a `Learner` makes micro-batches of items, and their loss.
 
 `danlu.stages.learner` has the ones of language models, `danlu.stages.classifier` the one of classifiers of images.
 """
@@ -21,14 +21,14 @@ ItemT = TypeVar("ItemT", bound=Item)
 BatchT = TypeVar("BatchT", bound=MicroBatch)
 
 Activation = tuple[Tensor, ...]
-"""What passes from a chunk of a model to the next one for a micro-batch: the hidden states of each model that is
-trained (the policy, and a model of values), whose gradients come back, and behind them those of the frozen models that
-are asked about the micro-batch too, each through the same chunks."""
+"""Tensors that pass from a chunk of a model to the next one for a micro-batch: the hidden states of each model that is
+trained (the policy, and a value model), which get gradients back, and after them those of the frozen models that run on
+the micro-batch too, each through the same chunks."""
 
 
 @dataclass(frozen=True)
 class MicroStep(Generic[BatchT]):
-    """One micro-batch of a step or of an evaluation, with what its passes have to know of the whole."""
+    """One micro-batch of a step or of an evaluation, with the facts of the whole that its passes need."""
 
     batch: BatchT
     items: Sequence[tuple[int, Any]]  # of the batch, each with its number in the step; none on a process without any
@@ -61,14 +61,14 @@ class Learner(Protocol[ItemT, BatchT]):
     ) -> int: ...  # tensors of an `Activation`, the first ones, that have gradients in a step
 
     def weights(self) -> dict[str, Tensor]:
-        """What training changes, by name, live, without autograd: as much of each tensor as this process has.
+        """All trained tensors, by name, live, without autograd: this process's shard of each.
 
         The parameters of the policy (or of the adapter that is trained in its place), then the objective's own
         parameters and running statistics.
         """
 
     def totals(self, items: Sequence[ItemT]) -> Totals:
-        """What a step of `items` (of all processes) consists of, with the divisors that the objective asks for."""
+        """The totals of a step of `items` (of all processes), with the divisors that the objective asks for."""
 
     def micro_batches(self, items: Sequence[ItemT]) -> Sequence[Sequence[int]]:
         """The numbers of the items in each micro-batch of this process; as many on every process, some may be empty."""
@@ -76,14 +76,15 @@ class Learner(Protocol[ItemT, BatchT]):
     def prepare(
         self, items: Sequence[ItemT], micro_batches: Sequence[Sequence[int]], step: int | None
     ) -> Sequence[ItemT]:
-        """The items with what has to be known of the whole step before its first micro-batch.
+        """Adds to the items the facts of the whole step that are needed before its first micro-batch.
 
-        Where the objective asks for nothing of the kind, they are returned as they are; else every process must call
-        it, for it takes passes without gradients and collectives. step: whose dropout is applied; None: none.
+        Where the objective needs none, they are returned as they are; else every process must call it, for it takes
+        passes without gradients and collectives. step: the step that dropout is of; None: no dropout.
         """
 
     def end_step(self) -> Mapping[str, float]:
-        """Called on every process after a step's last backward pass: what its model has counted in it, to be logged."""
+        """Ends a step, on every process after its last backward pass: returns the model's counts of the step, to be
+        logged."""
 
     def updated(self, step: int) -> None:
         """Called on every process after the optimizer has changed the weights in `step`."""
@@ -92,7 +93,8 @@ class Learner(Protocol[ItemT, BatchT]):
         """The micro-batch of `items` on the device; of no items, one without targets, for a process that has none."""
 
     def at(self, micro_step: MicroStep[BatchT]) -> AbstractContextManager[None]:
-        """Around each forward and each backward pass of a micro-batch: the state of the model that belongs to it.
+        """A context around each forward and each backward pass of a micro-batch: the state of the model that belongs to
+        it.
 
         Dropout masks follow from (step, number of an item in the step), and from nothing else; an evaluation has none.
         """
@@ -100,15 +102,15 @@ class Learner(Protocol[ItemT, BatchT]):
     def forward(self, chunk: int, micro_step: MicroStep[BatchT], x: Activation | None) -> Activation | Loss:
         """The output of a chunk of the model; of the last one the objective's loss, a term of the step's.
 
-        In an evaluation that is the loss as evaluation reports it, without gradients. x: what the chunk before has
-        returned for the same micro-batch; None for chunk 0.
+        In an evaluation that is the loss as evaluation reports it, without gradients. x: the output of the chunk before
+        for the same micro-batch; None for chunk 0.
         """
 
     def empty_activation(self, micro_step: MicroStep[BatchT]) -> Activation:
-        """Tensors of the shapes and types of what passes between two chunks for a micro-batch, without values."""
+        """Makes tensors of the shapes and types that pass between two chunks for a micro-batch, without values."""
 
     def explain(self, batch: BatchT, step: int) -> Exception:
-        """Why the loss of `batch` is not finite. Every process must ask, for it takes collectives to find out."""
+        """Explains why the loss of `batch` is not finite. Every process must call it, for it needs collectives."""
 
 
 class MicroSteps(Protocol):
@@ -123,7 +125,7 @@ class MicroSteps(Protocol):
 
 @dataclass(frozen=True)
 class StepItems:
-    """What one process takes up in a step, or in an evaluation, and in which micro-batches."""
+    """The items of a step or of an evaluation, and their micro-batches on one process."""
 
     items: Sequence[Item]  # those of all processes
     micro_batches: Sequence[Sequence[int]]  # numbers of the items of each

@@ -21,10 +21,10 @@ from danlu.training.step_record import has_spiked, log_step, pass_over
 def fit(run: Run) -> None:
     """Trains until the last step, an early stop, or a signal; the state at the end is always saved.
 
-    What is due after a step is done before the next one begins, so a run that a signal cut off in between starts with
-    it. Raises TrainingError for numbers that are not finite and for spikes past their policy, and whatever DanluError
-    an evaluation or the data ends with; the state before it is saved first, if it is finite itself, and not one between
-    the flushes of PipeDream. KeyboardInterrupt passes through at once, leaving the last checkpoint.
+    Work that is due after a step is done before the next one begins, so a run that a signal cut off in between starts
+    with it. Raises TrainingError for numbers that are not finite and for spikes past their policy, and any DanluError
+    of an evaluation or the data; the state before it is saved first, if it is finite itself, and not one between the
+    flushes of PipeDream. KeyboardInterrupt passes through at once, leaving the last checkpoint.
     """
     try:
         while not run.stopping():
@@ -88,10 +88,9 @@ def _put_back(run: Run, before: int) -> None:
 def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients | None:
     """Forward and backward passes, clipping and the update of one step; None where it had nothing to train on.
 
-    A step without trained weight, as long context without targets can fill one, or without any of what its objective
-    takes a mean over, is passed over and told: nothing is updated. `observer` looks at the gradients on the way
-    (`danlu verify` proves this very function by it).
-    Raises TrainingError for numbers that are not finite.
+    A step without trained weight, as long context without targets can fill one, or without anything that its objective
+    takes a mean over, is passed over and reported: nothing is updated. `observer` looks at the gradients on the way
+    (`danlu verify` proves this very function by it). Raises TrainingError for numbers that are not finite.
     """
     started = time.perf_counter()
     step = run.state.step + 1
@@ -173,8 +172,8 @@ def rewind(run: Run) -> None:
 def assess(run: Run) -> Scores | None:
     """Evaluates, writes samples, and keeps count for the early stop.
 
-    A signal that comes meanwhile leaves all of it undone: saving does not wait, and a resumed run does it anew. So does
-    a DanluError, such as a sample that is not finite: it is raised on all processes once the state has been saved.
+    A signal that comes meanwhile leaves all of it undone: saving does not wait, and a resumed run repeats it. So does a
+    DanluError, such as a sample that is not finite: it is raised on all processes once the state has been saved.
     """
     started = time.perf_counter()
     PHASE.begin("evaluation", run.state.step)
@@ -224,7 +223,7 @@ def _judge(run: Run, value: float) -> None:
 
 
 def best(run: Run, scores: Scores | None) -> bool:
-    """Whether this is the state to keep as the best, which may lie between two ordinary checkpoints."""
+    """Whether this state is to be kept as the best, which may lie between two ordinary checkpoints."""
     if scores is None or not run.store.keep_best:
         return False
     known = run.store.best()
@@ -250,7 +249,7 @@ def save(run: Run, scores: Scores | None = None) -> None:
 
 
 def _sync_metrics(run: Run) -> ResourceError | None:
-    """Why not every line of metrics is on the disk; None where all are, or this process writes none."""
+    """Returns why not every line of metrics is on the disk; None where all are, or this process writes none."""
     try:
         if run.metrics is not None:
             run.metrics.sync()
@@ -262,7 +261,7 @@ def _sync_metrics(run: Run) -> ResourceError | None:
 def save_before(run: Run, error: DanluError) -> None:
     """Saves the present state before `error` ends the run, unless it is saved already or its weights are not finite.
 
-    What keeps it from being saved is told with the error, not in its place.
+    An error of saving is appended to `error` and does not replace it.
     """
     if run.state.step <= run.state.saved_step or broken_weights(run) is not None:
         return
@@ -274,6 +273,6 @@ def save_before(run: Run, error: DanluError) -> None:
 
 
 def broken_weights(run: Run) -> TrainingError | None:
-    """Which weights are not finite, on whichever process they are."""
+    """Names the weights that are not finite, on any process; None where all are finite."""
     names = non_finite_on_any(run.learner.parallel.ranks.world, run.learner.weights().items())
     return explain_weights(names, run.state.step)

@@ -1,9 +1,9 @@
-"""Where a run's memory goes, part by part: what is counted, beside what the machine measured.
+"""The parts of a run's memory: counted sizes, to compare with measured ones.
 
 Weights, gradients and optimizer state are counted by their bytes; activations by the tensors that autograd keeps in the
-first micro-batches, each storage once. Their sum is what tensors take at the peak of a step (on CUDA the allocator says
-the same). A process on a CPU holds more: the program itself, what the kernels generate, and what the system's allocator
-keeps of memory that was freed.
+first micro-batches, each storage once. Their sum is the tensors' memory at the peak of a step (on CUDA the allocator
+agrees). A process on a CPU holds more: the program itself, code that the kernels generate, and freed memory that the
+system's allocator keeps.
 """
 
 from __future__ import annotations

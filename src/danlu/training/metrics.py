@@ -7,8 +7,8 @@
     {"step": 12, "event": "overflow", "scale": 32768.0}                                            an event
 
 JSON has no NaN and no infinity; they are written as the strings "nan", "inf" and "-inf", which float() reads back.
-Lines are on the disk before the checkpoint that counts them, so a resumed run cuts the file behind its checkpoint and
-then writes what an uninterrupted one would have, except for the fields in `TIMING_FIELDS`.
+Lines are on the disk before the checkpoint that counts them, so a resumed run cuts the file after its checkpoint and
+then writes the lines of an uninterrupted one, except for the fields in `TIMING_FIELDS`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 class Recorder(Protocol):
-    """Records what happens in a run: the metrics file, the console, TensorBoard, W&B.
+    """Records the events of a run: the metrics file, the console, TensorBoard, W&B.
 
-    A generated sample is the event "sample" with `prompt` and `text`; what is known of all samples of an evaluation
-    together is the event "samples".
+    A generated sample is the event "sample" with `prompt` and `text`; values of all samples of an evaluation together
+    are the event "samples".
     """
 
     def step(self, metrics: StepMetrics) -> None:
@@ -58,7 +58,7 @@ class Recorder(Protocol):
         """Something else happened in `step`: "overflow", "spike", "rewind", "sample", ..."""
 
     def close(self) -> None:
-        """The run ends: write what is not written yet, and let go of files."""
+        """Ends the record: writes everything that is not written yet, and closes files."""
 
 
 class MetricsLog(LineLog):
@@ -103,7 +103,7 @@ class MetricsLog(LineLog):
             del self._waiting[0]
 
     def step(self, metrics: StepMetrics) -> None:
-        """Log one optimizer step, with `extra` laid beside the other fields."""
+        """Logs one optimizer step, with the fields of `extra` next to the others."""
         self._append(step_fields(metrics))
 
     def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
@@ -139,7 +139,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory so far: allocated by tensors on a CUDA device, resident for the whole process on the CPU.
 
-    Of a process whose model lies on several CUDA devices, the sum over these: it has nothing on others.
+    If a process's model lies on several CUDA devices, this is their sum: it has nothing on others.
     """
     if device.type == "cuda":
         return sum(torch.cuda.max_memory_allocated(number) for number in range(torch.cuda.device_count()))

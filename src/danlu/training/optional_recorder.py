@@ -35,7 +35,7 @@ class OptionalRecorder:
         self._attempt(lambda: self._recorder.event(step, event, **values))
 
     def close(self) -> None:
-        """Closes the other one, also where it has failed before; then what else it raises is no news."""
+        """Closes the other recorder, also where it has failed before; a further error is not reported then."""
         was_on = self._is_on
         self._is_on = True
         self._attempt(self._recorder.close, quiet=not was_on)

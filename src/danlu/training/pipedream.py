@@ -44,9 +44,9 @@ class UnfinishedTurn(TrainingError):
 
 
 def train_turn(run: Run, observer: StepObserver | None = None) -> list[StepGradients]:
-    """Takes the steps up to the next flush; what each of those was that trained anything, in order.
+    """Takes the steps up to the next flush; returns the gradients of each of them that trained anything, in order.
 
-    Of each step the norm is that over all stages, before each has clipped its own. Lines of metrics and events are
+    The norm of each step is that over all stages, before each has clipped its own. Lines of metrics and events are
     written at the end, when the first process knows the losses. `observer` looks at each step on each stage.
     Raises UnfinishedTurn for numbers that are not finite.
     """
@@ -134,7 +134,7 @@ class _Turn:
         self._losses += 1
 
     def update(self, micro: int) -> None:
-        """The update of this stage's weights by a micro-batch, whose gradient is in `.grad` and goes away."""
+        """Updates this stage's weights with the gradient of a micro-batch, which is in `.grad` and is removed."""
         run, step = self._run, self._trained[micro]
         scale = 1 / step.totals.weight
         self._observer.before_clipping(scale)
@@ -161,7 +161,7 @@ class _Turn:
         step.seconds, self._updated_at = now - self._updated_at, now
 
     def finish(self) -> list[StepGradients]:
-        """Ends the turn: what its steps were, after their lines have been written. Raises as `train_turn`."""
+        """Ends the turn: returns its steps after their lines have been written. Raises as `train_turn`."""
         PHASE.begin("flush")
         run, parallel = self._run, self._run.learner.parallel
         for vote in self._stop_votes:
@@ -194,7 +194,7 @@ class _Turn:
             log_step(run, gradients, step.seconds)
 
     def _check_finite(self, losses: Sequence[float], norms: Sequence[float]) -> None:
-        """Raises UnfinishedTurn, on all processes, for the first step whose loss or gradient is not finite."""
+        """Raises UnfinishedTurn, on all processes, for the first step with a loss or gradient that is not finite."""
         run = self._run
         parallel = run.learner.parallel
         everyones = parallel.ranks.world.all_gather_objects((parallel.ranks.pipeline.index, self._not_finite))

@@ -1,4 +1,4 @@
-"""How a run looks while it goes: a bar on a terminal, plain lines anywhere else."""
+"""The display of a run's progress: a bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
 
 
 def progress_on(stream: TextIO, *, total: int, done: int = 0, counted: str = TOKENS) -> Recorder:
-    """A bar when `stream` is a terminal, else plain lines.
+    """Returns a bar when `stream` is a terminal, else plain lines.
 
     Args:
         total    steps of the whole run
         done     steps that an earlier process made
-        counted  what throughput is counted in: tokens, images
+        counted  the unit of throughput: tokens, images
     """
     return (BarProgress if stream.isatty() else LineProgress)(stream, total=total, done=done, counted=counted)
 
@@ -164,7 +164,7 @@ class BarProgress(_StepProgress):
 
 
 def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
-    """`loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`."""
+    """Formats a step: `loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`."""
     unit = "tok" if counted == TOKENS else counted
     return (
         f"loss {metrics.loss:.3f} grad {metrics.grad_norm:.2f} lr {metrics.learning_rate:.1e} "
@@ -173,7 +173,8 @@ def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
 
 
 def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKENS) -> str:
-    """`step 50 evaluation: loss 3.142, perplexity 23.1, accuracy 31.2%, 1,712 tokens in 0.1 s`."""
+    """Formats an evaluation: `step 50 evaluation: loss 3.142, perplexity 23.1, accuracy 31.2%, 1,712 tokens in 0.1
+    s`."""
     rest = dict(values)
     shown = [_EVALUATION_FORMATS[name].format(rest.pop(name)) for name in _EVALUATION_FORMATS if name in rest]
     shown += _spell({name: rest.pop(name) for name in [*rest] if name.startswith("loss/")})
@@ -206,7 +207,7 @@ _EVENT_FORMATS = {
 
 
 def _without_gain(values: Mapping[str, Value]) -> str:
-    """What an early stop saw; `best_NAME` is the best that there was of what the run is judged by."""
+    """Describes an early stop; `best_NAME` is the best value of the run's criterion."""
     name, best = next((name, best) for name, best in values.items() if name.startswith("best_"))
     metric = name.removeprefix("best_")
     shown = "" if metric == LOSS.metric else f"{printable(metric)} "
@@ -227,8 +228,8 @@ def _indented(text: Value) -> str:
 class RowProgress:
     """Rows done while data is tokenised: one rewritten line on a terminal, a line every few seconds elsewhere.
 
-    Called with the rows done and, where it is known, how many there are. `doing` and `units` say what is done to what,
-    where it is not tokenising rows.
+    Called with the rows done and, where it is known, how many there are. `doing` and `units` name the work and its
+    unit, where these are not tokenising and rows.
     """
 
     def __init__(

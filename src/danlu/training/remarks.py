@@ -1,4 +1,4 @@
-"""Remarks on the metrics of steps, shown to people as a run goes on; the stage knows what is worth one."""
+"""Warnings about the metrics of steps, shown to people as a run goes on; the stage decides which."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from danlu.core.types import StepMetrics
 from danlu.training.metrics import Recorder, Value
 
 Remark = Callable[[Mapping[str, float]], Iterable[str]]
-"""What is to be said of a logged step, asked in the order of steps."""
+"""Returns the warnings about a logged step, called in the order of steps."""
 
 
 class Remarks:
-    """A `Recorder` that asks for remarks on each logged step, and has another one show them.
+    """A `Recorder` that asks for warnings about each logged step, and has another one show them.
 
-    They are not in metrics.jsonl: what was said before an interruption is not known after it, and the lines of a
-    resumed run are those of an uninterrupted one.
+    They are not in metrics.jsonl: warnings before an interruption are not known after it, and the lines of a resumed
+    run are those of an uninterrupted one.
     """
 
     def __init__(self, remark: Remark, show: Recorder) -> None:
         self.remark, self.show = remark, show
 
     def step(self, metrics: StepMetrics) -> None:
-        """Shows what is to be said of a step."""
+        """Shows the warnings about a step."""
         for text in self.remark(metrics.extra):
             self.show.event(metrics.step, "remark", text=text)
 
@@ -30,7 +30,7 @@ class Remarks:
         """Nothing is said of evaluations."""
 
     def event(self, step: int, event: str, **values: Value) -> None:
-        """Nor of events."""
+        """Ignores events."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: there are no files to close."""

@@ -1,4 +1,4 @@
-"""The run folder: which files belong into it, whose it is, and from which checkpoint in it a run goes on."""
+"""The run folder: its files, the run that owns it, and the checkpoint in it from which a run continues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically;
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint a run goes on from, and what its recipe has that the run's had not (nothing that matters)."""
+    """The checkpoint a run continues from, and the recipe's changes since then (none that matter)."""
 
     path: Path
     changes: Sequence[Change]
@@ -82,7 +82,8 @@ def _starting_point(folder: Path, recipe: Recipe, resume: str, log: Callable[[st
 
 
 def resumed_run(folder: Path, resume: str) -> Path | None:
-    """The run folder whose checkpoint `starting_point` would go on from; None where it starts afresh, or refuses."""
+    """The run folder with the checkpoint that `starting_point` would continue from; None where it starts afresh, or
+    refuses."""
     if resume not in ("auto", "never"):
         checkpoint = Path(resume).expanduser().resolve()
         return checkpoint.parent.parent if is_checkpoint_folder(checkpoint) else None
@@ -148,9 +149,9 @@ def run_recipe(run: Path) -> Recipe:
 
 
 def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
-    """What differs from the run's recipe without mattering to its result.
+    """Returns the differences from the run's recipe that do not matter to its result.
 
-    Raises CheckpointError if something differs that matters, or the run's recipe cannot be read.
+    Raises CheckpointError if a difference matters, or the run's recipe cannot be read.
     """
     all_changes = changes(run_recipe(run), recipe)
     different = [change for change in all_changes if change.matters]

@@ -1,4 +1,4 @@
-"""The runs below a folder, from what is on disk: which are running, finished or stopped, and how far. No torch."""
+"""The runs below a folder, from their files: which are running, finished or stopped, and how far. No torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunInfo:
-    """What the files of a run's folder say; those that are damaged or gone say nothing."""
+    """Reads the files of a run's folder; damaged or missing files leave their fields empty."""
     holder = holder_of(folder / LOCK_FILE)
     summary = {} if holder is not None else _json(folder / SUMMARY)
     last, evaluation = _last_lines(folder / METRICS)

@@ -17,7 +17,8 @@ TOGETHER_S = 1.0
 
 
 class StopRequest:
-    """While entered, each of `STOP_SIGNALS` asks the loop to stop after the step it is in; a second one stops at once.
+    """Asks the loop to stop after its present step on each of `STOP_SIGNALS`, while entered; a second signal stops at
+    once.
 
     The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. A second signal of
     `INSISTENT_SIGNALS` (of either kind) raises Stopped wherever the program is; the others only ever ask. Handlers that

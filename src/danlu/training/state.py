@@ -1,4 +1,4 @@
-"""What a run is made of, what a checkpoint holds of it, and how a run takes that up again."""
+"""The parts of a run, the content of its checkpoints, and how a run restores that."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Samples:
-    """Texts that the model wrote, one for each prompt, and what else is recorded of them, by name."""
+    """Texts that the model wrote, one for each prompt, and further recorded values, by name."""
 
     texts: Sequence[str]
     values: Mapping[str, Value] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Generate(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """When things happen, in steps."""
+    """The intervals of a run's events, in steps."""
 
     total: int
     log: int
@@ -79,7 +79,7 @@ class Cadence:
 
 @dataclass
 class Run:
-    """Everything a run is made of. `fit` works on it; `state` is what a checkpoint brings back."""
+    """All parts of a run. `fit` works on it; `state` is the part that a checkpoint brings back."""
 
     learner: AnyLearner
     optimizer: Optimizers
@@ -112,7 +112,7 @@ class Run:
         return self.state.step >= self.cadence.total or self.state.ended_early or self.data_loader.exhausted
 
     def due(self, every: int | None, *, since: int) -> bool:
-        """Whether what happens every so many steps, and at the end, has to happen now; last it did after `since`."""
+        """Whether an event of every `every` steps, and of the end, is due now; `since` is the step of the last one."""
         return every is not None and self.state.step > since and (self.state.step % every == 0 or self.finished)
 
     def stopping(self) -> bool:
@@ -130,7 +130,7 @@ class Run:
             recorder.event(self.state.step, event, **values)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it the model holds the averaged weights, where the recipe asks for an average."""
+        """A context in which the model holds the averaged weights, where the recipe asks for an average."""
         return nullcontext() if self.ema is None or not self.ema.updates else self.ema.swapped()
 
 
@@ -174,7 +174,7 @@ def _optimizer_scalars(run: Run) -> dict[str, Any]:
 
 
 def shard_boxes(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, ShardBox]] | None:
-    """Which box of a whole tensor each tensor of `snapshot` is; None where every tensor is whole."""
+    """The box of a whole tensor that each tensor of `snapshot` is; None where every tensor is whole."""
     local = run.learner.parallel.local_parameters
     if not local:
         return None
@@ -190,7 +190,7 @@ def shard_boxes(run: Run, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[st
 
 
 def restore(run: Run, path: Path) -> dict[str, Any]:
-    """Puts `run` back to what `snapshot` saw, and returns the JSON part of it.
+    """Restores `run` to the state that `snapshot` saw, and returns the JSON part of it.
 
     Raises CheckpointError if the checkpoint is damaged or of another run.
     """

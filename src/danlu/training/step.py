@@ -30,14 +30,15 @@ class StepObserver:
     before_clipping: Callable[[float], None] = lambda scale: None
     """Gradients are sums over all processes; times `scale` they are the gradient of the mean loss."""
     after_clipping: Callable[[], None] = lambda: None
-    """Gradients are what the optimizer is about to use."""
+    """Called after clipping, when gradients are as the optimizer will use them."""
     after_update: Callable[[], None] = lambda: None
     """Weights are those after the step, where others of a turn are in flight: see `pipedream`."""
 
 
 @dataclass(frozen=True)
 class StepGradients:
-    """What `accumulate` returns beside the gradients it leaves: means over the step, and the gradient's norm."""
+    """The result of `accumulate`, in addition to the gradients in `.grad`: means over the step, and the gradient's
+    norm."""
 
     loss: float  # the objective's total over `totals.weight`
     metrics: Mapping[str, float]  # each over its own weight; those that nothing in the step has weight for are absent
@@ -58,7 +59,7 @@ def accumulate(
     observer: StepObserver | None = None,
     timeline: TimelineWriter | None = None,
 ) -> StepGradients:
-    """Leaves in `.grad` the clipped gradient of the mean loss over `items`, however they are cut into micro-batches.
+    """Leaves in `.grad` the clipped gradient of the mean loss over `items`, however they are split into micro-batches.
 
     Each micro-batch adds the gradient of a sum; the division by the step's whole weight happens once, with clipping.
     Every process takes its share of the items. With an fp16 `loss_scale`, a gradient that overflowed is left alone and
@@ -68,7 +69,8 @@ def accumulate(
         items: those of all processes.
         clip: the largest global norm; None to only measure it.
         totals: of `items`, where the caller has them already. They must have targets.
-        holders: what the optimizer takes gradients from (`Optimizers.gradient_holders`); by default the parameters.
+        holders: the parameters or tensors that the optimizer reads gradients from (`Optimizers.gradient_holders`); by
+            default the parameters.
         roles: the same by model, where several are trained: `clip` is the largest norm of each then.
         timeline: which times the passes; by default nothing does.
 
@@ -135,14 +137,14 @@ class StepSums:
             self._weights[name] = self._weights.get(name, 0.0) + metric.weight
 
     def fold(self) -> None:
-        """Adds up what is there in float64 on the host, for sums over any number of micro-batches."""
+        """Adds up the present rows in float64 on the host, for sums over any number of micro-batches."""
         if self._rows:
             self._rows = [reduce(torch.add, (row.double().cpu() for row in self._rows))]
 
     def means(self, weight: float, parallel: ParallelContext) -> tuple[float, dict[str, float]]:
-        """(loss, metrics) over all processes: the total over `weight`, each metric over its own.
+        """Computes (loss, metrics) over all processes: the total over `weight`, each metric over its own.
 
-        Of the stages of a pipeline the one with the last chunk has losses, and tells the others.
+        In a pipeline the stage with the last chunk has the losses, and sends them to the others.
         """
         has_losses = bool(self._rows) or parallel.pipeline.alone
         own = self.own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
@@ -158,7 +160,7 @@ class StepSums:
         return total / weight, {name: metric / divisor for name, metric, divisor in of_metrics if divisor}
 
     def first_non_finite(self) -> int | None:
-        """The number of the first micro-batch of this process whose total is not finite; after `means`."""
+        """The number of the first micro-batch of this process with a total that is not finite; after `means`."""
         if self._by_micro_batch is None:  # another stage has the losses
             return None
         numbers = (~self._by_micro_batch[:, 0].isfinite()).nonzero()
@@ -166,7 +168,7 @@ class StepSums:
 
 
 def sum_losses(losses: Sequence[Loss], device: torch.device) -> Loss:
-    """The loss of a micro-batch whose parts were computed apart, on devices of their own."""
+    """The loss of a micro-batch with parts that were computed apart, on devices of their own."""
 
     def summed(values: Iterator[Tensor]) -> Tensor:
         return torch.stack([value.to(device) for value in values]).sum()
@@ -180,7 +182,7 @@ def sum_losses(losses: Sequence[Loss], device: torch.device) -> Loss:
 
 
 def _explained(learner: AnyLearner, items: Sequence[Item], is_cause: bool, step: int) -> Exception:
-    """The explanation by the first process whose loss is not finite; all look, for looking takes collectives."""
+    """The explanation by the first process with a loss that is not finite; all look, for looking takes collectives."""
     explanation = learner.explain(learner.collate(items), step)
     everyones = learner.parallel.ranks.world.all_gather_objects((is_cause, explanation))
     return next(error for caused, error in everyones if caused)

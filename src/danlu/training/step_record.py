@@ -1,4 +1,4 @@
-"""What a run writes down of a step that is done: its line of metrics, a spike, and that there was nothing to train."""
+"""The records of a finished step: its line of metrics, a spike, and that there was nothing to train."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def write_summary(
 ) -> Path:
     """Sums up a run that has ended in the folder of its metrics file; `result` is the folder in it with the weights.
 
-    parameters, trained_parameters: of the whole model, over all processes.   peak: what `mfu` in its lines was measured
-    against.
+    parameters, trained_parameters: of the whole model, over all processes.   peak: the peak that `mfu` in its lines was
+    measured against.
 
     Numbers that only metrics.jsonl had are null where that file was lost. Raises ResourceError.
     """
@@ -96,7 +96,7 @@ _FALL = 0.01  # of the loss, below which it is called flat: less than what two b
 
 
 def few_steps(steps: int, per_step: str) -> str | None:
-    """What to say at the start of a run of a handful of steps; None for a longer one."""
+    """Warns at the start of a run of a handful of steps; None for a longer one."""
     if steps >= FEW_STEPS:
         return None
     return (
@@ -106,10 +106,10 @@ def few_steps(steps: int, per_step: str) -> str | None:
 
 
 def flat_loss(lines: Lines) -> str | None:
-    """What to say of a run whose loss did not fall, by the medians of its first and last tenth; None where it did.
+    """Warns about a run with a loss that did not fall, by the medians of its first and last tenth; None where it did.
 
-    Of a run of fewer than FEW_STEPS steps only a rise beyond what batches differ by is said, by the median of its last
-    third. None too where the loss is not finite, of which more is said elsewhere.
+    For a run of fewer than FEW_STEPS steps only a rise beyond the differences between batches is reported, by the
+    median of its last third. None too where the loss is not finite, which is reported elsewhere.
     """
     losses = [line["loss"] for line in lines if "loss" in line]
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
@@ -135,8 +135,8 @@ def flat_loss(lines: Lines) -> str | None:
 def seconds_in(lines: Lines) -> float:
     """Seconds that the steps and evaluations in `lines` took, loading and tokenising left out.
 
-    A resumed run begins its clock here (`Run.started`), so what was interrupted adds up; work that a kill threw away is
-    not in the lines, and with `log.every` above 1 the steps since the last line are not either.
+    A resumed run begins its clock here (`Run.started`), so the seconds of its parts add up; work that a kill threw away
+    is not in the lines, and with `log.every` above 1 the steps since the last line are not either.
     """
     seconds = 0.0
     for line in lines:
@@ -148,7 +148,7 @@ def seconds_in(lines: Lines) -> float:
 
 
 def _judged(run: Run, lines: Lines) -> dict[str, Any]:
-    """What the run was judged by, where that is not the loss of evaluations: its name, last and best value."""
+    """The run's criterion, where that is not the loss of evaluations: its name, last and best value."""
     criterion = run.criterion
     name = f"eval_{criterion.metric}"
     values = [line[name] for line in lines if name in line]

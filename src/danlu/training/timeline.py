@@ -1,4 +1,4 @@
-"""Writes when this process of a pipeline did what in a step, which `danlu schedule --run` draws."""
+"""Writes when this process of a pipeline ran which action in a step; `danlu schedule --run` draws it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TimelineWriter:
-    """The timeline of every so many steps, in the file of this rank; by default of none.
+    """The timeline of every so many steps, in the file of this rank; by default of no step.
 
-    A pass begins when what it needs is here, so that waiting is no part of it. On a GPU each pass waits until the
-    device has done it, so such a step takes longer than others.
+    A pass begins when its inputs are here, so that waiting is no part of it. On a GPU each pass waits until the device
+    has done it, so such a step takes longer than others.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class TimelineWriter:
         world: Group = ALONE,
         device: torch.device = torch.device("cpu"),  # noqa: B008  # no call that could give another one later
     ) -> None:
-        """path: of the file. world: all ranks, whose clocks begin together."""
+        """path: the file. world: all ranks; their clocks begin together."""
         self._log = None if path is None else OptionalLineLog(path)
         self._every, self._world, self._device = every, world, device
         self._step: int | None = None  # that is being timed
@@ -43,7 +43,7 @@ class TimelineWriter:
     def in_folder(
         cls, folder: Path, every: int | None, world: Group, device: torch.device, *, after_step: int
     ) -> TimelineWriter:
-        """The writer of a run that goes on after a step: what it had written of later ones is dropped.
+        """Makes the writer of a run that continues after a step: the lines of later steps are dropped.
 
         Raises DataError, with file and line, where there is something else in the file.
         """
@@ -67,7 +67,7 @@ class TimelineWriter:
 
     @contextmanager
     def timed(self, kind: Kind, chunk: int | None = None, micro: int | None = None) -> Iterator[None]:
-        """Around what the process does, in a step that is timed."""
+        """A context around an action of the process, in a step that is timed."""
         if self._step is None:
             yield
             return

@@ -66,7 +66,7 @@ class TensorBoard:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Says what an error of the system means here, and what to do."""
+        """Turns the system's errors into messages that advise the user."""
         try:
             yield
         except OSError as error:
@@ -95,11 +95,11 @@ class WandB:
     Args:
         project  W&B project
         folder   the run folder; W&B keeps its own files there too
-        config   what the run's page shows as its configuration (the resolved recipe)
+        config   the configuration on the run's page (the resolved recipe)
 
-    W&B ignores points of steps it has already seen: after a rewind its curves lack the second pass.
-    Raises RecipeError when the wandb package is not installed, ResourceError when W&B does not let a run begin: without
-    a login, or without a network after WANDB_INIT_TIMEOUT seconds (90 by default).
+    W&B ignores points of steps it has already seen: after a rewind its curves lack the second pass. Raises RecipeError
+    when the wandb package is not installed, ResourceError when W&B does not let a run begin: without a login, or
+    without a network after WANDB_INIT_TIMEOUT seconds (90 by default).
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class WandB:
 
 
 def wandb_problem() -> str | None:
-    """Why `log.wandb` cannot be honoured here, to say before anything heavy starts; None when it can."""
+    """Explains why `log.wandb` cannot be honoured here, before anything heavy starts; None when it can."""
     if importlib.util.find_spec("wandb") is None:
         return "log.wandb: the wandb package is not installed. Run `pip install wandb`, or leave log.wandb out."
     return None

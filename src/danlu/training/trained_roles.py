@@ -1,4 +1,4 @@
-"""Several models trained in one run: whose each parameter is, and which are frozen while others learn."""
+"""Several models trained in one run: the role of each parameter, and the roles that are frozen while others learn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NORM = "grad_norm"
 
 @dataclass(frozen=True)
 class RoleGradients:
-    """What holds the gradients of a step."""
+    """The holders of a step's gradients."""
 
     updated: Mapping[Role, Sequence[HasGradient]]
-    """By the role of the model that they are of, sorted."""
+    """Holders by the role of their model, sorted."""
     frozen: Sequence[HasGradient]
-    """Of models that are not updated in this step."""
+    """Holders of models that are not updated in this step."""
 
     def drop_frozen(self) -> None:
         """Takes the gradients of models that are frozen away: they are neither clipped nor used."""
@@ -40,7 +40,7 @@ class TrainedRoles:
     roles: Sequence[Role] = ()
 
     def gradients(self, holders: Iterable[tuple[str, HasGradient]], step: int) -> RoleGradients:
-        """Whose gradients each of `holders`, with the name of its parameter, has in a step."""
+        """Sorts `holders`, with the names of their parameters, by their roles in a step."""
         by_role: dict[Role, list[HasGradient]] = {role: [] for role in self.roles}
         for name, holder in holders:
             by_role.setdefault(self.role_of(name), []).append(holder)

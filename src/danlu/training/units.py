@@ -24,7 +24,7 @@ def format_count(count: int) -> str:
 
 
 def parameters_and_trained(parameters: int, trained: int) -> str:
-    """`44,192 parameters, 5,760 of them trained (13.03%)`."""
+    """Formats counts of parameters: `44,192 parameters, 5,760 of them trained (13.03%)`."""
     if trained == parameters:
         return f"{format_count(parameters)} parameters, all trained"
     share = f"{format_count(trained)} of them trained ({trained / parameters:.2%})"

@@ -31,9 +31,10 @@ class Watch:
         self._spikes_in_a_row = 0
 
     def spike_reason(self, loss: float, grad_norm: float) -> str:
-        """What is wrong with a step of this mean loss and gradient norm before clipping, both finite; "" if nothing.
+        """Returns why a step of this mean loss and gradient norm before clipping, both finite, is a spike; "" if it is
+        none.
 
-        Non-finite numbers are not for this to judge: they stop the run.
+        Numbers that are not finite stop the run and are not judged here.
         """
         assert math.isfinite(loss) and math.isfinite(grad_norm), "a non-finite step stops the run before it is judged"
         problem = self._gradient_problem(grad_norm) or self._loss_problem(loss)
@@ -48,7 +49,7 @@ class Watch:
         return problem
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"losses": list(self._losses), "spikes_in_a_row": self._spikes_in_a_row}
 
     def load(self, state: Mapping[str, Any]) -> None:

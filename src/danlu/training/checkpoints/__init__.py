@@ -1,1 +1,1 @@
-"""Checkpoints: what is on disk, how it is written, verified, pruned, and loaded at any layout."""
+"""Checkpoints: their files, and how they are written, verified, pruned, and loaded at any layout."""

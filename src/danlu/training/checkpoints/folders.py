@@ -102,9 +102,9 @@ def _describe_all(entries: Sequence[Path]) -> list[CheckpointInfo]:
 
 
 def describe(path: Path, step: int) -> CheckpointInfo:
-    """What the mark of the checkpoint at `path` says; for one without a mark, what lies there.
+    """Reads the mark of the checkpoint at `path`; for one without a mark, looks at its files.
 
-    A mark that cannot be read still counts as one: the checkpoint was complete once, and loading it must say that it
+    A mark that cannot be read still counts as one: the checkpoint was complete once, and loading it must report that it
     is damaged rather than pass over it. Raises CheckpointError where there is nothing (any more).
     """
     try:
@@ -157,7 +157,7 @@ def to_prune(
 
 
 def best_checkpoint(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """The complete checkpoint with the best evaluation, by what the newest that was evaluated was judged by.
+    """The complete checkpoint with the best evaluation, by the criterion of the newest that was evaluated.
 
     The earliest of equals; None when none was evaluated.
     """

@@ -1,8 +1,8 @@
 """Gathering tensors, or boxes of them, on the first process from the boxes of all, one at a time: for a result in one
 folder.
 
-The model is never gathered as a whole: beside its own boxes the first process holds what it asked for, and one part of
-that.
+The model is never gathered as a whole: in addition to its own boxes the first process holds the tensor it asked for,
+and one part of that.
 Everything travels through host memory, so the group needs gloo and a GPU needs no room.
 """
 
@@ -26,8 +26,8 @@ _NOTHING, _SENDS, _FAILED = range(3)
 class Gathering:
     """A context in which all processes of a group ask for the same tensors in one order, and the first gets them.
 
-    What goes wrong on the first, which does more than the others (it writes files), is raised on all, at the next
-    tensor or at the end: nobody waits for a tensor that is never asked for.
+    An error of the first, which does more than the others (it writes files), is raised on all, at the next tensor or at
+    the end: nobody waits for a tensor that is never asked for.
     """
 
     def __init__(self, group: Group) -> None:
@@ -35,7 +35,7 @@ class Gathering:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that gets the tensors."""
+        """Whether this process is the one that gets the tensors."""
         return self.group.index == 0
 
     def whole(self, name: str, local: Tensor, box: ShardBox | None) -> Tensor | None:
@@ -93,9 +93,9 @@ class Gathering:
                 self.group.all_gather_objects(Failure.of(error))
 
     def _exchange_headers(self, state: int, box: ShardBox) -> list[list[int]]:
-        """What each process has of a tensor, as [state, offsets, sizes], on all of them.
+        """Returns the headers of all processes for a tensor, as [state, offsets, sizes], on all of them.
 
-        Raises on the others what the first one failed of.
+        Raises the error of the first process on the others.
         """
         # Padded to one length: all_gather takes tensors of one shape, and the first process may have failed already.
         pad = [0] * (_MAX_DIMS - len(box.offsets))

@@ -1,4 +1,5 @@
-"""Loading a checkpoint: proved intact, matched with what a run needs, read box by box, whatever layout wrote it."""
+"""Loading a checkpoint: it is proved intact, matched with the run's tensors, and read box by box, whatever layout wrote
+it."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from danlu.training.checkpoints.state_boxes import cannot_be_cut
 from danlu.training.checkpoints.verification import verify
 
 Groups = Mapping[str, Mapping[str, Tensor]]
-"""By group ("model", "optimizer", "ema") and name."""
+"""Tensors by group ("model", "optimizer", "ema") and name."""
 Boxes = Mapping[str, Mapping[str, ShardBox]]
-"""By group and name, the box of the whole that a tensor of this process is; what is left out is whole."""
+"""The box of the whole that a tensor of this process is, by group and name; tensors that are left out are whole."""
 
 _IN_BLOCKS = "in blocks, which cannot be resharded"
 _ADVICE_FOR_BLOCKS = (
@@ -80,7 +81,7 @@ def _state_of(path: Path) -> dict[str, Any]:
 
 
 def _intact_manifest(path: Path, groups: Iterable[str], among: Group) -> Manifest:
-    """The manifest of a checkpoint whose `groups` are undamaged; the processes `among` share the work of proving it.
+    """The manifest of a checkpoint with undamaged `groups`; the processes `among` share the work of proving it.
 
     Raises CheckpointError that names each damage and the newest older checkpoint that is intact.
     """
@@ -160,7 +161,7 @@ def _empty_tensors(manifest: Manifest, group: str) -> dict[str, Tensor]:
 
 
 def _intact_older_one(path: Path) -> str:
-    """What to do about a damaged checkpoint: the newest older one that is intact, and how to go on from it."""
+    """Advice for a damaged checkpoint: the newest older one that is intact, and how to continue from it."""
     damaged_step = step_of(path)
     older = [info for info in list_checkpoints(path.parent) if info.complete and info.step < damaged_step]
     for info in reversed(older):
@@ -174,7 +175,7 @@ def _intact_older_one(path: Path) -> str:
 def _mismatches(
     manifest: Manifest, group: str, tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox]
 ) -> Iterator[tuple[str, str]]:
-    """(name, problem) of each tensor of this process that the checkpoint does not have as it is needed."""
+    """Yields (name, problem) of each tensor of this process that the checkpoint lacks or has in another form."""
     saved = manifest.parts(group)
     for name, tensor in tensors.items():
         if name in saved:
@@ -210,7 +211,7 @@ def _same_part(entry: TensorEntry, tensor: Tensor, box: ShardBox) -> bool:
 
 
 def _overlap(entry: TensorEntry, tensor: Tensor, box: ShardBox | None) -> tuple[ShardBox, ShardBox] | None:
-    """What a saved part has of a tensor of this process: (its box in the saved part, its box in the tensor)."""
+    """The common elements of a saved part and a tensor of this process: (box in the saved part, box in the tensor)."""
     needed = _needed(tensor, box)
     if entry.size is not None or cannot_be_cut(needed, tensor):
         all_of_it = ShardBox.full(entry.shape)

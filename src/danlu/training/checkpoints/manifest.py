@@ -27,7 +27,7 @@ READABLE = (1, 2)  # format 1 has no boxes: every tensor is whole
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies in its shard file, and the hash of its bytes; of a shard, which box of the whole it is.
+    """The place of one tensor in its shard file, and the hash of its bytes; for a shard, also its box of the whole.
 
     The fields are the keys of manifest.json; those that are None are left out there.
     """
@@ -40,11 +40,12 @@ class TensorEntry:
     whole: tuple[int, ...] | None = None  # global shape of the tensor that this is a box of; None: it is all there is
     start: tuple[int, ...] | None = None  # offsets of the box, with `whole`
     size: tuple[int, ...] | None = None
-    """Sizes of the box, with `whole`, of what belongs to a box and has not its shape: it cannot be cut further."""
+    """Sizes of the box, with `whole`, for state that belongs to a box without having its shape: it cannot be cut
+    further."""
 
     @property
     def box(self) -> ShardBox:
-        """Which elements of the whole tensor these are, or belong to."""
+        """The elements of the whole tensor that these are, or belong to."""
         if self.whole is None or self.start is None:
             return ShardBox.full(self.shape)
         return ShardBox(self.whole, self.start, self.shape if self.size is None else self.size)
@@ -86,7 +87,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Reads what `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        """Reads the text that `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
         if fields.pop("format") not in READABLE:
             raise ValueError("written by a newer danlu")
@@ -149,8 +150,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def coverage_problems(group: str, shards: Iterable[Shard]) -> list[str]:
-    """One line for each tensor of a group whose saved parts are not exactly the whole: some of it is in no file, or in
-    two."""
+    """Yields one line for each tensor of a group if its saved parts are not exactly the whole: some of it is in no
+    file, or in two."""
     entries_of: dict[str, list[TensorEntry]] = {}
     for shard in shards:
         for name, entry in shard.tensors.items():
@@ -198,7 +199,7 @@ def mark_text(
 
 
 def judged(mark: Mapping[str, Any]) -> tuple[Criterion, float | None]:
-    """What the run of a checkpoint was judged by, and its value there, from the checkpoint's mark.
+    """Returns the criterion of a checkpoint's run and its value there, from the checkpoint's mark.
 
     Raises KeyError and TypeError for a mark that lacks them.
     """

@@ -1,4 +1,4 @@
-"""Which box of the whole a tensor of optimizer state is, from the box of the parameter that it belongs to."""
+"""The box of a tensor of optimizer state, from the box of the parameter that it belongs to."""
 
 from __future__ import annotations
 

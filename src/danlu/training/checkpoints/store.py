@@ -3,15 +3,15 @@
 `CheckpointStore.save` writes into a fresh temporary folder, flushes it to disk, renames it into place, and only then
 marks it complete; loading takes marked folders alone, and proves every hash before it touches a weight.
 
-What is done where: tensors are written (into the page cache) and hashed while training waits, because training may
+Division of the work: tensors are written (into the page cache) and hashed while training waits, because training may
 change them right afterwards and a copy would double the memory. 700 MB cost 0.9 core-seconds, which the threads share:
 0.65 for hashing, the rest for writing (two-core Xeon; up to twice as much while the system has few free pages). A
 thread that hashed the files later would take the same time from the training steps, and its hash would no longer be of
-what memory held. Waiting for the disk (0.3 to 0.5 s), renaming, marking and pruning cost no CPU and go to a background
-thread.
+the memory that was saved. Waiting for the disk (0.3 to 0.5 s), renaming, marking and pruning cost no CPU and go to a
+background thread.
 
 Several processes write one checkpoint: each the boxes that are its own, into files of its own, in one folder that the
-first of them creates, publishes, lists and prunes. Whatever goes wrong on one of them is raised on all.
+first of them creates, publishes, lists and prunes. An error of one of them is raised on all.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CheckpointStore:
         keep        newest checkpoints kept
         keep_every  also keep steps that are a multiple of this
         keep_best   also keep the one with the best evaluation
-        criterion   what evaluations are judged by
+        criterion   judges evaluations
         background  flush, publish and prune in a thread; an error there is raised by the next call
         group       the processes that save together, in a group that nothing else uses: the thread talks in it while
                     training talks in others. All of them make every call, with one folder on a disk that they share.
@@ -124,16 +124,15 @@ class CheckpointStore:
 
         Args:
             tensors  groups ("model", "optimizer", "ema") of named tensors on any device
-            state    everything else; only what JSON brings back unchanged: str, int, float, bool, None, list, dict.
-                     Of several processes, that of the first is kept
+            state    everything else; only what JSON brings back unchanged: str, int, float, bool, None, list, dict. Of
+                     several processes, that of the first is kept
             loss     evaluation loss at this step
-            value    what the criterion is at this step, for `keep_best`; by default the loss
-            boxes    the box of the whole that a tensor is; one without is whole and the same on all processes. One
-                     that has not its box's shape (state in blocks) is kept with the box, and loads into the same box
-                     alone
+            value    the criterion's value at this step, for `keep_best`; by default the loss
+            boxes    the box of the whole that a tensor is; one without is whole and the same on all processes. One that
+                     has not its box's shape (state in blocks) is kept with the box, and loads into the same box alone
         Returns the folder it will be in once it is published. An earlier checkpoint of the same step is replaced.
         Raises ResourceError when it cannot be written (also for the previous save, when that failed in the
-        background, and with several processes what failed while writing); older checkpoints stay as they were.
+        background, and with several processes an error of writing); older checkpoints stay as they were.
         TypeError for state that JSON would change. CheckpointError where the boxes do not make up the whole.
         """
         self.wait()
@@ -160,7 +159,7 @@ class CheckpointStore:
         return self.folder / step_folder_name(step)
 
     def wait(self) -> None:
-        """Return when the last save is on disk and marked. Raises what went wrong with it."""
+        """Waits until the last save is on disk and marked. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -169,7 +168,7 @@ class CheckpointStore:
             raise failure
 
     def close(self) -> None:
-        """Wait for a save under way. Raises what went wrong with it."""
+        """Waits for a save under way. Raises its error."""
         self.wait()
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -186,7 +185,7 @@ class CheckpointStore:
         return best_checkpoint(self.checkpoints())
 
     def make_room(self) -> None:
-        """Delete what `keep` and the others do not want of the checkpoints that are there.
+        """Deletes the present checkpoints that no rule keeps (`keep` and the others).
 
         They are deleted after each save in any case. Here a run that goes on with a smaller `keep`, because a disk was
         full, gets the room before its next save.
@@ -200,7 +199,8 @@ class CheckpointStore:
             remove_checkpoint(info.path)
 
     def discard_after(self, step: int) -> list[Path]:
-        """Delete checkpoints of later steps; for a run that goes back on purpose, whose future they no longer are."""
+        """Deletes checkpoints of later steps; for a run that goes back on purpose, so that they are not of its
+        future."""
         self.wait()
         return agree(self.group, lambda: None, lambda _: self._discard_after(step))
 
@@ -211,7 +211,7 @@ class CheckpointStore:
         return later
 
     def _begin(self, step: int, needed_bytes_by_rank: list[int]) -> tuple[str, int]:
-        """On the first process: makes an empty temporary folder. Returns its name, and the bytes that will be in it."""
+        """Makes an empty temporary folder, on the first process. Returns its name, and the bytes that will be in it."""
         needed_bytes = sum(needed_bytes_by_rank)
         temporary = self.folder / temporary_folder_name(step, os.getpid())
         with self._explained(step, needed_bytes, temporary):
@@ -228,7 +228,7 @@ class CheckpointStore:
         return shutil.disk_usage(self.folder).free
 
     def _prune_for(self, step: int) -> None:
-        """Deletes what nothing asks to keep once `step` is saved, where there is no room for both.
+        """Deletes the checkpoints that no rule keeps once `step` is saved, where there is no room for both.
 
         The newest complete checkpoint stays, whatever is asked for: a kill before `step` is marked leaves it.
         """
@@ -252,7 +252,7 @@ class CheckpointStore:
         written: list[Shard] | Exception,
         mark: Callable[..., str],
     ) -> None:
-        """Flush what each process has written; then the first one gives the folder its name and its mark.
+        """Flushes the files that each process has written; then the first one gives the folder its name and its mark.
 
         written: the shard files of this process, or the error that it stopped with, which is raised on all.
         """
@@ -279,11 +279,12 @@ class CheckpointStore:
     def _finish(
         self, step: int, temporary: Path, draft: _Draft, shards: tuple[Shard, ...], mark: Callable[..., str]
     ) -> None:
-        """On the first process, once all tensors are on the disk: the rest of the folder, its place, its mark.
+        """Completes the folder on the first process, once all tensors are on the disk: the other files, its place, its
+        mark.
 
-        The order is what makes a kill harmless. Before the renaming there is only a temporary folder; between renaming
-        and mark, an unmarked one, beside the earlier checkpoint of that step under its `aside` name; and only after the
-        mark is anything older deleted.
+        This order makes a kill harmless. Before the renaming there is only a temporary folder; between renaming and
+        mark, an unmarked one, with the earlier checkpoint of that step under its `aside` name; and only after the mark
+        is anything older deleted.
         """
         groups = tuple(dict.fromkeys([*draft.tensors, *(shard.group for shard in shards)]))
         if problems := [problem for group in groups for problem in coverage_problems(group, shards)]:
@@ -309,7 +310,7 @@ class CheckpointStore:
         self._prune(list_checkpoints(self.folder))
 
     def _clear_leftovers(self) -> None:
-        """Delete what killed runs left; bring back a checkpoint that was set aside for one that was never marked."""
+        """Deletes leftovers of killed runs; restores a checkpoint that was set aside for one that was never marked."""
         for entry in sorted(entry for entry in self.folder.iterdir() if entry.is_dir()):
             if match := TEMPORARY_FOLDER.fullmatch(entry.name):
                 if int(match[1]) == os.getpid() or not pid_is_alive(int(match[1])):
@@ -331,7 +332,8 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _explained(self, step: int, needed_bytes: int, temporary: Path) -> Iterator[None]:
-        """Say what the system's error means here; and remove the temporary folder, unless others still write in it."""
+        """Turns the system's errors into messages for users; removes the temporary folder, unless others still write in
+        it."""
         try:
             yield
         except BaseException as error:
@@ -359,7 +361,7 @@ class CheckpointStore:
         )
 
     def _remaining_checkpoints(self) -> tuple[str, int]:
-        """(which is the newest, in words; how many there are)."""
+        """Returns (a sentence on the newest checkpoint, the number of checkpoints)."""
         with contextlib.suppress(OSError):  # a folder that cannot even be read has nothing to report
             steps = [info.step for info in list_checkpoints(self.folder) if info.complete]
             if steps:
@@ -369,7 +371,7 @@ class CheckpointStore:
 
 @dataclass
 class _Draft:
-    """What one process writes of a checkpoint: the tensors whose boxes are its own, laid out in shard files."""
+    """One process's part of a checkpoint: the tensors that it writes, laid out in shard files."""
 
     tensors: Groups
     state: dict[str, Any]
@@ -408,14 +410,15 @@ class _Draft:
         return [write_shard(folder, plan, self.tensors[plan.group], threads) for plan in self.plans]
 
     def _writes(self, tensor: Tensor, box: ShardBox | None) -> bool:
-        """Whether this process saves a tensor: the first one saves what all have, the writer of a box the box."""
+        """Whether this process saves a tensor: the first one saves tensors that all have, the writer of a box the
+        box."""
         if box is None or not math.prod(box.global_shape):
             return self.group.index == 0
         return box.is_writer and (box.is_full or tensor.numel() > 0)
 
 
 def _require_json(value: object, where: str) -> None:
-    """Refuse what JSON would bring back as something else: a resumed run would go on from a changed state."""
+    """Refuses values that JSON would bring back as something else: a resumed run would go on from a changed state."""
     if isinstance(value, dict):
         for key, item in value.items():
             if type(key) is not str:

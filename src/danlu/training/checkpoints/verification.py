@@ -22,8 +22,8 @@ def verify(path: Path, groups: Iterable[str] | None = None, *, share: tuple[int,
 
     Args:
         groups  verify only the tensors of these (and the state and the manifest); None: of all
-        share   (number, count) of this process among several that verify together. Each hashes a share of the
-                tensors; what all of them find, taken together, is what one alone would find.
+        share   (number, count) of this process among several that verify together. Each hashes a share of the tensors;
+                together they find the damages that one alone would find.
     A line names the file and, where the damage lies in a tensor's bytes, the tensor.
     """
     try:
@@ -52,7 +52,7 @@ def _state_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _own_share(shards: Sequence[Shard], number: int, count: int) -> dict[str, set[str | None]]:
-    """By file, the tensors that process `number` of `count` hashes, None for the header; about as many bytes each."""
+    """The tensors that process `number` of `count` hashes, by file, None for the header; about as many bytes each."""
     jobs: list[tuple[int, str, str | None]] = []
     for shard in shards:
         jobs.append((shard.header_bytes, shard.file, None))
