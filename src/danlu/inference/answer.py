@@ -1,4 +1,4 @@
-"""One answer while it grows: its tokens as they were drawn, its text, and what ends it."""
+"""One answer while it grows: its tokens as they were drawn, its text, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from danlu.inference.support import Support
 
 
 class DrawnToken(NamedTuple):
-    """A token of an answer and what is known of its draw; see `Completion`."""
+    """A token of an answer and the record of its draw; see `Completion`."""
 
     token: int
     logprob: float
@@ -30,10 +30,10 @@ class DrawnToken(NamedTuple):
 class Answer:
     """One sample of a request.
 
-    `drawn` is all there is to it, and grows by what a pass draws: whatever else is here follows from it, so that an
-    answer can be interrupted anywhere and taken up again (`rewind`).
+    `drawn` is its whole state, and grows by the tokens that a pass draws: everything else here follows from it, so that
+    an answer can be interrupted anywhere and continued (`rewind`).
 
-    virtual_token_ids: what the sequence begins with, before the prompt.
+    virtual_token_ids: the sequence's first tokens, before the prompt.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class Answer:
         self.decode, self.on_token = decode, on_token
         self.drawn: list[DrawnToken] = []
         self.prompt_scores: list[TokenScore] = []
-        """Of the prompt's tokens from the second on, as far as it is read; empty where they are not asked for."""
+        """Scores of the prompt's tokens from the second on, as far as it is read; empty where they are not
+        requested."""
         self.prompt = [*virtual_token_ids, *request.prompt]
         self.virtual_tokens = len(virtual_token_ids)
         self.longest = min(request.max_new_tokens, context - len(self.prompt))
@@ -57,9 +58,10 @@ class Answer:
         self.rotary_length = min(len(virtual_token_ids) + request.text_length, context)
         """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
         self.number = -1
-        """Of its sequence, given by the engine."""
+        """The sequence number; -1 until the engine assigns one."""
         self.sequence: SequenceState | None = None
-        """What the scheduler has of it; None until the first token, for samples that branch off another's prompt."""
+        """The scheduler's state of the sequence; None until the first token, for samples that branch off another's
+        prompt."""
         self.branches: list[Answer] = []
         """Further samples that begin as soon as this one's prompt is computed."""
         self.routes: np.ndarray | None = None
@@ -111,12 +113,12 @@ class Answer:
                 self._stream.close()
 
     def fail(self) -> None:
-        """Ends the answer without its text, since making that may be what failed."""
+        """Ends the answer without its text, since decoding may be the step that failed."""
         self.decode = self._stream = None
         self.abort()
 
     def rewind(self) -> None:
-        """Makes the text of the reported tokens anew, after an interruption that may have left it half made."""
+        """Rebuilds the text of the reported tokens, after an interruption that may have left it half decoded."""
         reported, self.reported = self.reported, 0
         aborted = self.finish == "abort"
         self.finish, self._stream = None, self._new_stream()
@@ -137,7 +139,7 @@ class Answer:
         self.rewind()
 
     def completion(self) -> Completion:
-        """The finished answer."""
+        """The completion of the finished answer."""
         assert self.finish is not None, "the answer is still growing"
         columns = [list(column) for column in zip(*self.drawn, strict=True)] or [[] for _ in DrawnToken._fields]
         tokens, logprobs, drawn, support, versions, top = columns
@@ -160,8 +162,8 @@ class Answer:
         )
 
     def prompt_to_score(self, start: int, stop: int) -> range:
-        """Of places `start` to `stop` of the sequence, which a pass computes, those whose next token is one of the
-        prompt that `prompt_scores` lacks."""
+        """Returns the places among `start` to `stop`, which a pass computes, whose next tokens are prompt tokens that
+        `prompt_scores` lacks."""
         if not self.request.prompt_logprobs:
             return range(0)
         places = range(max(start, self.virtual_tokens + len(self.prompt_scores)), min(stop, len(self.prompt) - 1))
@@ -174,7 +176,7 @@ class Answer:
             self.prompt_scores.clear()
 
     def state(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the state as JSON."""
         return {
             "sample": self.sample,
             "reported": self.reported,
@@ -188,7 +190,7 @@ class Answer:
         }
 
     def restore(self, state: dict[str, Any], vocab_size: int) -> None:
-        """Takes up what `state` gave."""
+        """Restores the state that `state` returned."""
         self.drawn = [_drawn_token(row, vocab_size) for row in state["drawn"]]
         self.prompt_scores = [
             TokenScore(logprob, tuple((token, value) for token, value in top))
@@ -215,7 +217,8 @@ class Answer:
         return GeneratedTokens() if self.request.sampling.counts_tokens else None
 
     def _take(self, token: int) -> tuple[str, Finish | None]:
-        """Takes the next token into the text. Returns what can be shown anew, and why the answer ends if it does."""
+        """Appends the next token to the text. Returns the text that can be shown now, and why the answer ends if it
+        does."""
         stream, request = self._stream, self.request
         finish: Finish | None = None
         if self._seen is not None:

@@ -1,6 +1,6 @@
-"""The softmax of rows of logits by blocks of the vocabulary: what draws, log-probabilities and filters start from.
+"""The softmax of rows of logits by blocks of the vocabulary, which draws, log-probabilities and filters start from.
 
-Over the whole vocabulary there are the maxima of blocks, the exponentials and their sums, whatever is asked for after
+Over the whole vocabulary it computes the maxima of blocks, the exponentials and their sums, whatever is needed after
 that. A draw finds the block by the sums, then the token in it; the likeliest tokens are found by maxima.
 
 B sequences · V vocabulary
@@ -36,22 +36,22 @@ class BlockSums:
 
     @classmethod
     def of(cls, weights: Tensor) -> BlockSums:
-        """Of weights [B, V], at least 0."""
+        """Sums weights [B, V], at least 0."""
         return cls.of_blocks(weights.shape[1], _in_blocks(weights, 0.0))
 
     @classmethod
     def of_blocks(cls, vocab_size: int, weights: Tensor) -> BlockSums:
-        """Of weights [B, blocks, SUM_BLOCK]."""
+        """Sums weights [B, blocks, SUM_BLOCK]."""
         return cls(vocab_size, weights, cumsum(weights.sum(dim=2)))
 
     @property
     def total(self) -> Tensor:
-        """[B, 1] float64."""
+        """The sum of all weights of each row, [B, 1] float64."""
         return self.cumulative[:, -1:]
 
     @property
     def probabilities(self) -> Tensor:
-        """[B, V] float32."""
+        """The normalised weights, [B, V] float32."""
         return self.weights.flatten(1)[:, : self.vocab_size] / self.total.float()
 
     def draw(self, numbers: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class BlockedSoftmax:
 
     @classmethod
     def of(cls, z: Tensor) -> BlockedSoftmax:
-        """Of logits z [B, V] float32."""
+        """Computes the softmax of logits z [B, V] float32."""
         blocks = _in_blocks(z, float("-inf"))
         maxima = blocks.amax(dim=2)
         highest = maxima.amax(dim=1, keepdim=True)

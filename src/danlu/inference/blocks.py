@@ -1,4 +1,5 @@
-"""Which blocks of a cache pool are free, how often each is referenced, and which hold the beginnings of known texts.
+"""The blocks of a cache pool: which are free, how often each is referenced, and which hold the beginnings of known
+texts.
 
 Bookkeeping of numbers alone, as vLLM's block pool does it: no tensor is touched here.
 """
@@ -14,17 +15,17 @@ Digest = bytes
 
 
 def root_digest(adapter: str | None, version: int) -> Digest:
-    """What the chain of a text begins with: keys and values depend on the weights and on the active adapter."""
+    """The first digest of a text's chain: keys and values depend on the weights and on the active adapter."""
     return blake2b(repr((adapter, version)).encode(), digest_size=16).digest()
 
 
 def long_root_digest(root: Digest) -> Digest:
-    """The same of a text whose keys are rotated as those of a long one, by other frequencies (LongRoPE)."""
+    """The first digest of a text with keys that are rotated as those of a long one, by other frequencies (LongRoPE)."""
     return blake2b(root + b"long", digest_size=16).digest()
 
 
 def chain_hash(parent: Digest, tokens: Sequence[int]) -> Digest:
-    """The hash of a block's tokens behind what `parent` stands for."""
+    """The hash of a block's tokens after the text that `parent` is the digest of."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 

@@ -1,4 +1,4 @@
-"""How much memory the keys and values of some sequences take."""
+"""The memory that keys and values of sequences take."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """What the cache of a model takes; of a pipeline the most that it takes on any stage, which has its own layers
-    alone, so that all stages have the same number of blocks."""
+    """The sizes of a model's cache; in a pipeline the largest of any stage, which has its own layers alone, so that all
+    stages have the same number of blocks."""
 
     block_bytes: int
-    """Of a block, over all layers."""
+    """Bytes of a block, over all layers."""
     state_bytes: int
-    """Of a sequence."""
+    """Bytes of a sequence's states."""
     window: int | None
     """The largest of all layers' attention windows, in tokens; None where a layer sees everything."""
 
@@ -53,7 +53,7 @@ class CacheSizes:
 
 
 def layer_caches(model: Decoder) -> list[LayerCache]:
-    """What each layer of a decoder keeps, by its number; nothing of layers that another stage has."""
+    """The cache layout of each layer of a decoder, by its number; empty for layers of another stage."""
     elsewhere = LayerCache((), None)
     own = {int(name): cast(Layer, layer).attention.cache for name, layer in model.layers.items()}
     return [own.get(number, elsewhere) for number in range(len(model.config.layers))]
@@ -66,7 +66,8 @@ def cache_gib(
     options: EngineOptions,
     pipeline: Pipeline | None = None,
 ) -> float:
-    """What the cache takes where sequences of so many tokens, virtual ones among them, are in it at once, in GiB.
+    """The size of the cache in GiB for sequences of these lengths in tokens, virtual ones included, all present at
+    once.
 
     A sequence is never longer than the model's context. dtype: of activations. All stages of a pipeline call it.
     """

@@ -12,12 +12,12 @@ from danlu.inference.stopping import Decode
 
 Message = Mapping[str, str]
 Render = Callable[[Sequence[Message]], list[int]]
-"""From messages (role, content) to tokens, with the generation prompt for the assistant."""
+"""Maps messages (role, content) to tokens, with the generation prompt for the assistant."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a conversation becomes a prompt, and what is generated an answer: by a tokenizer, and by an adapter."""
+    """The conversion of a conversation to a prompt, and of tokens to an answer: by a tokenizer, and by an adapter."""
 
     render: Render
     decode: Decode
@@ -27,16 +27,16 @@ class ChatFormat:
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     adapter: str | None = None
-    """The name that requests have; None: what is active in the model."""
+    """The adapter's name in requests; None: the adapter that is active in the model."""
     virtual_tokens: int = 0
-    """How many tokens the adapter puts before every prompt."""
+    """The number of tokens that the adapter puts before every prompt."""
 
 
 class Conversation:
-    """Multi-turn chat. What the engine has cached of earlier turns is not computed again.
+    """Multi-turn chat. The engine does not compute cached earlier turns again.
 
-    Nothing is assumed about the template: for every turn the whole history is rendered anew, and the engine finds what
-    it has of it by the tokens. A template that rewrites earlier turns costs time, never correctness.
+    Nothing is assumed about the template: for every turn the whole history is rendered again, and the engine finds its
+    cached beginning by the tokens. A template that rewrites earlier turns costs time, never correctness.
     """
 
     def __init__(

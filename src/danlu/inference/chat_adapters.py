@@ -1,4 +1,5 @@
-"""What a chat switches between: a base, and each adapter over it with the tokenizer that it was trained with."""
+"""Adapters that a chat switches between: a base, and each adapter over it with the tokenizer that it was trained
+with."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from danlu.inference.resolve_model import ResolvedModel, adapter_names, adapter_
 
 @dataclass(frozen=True)
 class ActiveAdapter:
-    """What the base or an adapter generates answers with while it is active."""
+    """The settings with which the base or an adapter answers while it is active."""
 
     chat_tokenizer: ChatTokenizer
     stop_ids: frozenset[int]
     adapter: str | None
-    """What requests to an engine call it; None where there is nothing to switch between."""
+    """The adapter's name in requests to an engine; None where there is nothing to switch between."""
     virtual_tokens: int
-    """How many its prompts begin with."""
+    """The number of virtual tokens that its prompts begin with."""
 
     def chat_format(self, stops: Sequence[str], max_new_tokens: int, context: int) -> ChatFormat:
         """The format of its conversations. stops: texts that end an answer; one without text is a token."""
@@ -64,7 +65,8 @@ class ChatAdapters:
         return active
 
     def tokenizer_of(self, name: str, *, chat: bool = True) -> ActiveAdapter:
-        """What an adapter, or with `none` the base, is spoken to with. chat: it has to have a chat template.
+        """The tokenizer and stop tokens of an adapter, or with `none` of the base. chat: it has to have a chat
+        template.
 
         Raises DataError for a name that is not there, and for one without the template that it has to have.
         """

@@ -55,7 +55,7 @@ class ChatTokenizer:
         return self.encode_chat([{"role": "user", "content": text}])
 
     def require_chat_template(self) -> None:
-        """Raises DataError when the tokenizer has no chat template, saying what to do instead."""
+        """Raises DataError when the tokenizer has no chat template, with advice."""
         try:
             self.tokenizer.template()
         except DataError as error:

@@ -1,11 +1,11 @@
-"""Keys and values of growing sequences side by side, kept from one pass to the next.
+"""Contiguous keys and values of growing sequences, kept from one pass to the next.
 
-Blocks have to be gathered before torch's attention kernel can read them, and gathering them anew for each token costs
+Blocks have to be gathered before torch's attention kernel can read them, and gathering them again for each token costs
 as much as the attention itself. Where the same sequences get one token each, pass after pass, only the new token has to
-be added to what was gathered before. The pool keeps everything all the same: these buffers may be dropped at any time.
+be added to the gathered ones. The pool keeps everything all the same: these buffers may be dropped at any time.
 
-Q sequences · H query heads · K key/value heads · C head width · W width of a value
-S tokens that are seen · B tokens of a block
+Q sequences · H query heads · K key/value heads · C head width · W width of a value S tokens that are seen · B tokens of
+a block
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_READ = torch.zeros(())
 class _Layer:
     """The buffers of one layer, [kinds, Q, K, capacity, C], views of them, and the pass that wrote to them last.
 
-    Kinds are keys and values, or one tensor whose first `value_width` features are the values.
+    Kinds are keys and values, or one tensor with the values in its first `value_width` features.
     """
 
     def __init__(self, buffers: Tensor, written: int, value_width: int | None) -> None:
@@ -86,8 +86,8 @@ class DecodeBuffers:
         return DecodeRows(self, chunks, rows, self._capacity, self._pass)
 
     def _continued(self, chunks: Sequence[Chunk]) -> list[int | None] | None:
-        """For each row of the buffers the chunk that goes on with it, or None where its sequence has ended. None where
-        chunks do not follow on the pass before, or too many rows would be nobody's."""
+        """The chunk that continues each row of the buffers, or None where its sequence has ended. None as a whole where
+        chunks do not follow on the pass before, or too many rows have ended."""
         rows: list[int | None] = []
         place = 0
         for sequence, last in self._last:
@@ -105,7 +105,7 @@ class DecodeBuffers:
         return own
 
     def empty(self, layer: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Memory for the buffers of a layer, of this shape. What is in it may be anything."""
+        """Returns uninitialised memory for the buffers of a layer, of this shape."""
         size = math.prod(shape)
         storage = self._storage.get(layer)
         if storage is None or storage.numel() < size:
@@ -151,7 +151,7 @@ class DecodeRows:
             self.live = buffers.index(np.array([place for place, row in enumerate(rows) if row is not None]))
 
     def _mask_in(self, dtype: torch.dtype) -> Tensor | None:
-        """[Q, 1, 1, S], 0 or -inf: what each sequence sees; None where all are as long."""
+        """The mask [Q, 1, 1, S], 0 or -inf, of the keys that each sequence sees; None where all are equally long."""
         if self._same:
             return None
         if dtype not in self._masks:
@@ -173,8 +173,8 @@ class DecodeRows:
     ) -> Tensor:
         """Attention of a layer's queries [Q, H, C], each over its own sequence: [Q, H, W].
 
-        new: keys and values of the tokens, [Q, K, C] each, or what is both, of which the first `value_width` features
-        are values; pool: the blocks [N, K, B, C] of those before; sinks: [H].
+        new: keys and values of the tokens, [Q, K, C] each, or one tensor for both, with values in its first
+        `value_width` features; pool: the blocks [N, K, B, C] of those before; sinks: [H].
         """
         stacked = torch.stack(new)
         if self.of_rows is None or self.live is None:
@@ -236,7 +236,7 @@ class DecodeRows:
         return own
 
     def _gathered(self, layer: int, pool: tuple[Tensor, ...]) -> Tensor:
-        """New buffers [kinds, Q, K, capacity, C] with what the blocks [N, K, B, C] have of the sequences."""
+        """Makes new buffers [kinds, Q, K, capacity, C] with the sequences' entries of the blocks [N, K, B, C]."""
         _, heads, block, width = pool[0].shape
         count = len(self._chunks)
         buffers = self._buffers.empty(layer, (len(pool), count, heads, self._capacity, width), pool[0])

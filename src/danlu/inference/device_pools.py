@@ -1,4 +1,4 @@
-"""The cache of a decoder whose layers lie on several devices of one process: each layer's on its own device."""
+"""The cache of a decoder with layers on several devices of one process: each layer's on its own device."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class DevicePools:
         }
 
     def allocate(self) -> None:
-        """As `CachePool.allocate`, on each device."""
+        """Allocates the pools of all devices, as `CachePool.allocate`."""
         for pool in self._pools.values():
             pool.allocate()
 
     def release(self) -> None:
-        """As `CachePool.release`, on each device."""
+        """Releases the pools of all devices, as `CachePool.release`."""
         for pool in self._pools.values():
             pool.release()
 
     def carry_out(self, plan: Plan) -> None:
-        """As `CachePool.carry_out`, on each device."""
+        """Carries out the plan on each device, as `CachePool.carry_out`."""
         for pool in self._pools.values():
             pool.carry_out(plan)
 
@@ -73,7 +73,7 @@ class DevicePools:
         return AttentionByDevice({device: pool.attend(plan) for device, pool in self._pools.items()}, self._devices)
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
-        """As `CachePool.tensors`."""
+        """Returns a layer's tensors, as `CachePool.tensors`."""
         return self._pools[self._devices[layer]].tensors(layer)
 
 
@@ -85,7 +85,7 @@ class AttentionByDevice:
 
     @cached_property
     def runs(self) -> RecurrentRuns:
-        """How layers with a state go on from what is cached of them, on their devices."""
+        """The recurrent runs of layers with a state: they continue from the cached states on their devices."""
         of_devices = {device: attend.runs for device, attend in self._attends.items()}
         first = next(iter(of_devices.values()))
         assert first.caches is not None, "in a rollout states are cached"

@@ -1,4 +1,4 @@
-"""Proposals of a small model with the same vocabulary, which reads what the large one writes in a cache of its own."""
+"""Proposals of a small model with the same vocabulary, which reads the large model's text into a cache of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from danlu.models.router_replay import route_shape
 
 @dataclass
 class _CachedText:
-    """What the draft model has read of a sequence."""
+    """The part of a sequence that the draft model has read."""
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class _Draft:
 class DraftModelProposer:
     """Satisfies `speculative.Proposer`: the draft model draws by the same options as the model that checks it.
 
-    Its cache holds as many sequences as fit; what it lacks is read again.
+    Its cache holds as many sequences as fit; evicted ones are read again.
 
     Args:
         options: of the engine; `cache_gib` is the draft model's own.
@@ -90,7 +90,7 @@ class DraftModelProposer:
         self._blocks = BlockPool(self._runner.pool.blocks)
 
     def _groups(self, sequences: Sequence[DraftSequence]) -> Iterator[list[_Draft]]:
-        """Sequences whose texts and proposals fit into the pool together."""
+        """Groups sequences such that the texts and proposals of a group fit into the pool together."""
         group: list[_Draft] = []
         free = self._blocks.blocks
         for sequence in sequences:
@@ -127,7 +127,7 @@ class DraftModelProposer:
             draft.cached.blocks += (self._blocks.allocate() for _ in range(lacking))
 
     def _fill(self, group: Sequence[_Draft]) -> None:
-        """Reads what is new and proposes, token after token, all sequences of a group together."""
+        """Reads new tokens and proposes, token after token, all sequences of a group together."""
         for draft in group:
             _cut_to_shared(draft.cached.tokens, draft.text)
         cleared = {
@@ -173,9 +173,10 @@ class DraftModelProposer:
 
 
 def _cut_to_shared(cached: list[int], text: Sequence[int]) -> None:
-    """Cuts what was read to what the text still begins with, without its last token: that one is read for its logits.
+    """Shortens the read tokens to their common beginning with the text, without its last token: that one is read for
+    its logits.
 
-    What differs are rejected proposals at the end.
+    The tokens that differ are rejected proposals at the end.
     """
     del cached[len(text) - 1 :]
     while cached and cached != text[: len(cached)]:
@@ -185,8 +186,8 @@ def _cut_to_shared(cached: list[int], text: Sequence[int]) -> None:
 def speculation_of(
     model: Decoder, options: EngineOptions, dtype: torch.dtype | None, draft_model: Decoder | None
 ) -> tuple[Speculation | None, EngineOptions]:
-    """What an engine proposes tokens with, and its options: a draft model has a part of the cache, so that its own and
-    the engine's hold as many tokens. Raises as `DraftModelProposer` does."""
+    """Returns an engine's proposer of tokens, and its options: a draft model gets a part of the cache, so that its own
+    and the engine's hold as many tokens. Raises as `DraftModelProposer` does."""
     if options.draft is None:
         return None, options
     for decoder, whose in ((model, "the model"), (draft_model, "the draft model")):

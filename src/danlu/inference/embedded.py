@@ -35,16 +35,16 @@ from danlu.models.rope import rotated_by_length
 class EmbeddedEngine:
     """Satisfies `engine.RolloutEngine`. Equal prompts are read once; answers share blocks as long as they are alike.
 
-    What an answer is follows from its request and the weights alone: not from its neighbours, the size of the pool, or
-    when it was asked for.
+    An answer depends on its request and the weights alone: not on its neighbours, the size of the pool, or the time of
+    the request.
 
     Args:
         dtype: of activations and of the cache; by default that of the weights.
         decode: token ids to text without special tokens; without it answers have no text.
-        adapters: what requests may switch between; without it the model is as it is.
+        adapters: the adapters that requests may switch between; None: the model stays as it is.
         virtual_token_ids: tokens that every prompt begins with, where there are no `adapters`.
-        version: of the weights.
-        draft_model: what proposes tokens where options.draft asks for a model.
+        version: the version of the weights.
+        draft_model: proposes tokens where options.draft asks for a model.
         stages: the same model with the stages that have its other chunks, each with an engine that is asked the same.
 
     Raises ModelError for a draft model with another vocabulary, and ResourceError where not one block fits into the
@@ -105,12 +105,12 @@ class EmbeddedEngine:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence, prompt and answer: the model's context, or what the cache holds."""
+        """The most tokens of a sequence, prompt and answer: the model's context, or the capacity of the cache."""
         return min(self._config.context_length, self._runner.pool.blocks * self.options.block + 1)
 
     @property
     def statistics(self) -> EngineStatistics:
-        """What the engine does now, and has done since it was made."""
+        """The engine's present load, and its counts since it was made."""
         pool = self._scheduler.pool
         return EngineStatistics(
             running=len(self._scheduler.running),
@@ -135,8 +135,8 @@ class EmbeddedEngine:
         """Takes a request; its answers come with later steps.
 
         on_token: called with each token as it is drawn. decode: in place of the engine's, for an adapter with a
-        tokenizer of its own. on_error: called, within a step, with what this request alone fails at, which is then
-        ended as it is; without it the step raises.
+        tokenizer of its own. on_error: called, within a step, with an error of this request alone, which then ends as
+        it is; without it the step raises.
 
         Raises DataError for a prompt that the model cannot continue, an adapter that is not there and a number that is
         in use, and ResourceError for a request that the cache cannot hold.
@@ -156,17 +156,17 @@ class EmbeddedEngine:
         self._abort(self._live.get(number, ()))
 
     def step(self) -> list[Completion]:
-        """One pass over what is unfinished; returns the answers that are complete.
+        """Runs one pass over the unfinished requests; returns the answers that are complete.
 
-        After an error or an interruption all that was drawn is kept, and the rest is computed again by the next step.
+        After an error or an interruption all drawn tokens are kept, and the rest is computed again by the next step.
         Raises ModelError when the model answers with NaN, unless the request takes its errors itself.
         """
         self._advance()
         return self._take_done()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers to the requests, in their order and by sample. Raises what `submit` and `step` do; if a request
-        is refused none has been taken."""
+        """Returns all answers to the requests, in their order and by sample. Raises the errors of `submit` and `step`;
+        if a request is refused none has been taken."""
         assert not self._is_paused, "the engine is paused: resume it before it answers"
         for request in requests:
             self._check(request)
@@ -259,7 +259,7 @@ class EmbeddedEngine:
         self.sleep()
 
     def _advance(self) -> None:
-        """As `step`; complete answers are in `_done`."""
+        """Runs one pass, as `step`; complete answers are in `_done`."""
         assert not self._is_asleep, "the engine sleeps: wake it before it answers"
         try:
             self._report()  # where an earlier step was interrupted
@@ -364,8 +364,8 @@ class EmbeddedEngine:
         )
 
     def _restart(self) -> None:
-        """Begins with an empty cache. Everything but the answers themselves is made anew, so it does not matter what an
-        interruption left half done."""
+        """Begins with an empty cache. Everything but the answers themselves is rebuilt, so a half-done state after an
+        interruption does not matter."""
         if self._speculation is not None:
             self._speculation.reset()
         self._scheduler, self._by_number, self._undelivered = self._new_scheduler(), {}, []
@@ -382,7 +382,7 @@ class EmbeddedEngine:
         self._collect(answers)
 
     def _report(self) -> None:
-        """Takes what was drawn into the texts of answers, and completes those that end."""
+        """Appends the drawn tokens to the texts of answers, and completes those that end."""
         answers, failed = self._undelivered, []
         for answer in answers:
             try:
@@ -452,7 +452,7 @@ class EmbeddedEngine:
                     self._read_routes(answer, parent.sequence)
 
     def _fail(self, failed: Iterable[tuple[Answer, Exception]]) -> None:
-        """Tells requests what they failed at, and ends them as they are."""
+        """Passes their errors to requests, and ends them as they are."""
         for answer, error in failed:
             on_error = self._on_error.pop(answer.request.number, None)
             if on_error is not None:  # else another of its answers has failed in the same pass
@@ -463,7 +463,7 @@ class EmbeddedEngine:
                 self._collect(answers)
 
     def _read_routes(self, answer: Answer, sequence: SequenceState) -> None:
-        """Takes the routes of what is computed of an answer from the blocks of a sequence, where it has any."""
+        """Reads the routes of an answer's computed tokens from the blocks of a sequence, where it has any."""
         routes = self._runner.pool.routes
         if routes is not None and sequence.blocks:
             read = len(answer.prompt) + len(answer.drawn) - 1

@@ -1,4 +1,4 @@
-"""What every rollout engine offers, and the settings of the embedded one. No torch here."""
+"""The interface of every rollout engine, and the settings of the embedded one. No torch here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of unfinished requests: they end as they are, are finished first, or stay where they are until `resume`.
-As in vLLM's `/pause`."""
+"""The treatment of unfinished requests: they end as they are, are finished first, or stay where they are until
+`resume`. As in vLLM's `/pause`."""
 
 
 class RolloutEngine(Protocol):
-    """Answers requests with a model whose weights change from time to time. Not safe for several threads at once."""
+    """Answers requests with a model that gets new weights from time to time. Not safe for several threads at once."""
 
     @property
     def version(self) -> int: ...  # of the weights that the next token is drawn with
@@ -93,7 +93,7 @@ class EngineOptions:
     """
 
     block: int = 16
-    """Tokens whose keys and values are kept together."""
+    """The number of tokens in a block of the cache."""
     cache_gib: float = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
     packed_gib: float = 2.0
@@ -108,7 +108,7 @@ class EngineOptions:
     """Whether prompts that begin alike are read once."""
     draft: DraftOptions | None = None
     preempt: Literal["recompute", "swap"] = "recompute"
-    """What becomes of an answer that has to make room: read again later, or copied to the host's memory."""
+    """The treatment of an answer that has to make room: it is read again later, or copied to the host's memory."""
     swap_gib: float = 4.0
     """Host memory for answers that were swapped out, in GiB."""
     exact: bool = False
@@ -119,14 +119,14 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What the embedded engine does now, and what it has done since it was made."""
+    """The embedded engine's present load, and its counts since it was made."""
 
     running: int
     """Sequences that have blocks of the cache."""
     waiting: int
     """Sequences that have none."""
     blocks: int
-    """Of the cache."""
+    """The number of blocks of the cache."""
     blocks_used: int
     """Those that an unfinished sequence has."""
     blocks_cached: int

@@ -17,7 +17,7 @@ BASE = "none"
 
 
 class StackedAdapters:
-    """An `engine.EngineAdapters`: the stacks of a model, of which the first is what was active at first."""
+    """An `engine.EngineAdapters`: the stacks of a model; the first is the initially active one."""
 
     def __init__(self, stacks: AdapterStacks, names: Sequence[str]) -> None:
         assert len(names) == len(stacks.names) > 0, f"{len(names)} names for {len(stacks.names)} stacks"
@@ -32,7 +32,7 @@ class StackedAdapters:
             self._stacks.adapters.activate(*active)
 
     def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
-        """What every prompt of a stack begins with, whether or not it is active."""
+        """The virtual tokens that every prompt of a stack begins with, whether or not it is active."""
         return self._stacks.adapters.virtual_token_ids_of(self._names_in_set(name))
 
     def _names_in_set(self, name: str | None) -> tuple[str, ...]:
@@ -42,9 +42,9 @@ class StackedAdapters:
 
 
 class ReplaceableAdapters:
-    """An `engine.EngineAdapters` whose adapters come while the engine is there, each in place of one of its name.
+    """An `engine.EngineAdapters` with adapters that arrive while the engine runs, each in place of one of its name.
 
-    below: adapters of the set that those which come are on top of; what is active at first.
+    below: adapters of the set underneath those that arrive; they are active at first.
     """
 
     def __init__(self, adapters: AdapterSet, below: Sequence[str] = ()) -> None:
@@ -55,7 +55,7 @@ class ReplaceableAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the adapters that have come."""
+        """The names of the adapters that have arrived."""
         return tuple(self._names_in_set)
 
     def put(self, name: str, folder: AdapterFolder) -> None:
@@ -93,7 +93,7 @@ class ReplaceableAdapters:
             self._adapters.activate(*active)
 
     def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
-        """What every prompt of an adapter begins with, whether or not it is active."""
+        """The virtual tokens that every prompt of an adapter begins with, whether or not it is active."""
         return self._adapters.virtual_token_ids_of(self._stack(name))
 
     def _stack(self, name: str | None) -> tuple[str, ...]:

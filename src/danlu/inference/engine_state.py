@@ -30,15 +30,15 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 
 def request_with_source(request: Request) -> dict[str, Any]:
-    """As `request_to_json`, with `source` as it is: for a pickle."""
+    """Converts a request as `request_to_json`, with `source` as it is: for a pickle."""
     return {**request_to_json(request), "source": request.source}
 
 
 def request_from_json(fields: Mapping[str, Any], *, complete: bool = False) -> Request:
-    """The request that `request_to_json` or `request_with_source` was given, from what JSON or a pickle gave back.
+    """Restores the request from the fields of `request_to_json` or `request_with_source`, after JSON or a pickle.
 
-    complete: whether every field has to be there; else a missing one has its default, as in the state of a release
-    that had no such field.
+    complete: whether every field has to be there; else a missing one has its default, as in the state of a release that
+    had no such field.
 
     Raises DataError for a field that a request does not have, lacks, or has with another type, and RecipeError for
     sampling options that make no sense.

@@ -13,12 +13,12 @@ from danlu.inference.request import Completion
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens that were drawn one behind the other, with what the environment said between them."""
+    """Tokens that were drawn one after the other, with the environment's replies between them."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     drawn: tuple[bool, ...]
-    """Of each token, whether the policy drew it."""
+    """For each token, whether the policy drew it."""
 
     @property
     def read(self) -> int:
@@ -37,14 +37,14 @@ class Episode(Completion):
     """The messages behind the prompt."""
     answers: int = 0
     reward: float | None = None
-    """Of the environment."""
+    """The environment's reward."""
     failure: str | None = None
-    """Why the environment did not go on: the episode is left out."""
+    """The reason why the environment stopped: the episode is left out."""
     errors: int = 0
     """Calls of tools that could not be made, or that raised."""
 
     def own_fields(self) -> dict[str, Any]:
-        """What an episode has that a single answer has not, as JSON has it."""
+        """The fields that an episode has in addition to a single answer's, as JSON."""
         segments = [[list(each.prompt), list(each.tokens), list(map(int, each.drawn))] for each in self.segments]
         return {
             "segments": segments,
@@ -57,7 +57,7 @@ class Episode(Completion):
 
     @classmethod
     def of(cls, completion: Completion, own: Mapping[str, Any]) -> Episode:
-        """The episode whose `own_fields` these are, and whose other fields are those of a completion."""
+        """Restores an episode from its `own_fields` and a completion with the other fields."""
         segments = tuple(
             Segment(tuple(prompt), tuple(tokens), tuple(map(bool, drawn))) for prompt, tokens, drawn in own["segments"]
         )
@@ -66,7 +66,8 @@ class Episode(Completion):
 
 
 def episode_metrics(completions: Sequence[Sequence[Completion]]) -> dict[str, float]:
-    """Of a rollout with an environment: mean turns, the share that had all their turns, failures, branches, errors."""
+    """Computes metrics of a rollout with an environment: mean turns, the share that had all their turns, failures,
+    branches, errors."""
     episodes = [each for of_prompt in completions for each in of_prompt if isinstance(each, Episode)]
     if not episodes:
         return {}

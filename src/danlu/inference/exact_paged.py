@@ -25,8 +25,8 @@ class ExactPagedAttention:
     """Attention of chunks laid end to end, each over its own sequence's cache; a `danlu.core.layer_types.Attend`.
 
     Keys and values are read from the pool as they lie there and go through `models.blockwise`, as training's do: one
-    token, a prompt's chunk or drafts to be checked, alone or among others, have the same bits. It costs a copy of what
-    the sequences have cached for every layer; `PagedAttention` is the fast one.
+    token, a prompt's chunk or drafts to be checked, alone or among others, have the same bits. It costs a copy of the
+    sequences' cached keys and values for every layer; `PagedAttention` is the fast one.
     """
 
     def __init__(self, plan: Plan, pool: CachePool) -> None:
@@ -44,7 +44,7 @@ class ExactPagedAttention:
 
     @property
     def runs(self) -> RecurrentRuns:
-        """Raises ModelError."""
+        """Raises ModelError, since states of linear attention are not exact."""
         raise ModelError(NOT_EXACT)
 
     def __call__(
@@ -71,7 +71,7 @@ class ExactPagedAttention:
 
     @cached_property
     def _positions(self) -> Tensor:
-        """[S] int64 of what is gathered, in its sequence."""
+        """The positions [S] int64 of the gathered tokens in their sequences."""
         block = self._pool.block
         lengths = [-(-chunk.stop // block) * block for chunk in self._plan.chunks]
         return self._pool.index([position for length in lengths for position in range(length)])

@@ -93,7 +93,7 @@ def _wider(width: int, vocab_size: int) -> int:
 
 
 def _keep_among(scaled: Tensor, highest: Tensor, total: Tensor, options: Sequence[SamplingOptions], width: int) -> Kept:
-    """As `keep`, looking at so many of the likeliest tokens."""
+    """Filters as `keep` does, among the `width` likeliest tokens."""
     vocab_size = scaled.shape[1]
     if width == 0:
         return _from_threshold(scaled, highest + column([math.log(option.min_p) for option in options], scaled))

@@ -2,9 +2,9 @@
 
 Decoding with a small model is bound not by arithmetic but by calls of a few microseconds each: for a token and six
 layers the modules of `models/` make 391 of them, this makes 278, and leaves the overhead of modules out. Norms are four
-calls, queries, keys and values are rotated together, the scale of attention is in the rotation, and what the pool
-keeps of all layers is written at once. It is the same arithmetic in another order, so it serves the engine's fast
-numerics alone, and only decoders whose modules are as they were built: see `FusedDecoder.of`.
+calls, queries, keys and values are rotated together, the scale of attention is in the rotation, and the pool's entries
+of all layers are written at once. It is the same arithmetic in another order, so it serves the engine's fast numerics
+alone, and only decoders whose modules are as they were built: see `FusedDecoder.of`.
 
 Q sequences, one token each · D model width · H query heads · K key/value heads · C head width · F MLP width · L layers
 """
@@ -39,7 +39,7 @@ class _Norm:
 
     @classmethod
     def of(cls, *norms: RMSNorm) -> _Norm:
-        """Of one norm, or of several, one for each head, which are normed together: weights [heads, width]."""
+        """Fuses one norm, or several, one for each head, which are applied together: weights [heads, width]."""
         width = norms[0].weight.shape[0]
         weights = [(norm.weight.detach().float() + norm.offset) * math.sqrt(width) for norm in norms]
         return cls(
@@ -172,7 +172,7 @@ def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Pro
 
 
 def _is_plain(model: Decoder) -> bool:
-    """Whether nothing takes part in a layer but what `__call__` computes."""
+    """Whether `__call__` computes everything that takes part in a layer."""
     config = model.config
     if model.chunks.last > 0:
         return False

@@ -1,4 +1,4 @@
-"""Model folders that can write text, and what their generation_config.json advises. No torch here.
+"""Model folders that can write text, and the advice of their generation_config.json. No torch here.
 
 torch takes a second to import. A mistyped folder or flag is reported without it.
 """
@@ -32,7 +32,7 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 def find_model(path_or_id: str) -> Path:
     """The model folder behind a folder, a run folder or a hub id: with a config that danlu can build, and a tokenizer.
 
-    Raises ModelError if there is none; for a run that has not written its model yet it says what to do. Raises
+    Raises ModelError if there is none; for a run that has not written its model yet it advises the user. Raises
     DataError if it has no tokenizer.
     """
     path = Path(path_or_id).expanduser()

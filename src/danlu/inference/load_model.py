@@ -43,7 +43,7 @@ class LoadedModel:
     stacks: AdapterStacks | None = None
     """The adapters, where they are not merged into the weights."""
     adapter_names: tuple[str, ...] = ()
-    """Of each of these stacks."""
+    """The name of each of these stacks."""
     score_head: nn.Linear | None = None
     """[labels, D] float32 of a reward model, which has no head over the vocabulary."""
 
@@ -88,10 +88,10 @@ def load_model(
     """Loads the weights of a resolved model. Raises ModelError, or ResourceError for a device that is not there.
 
     Args:
-        precision: auto keeps the type the weights are stored in, except float16 on CPU, whose products are slow there.
+        precision: auto keeps the type the weights are stored in, except float16 on CPU, where its products are slow.
         quantization: section of a recipe, by which linear layers are packed; None keeps them as they are stored.
-        merged: merge the adapters into the weights where that is possible: tokens are generated faster, but each
-            weight is rounded once more.
+        merged: merge the adapters into the weights where that is possible: tokens are generated faster, but each weight
+            is rounded once more.
     """
     assert device in DEVICES, f"device {device!r}"
     if device == "cuda" and not torch.cuda.is_available():
@@ -125,7 +125,7 @@ def is_quantized(folder: Path) -> bool:
 
 
 def _stored_dtype(folder: Path, device: str) -> torch.dtype:
-    """The type that weights are stored in; float32 in place of one whose products are slow on the device."""
+    """The type that weights are stored in; float32 in place of one with slow products on the device."""
     dtype = stored_dtype(folder)
     slow = dtype == torch.float64 or (dtype == torch.float16 and device == "cpu")
     return torch.float32 if slow else dtype

@@ -1,4 +1,4 @@
-"""How far a trainer's log-probabilities of a rollout lie from those that were recorded with it. No torch here."""
+"""The difference between a trainer's log-probabilities of a rollout and the recorded ones. No torch here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RolloutGap:
 def rollout_gap(completions: Sequence[Completion], trainer: Sequence[Sequence[float]]) -> RolloutGap:
     """The gap over all tokens of some completions.
 
-    With `numerics: exact` it is 0. Else it is what importance weights between trainer and rollout correct for, and the
+    With `numerics: exact` it is 0. Else importance weights between trainer and rollout correct for it, and it is the
     first thing to look at where a policy gradient goes astray: 1e-6 in float32, 1e-2 in bfloat16 are usual.
 
-    trainer: of each completion, the log-probabilities of its tokens under softmax(logits / temperature), with the
-    weights that they were drawn with. Raises ValueError where one of them has none.
+    trainer: the log-probabilities of each completion's tokens under softmax(logits / temperature), by the weights that
+    drew them. Raises ValueError where one of them has none.
     """
     pairs = [
         pair

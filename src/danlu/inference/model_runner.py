@@ -46,15 +46,15 @@ class PassOutcome:
     drawn: list[tuple[Answer, list[DrawnToken]]] = field(default_factory=list)
     """Answers with their new tokens, those that failed among them."""
     failed: list[tuple[Answer, ModelError]] = field(default_factory=list)
-    """Answers whose log-probabilities are not finite."""
+    """Answers with log-probabilities that are not finite."""
 
 
 class ModelRunner:
     """A decoder with the pool of its cache.
 
     Args:
-        dtype: of activations and of the cache; by default that of the weights.
-        speculation: what proposes tokens to check; None: each pass draws one token of a sequence.
+        dtype: the type of activations and of the cache; by default that of the weights.
+        speculation: proposes tokens to check; None: each pass draws one token of a sequence.
         stages: the same decoder with the stages that have its other chunks, each of which has a runner like this one.
 
     Raises ResourceError where not one block fits into the cache.
@@ -122,7 +122,7 @@ class ModelRunner:
             self.pool = DevicePools(layer_caches(model), model.device_map.layers, dtype=self.dtype, **counts)
 
     def run(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
-        """One pass; for each answer whose known tokens are all computed by it, the next token, or several where
+        """Runs one pass; returns the next token of each answer with all known tokens computed, or several where
         proposals were right.
 
         Chunks of several adapters go through the decoder one adapter after the other.
@@ -211,7 +211,7 @@ class ModelRunner:
         return hidden
 
     def _fused_decoder(self, plan: Plan) -> FusedDecoder | None:
-        """What computes a pass that brings one token to each sequence; None where modules do."""
+        """The fused decoder of a pass that brings one token to each sequence; None where the modules compute it."""
         if not self.copies_weights or any(chunk.stop - chunk.start != 1 for chunk in plan.chunks):
             return None
         if not self._fused_is_known or (self._fused is not None and not self._fused.is_current):
@@ -280,8 +280,7 @@ class ModelRunner:
     def _prompt_scores(
         self, plan: Plan, hidden: Tensor, answers_by_sequence: Mapping[int, Answer]
     ) -> list[list[TokenScore]]:
-        """For each chunk the log-probabilities of those tokens of its prompt that are asked for and follow hidden
-        [T, D]."""
+        """The log-probabilities of requested prompt tokens that follow hidden [T, D], for each chunk."""
         of_chunks: list[list[TokenScore]] = []
         row = 0  # of the chunk's first token
         for number, start, stop, *_ in plan.chunks:
@@ -337,7 +336,7 @@ class ModelRunner:
 
 
 def _next_row(answer: Answer) -> DrawRow:
-    """What the next token of an answer depends on."""
+    """The inputs of the draw of an answer's next token, apart from logits."""
     request = answer.request
     position = len(answer.prompt) + len(answer.drawn)
     return DrawRow(

@@ -76,7 +76,7 @@ class PagedAttention:
 
     @cached_property
     def runs(self) -> RecurrentRuns:
-        """How layers with a state go on from what is cached of the chunks' sequences."""
+        """The recurrent runs of layers with a state: they continue from the cached states of the chunks' sequences."""
         assert self.pool.states is not None, "the pool keeps no states"
         return self.pool.states.runs(self._plan)
 
@@ -107,7 +107,7 @@ class PagedAttention:
 
     @cached_property
     def _positions(self) -> Tensor:
-        """[T] int64."""
+        """The positions of the tokens, [T] int64."""
         return self.pool.index([at for chunk in self._plan.chunks for at in range(chunk.start, chunk.stop)])
 
 
@@ -118,7 +118,7 @@ def _kind(chunk: Chunk) -> str:
 
 
 class _OfSequence:
-    """Attention of a chunk of many tokens to what its sequence has cached before it, and to itself."""
+    """Attention of a chunk of many tokens to its sequence's cached tokens, and to itself."""
 
     def __init__(self, chunk: Chunk, pool: CachePool) -> None:
         self.chunk, self.pool = chunk, pool
@@ -200,7 +200,7 @@ class _ByQuery:
 
 
 class _ExpandedBlocks:
-    """Keys and values made of what is stored in the blocks that queries read, each block once."""
+    """Keys and values expanded from the stored entries of the blocks that queries read, each block once."""
 
     def __init__(self, blocks: Tensor, positions: Tensor, over_blocks: _OverBlocks) -> None:
         self._blocks = blocks  # [U] int64, in the pool
@@ -223,7 +223,7 @@ class _ExpandedBlocks:
         return cls(pool.index(list(places)), pool.index(positions), over_blocks)
 
     def keys_and_values(self, expand: Expand, pool: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keys [U, K, B, C] and values [U, K, B, W] of what the pool stores, [N, *lead, B, width] each."""
+        """Expands stored entries [N, *lead, B, width] to keys [U, K, B, C] and values [U, K, B, W]."""
         stored = [x.index_select(0, self._blocks).movedim(-2, 1).flatten(0, 1) for x in pool]  # [U*B, *lead, width]
         shape = len(self._blocks), -1
         return tuple(x.unflatten(0, shape).transpose(1, 2).contiguous() for x in expand(stored, self._positions))
@@ -247,8 +247,8 @@ class _OverBlocks:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """q [Q, H, C]; blocks: keys [N, K, B, C] and values [N, K, B, W], or keys alone, whose first `value_width`
-        features are values; sinks [H] -> [Q, H, W]."""
+        """Computes attention of q [Q, H, C] to blocks: keys [N, K, B, C] and values [N, K, B, W], or keys alone with
+        values in their first `value_width` features; sinks [H] -> [Q, H, W]."""
         keys, values = blocks if value_width is None else (blocks[0], blocks[0][..., :value_width])
         if softcap is None and sinks is None and (table := self._table(window, blocks)) is not None:
             q = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])  # [Q, K, G, C]
@@ -331,9 +331,9 @@ class _Table:
     rows: Tensor
     """[Q*K*n] int64: of blocks [N*K, B, C] those of each query and head, in the order of its tokens."""
     shape: tuple[int, int]
-    """Q, K."""
+    """The sizes (Q, K)."""
     seen: slice
-    """Of the tokens of a query's blocks those that some query sees."""
+    """The range of tokens of a query's blocks that some query sees."""
     mask: Tensor | None
     """[Q, 1, 1, S], 0 or -inf, in the type of the keys; None where all queries see all S tokens."""
 
@@ -346,7 +346,8 @@ class _Table:
     def of(
         cls, queries: Sequence[Query], firsts: Sequence[int], longest: int, block: int, heads: int, keys: Tensor
     ) -> _Table:
-        """Of queries in order, the first position that each sees, and the most blocks that one sees."""
+        """Makes the table of queries in order, from the first position that each sees, and the most blocks that one
+        sees."""
         table = np.empty((len(queries), longest), dtype=np.int64)
         spans = []
         for row, first, (blocks, position) in zip(table, firsts, queries, strict=True):
@@ -373,7 +374,7 @@ class _Part:
     blocks: int
     readers: int
     chosen: slice | Tensor
-    """In the pool, [U] int64 where they are not side by side."""
+    """The part's blocks in the pool, [U] int64 where they are not contiguous."""
     hidden: Tensor
     """[U, 1, R, 1, B] float32: -inf where a reader does not see a token, else 0."""
 
@@ -392,7 +393,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Which queries read which blocks: index tensors of a pass, the same for all layers with one window."""
+    """The queries that read each block: index tensors of a pass, the same for all layers with one window."""
 
     parts: tuple[_Part, ...]
     queries: Tensor
@@ -404,7 +405,7 @@ class _Reading:
 
     @cached_property
     def _pairs(self) -> list[int]:
-        """Of each part."""
+        """The number of pairs of each part."""
         return [part.blocks * part.readers for part in self.parts]
 
     def of_pairs(self, of_queries: Tensor) -> tuple[Tensor, ...]:
@@ -413,7 +414,7 @@ class _Reading:
 
     @classmethod
     def of(cls, queries: Sequence[Query], window: int | None, block: int, device: torch.device) -> _Reading:
-        """Of queries in order."""
+        """Makes the index tensors of queries in order."""
         firsts = [_first_seen(position, window) for _, position in queries]
         tables = [
             blocks[first // block : position // block + 1]
@@ -441,10 +442,10 @@ class _Reading:
 
 
 def _cells(blocks: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int, slice | np.ndarray]]]:
-    """Where each pair goes, from its block [P]: pairs of one part together, and of those the pairs of one block.
+    """The cell of each pair, from its block [P]: pairs of one part together, and within it the pairs of one block.
 
-    Parts have blocks that are read once, up to twice, up to four times and so on: of each the number of blocks and of
-    readers, and which blocks they are.
+    Parts have blocks that are read once, up to twice, up to four times and so on: for each the number of blocks, the
+    number of readers, and the blocks.
     """
     low = int(blocks.min())
     counts = np.bincount(blocks - low)

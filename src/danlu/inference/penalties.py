@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TokenCounts(NamedTuple):
-    """How often each token of an answer was generated."""
+    """The number of times that each token of an answer was generated."""
 
     ids: np.ndarray
     """[n] int64, distinct, in no particular order."""
@@ -26,7 +26,7 @@ class TokenCounts(NamedTuple):
     """[n] int64, at least 1."""
 
     def plus(self, tokens: Sequence[int]) -> TokenCounts:
-        """With further tokens."""
+        """Returns the counts with further tokens."""
         more = np.asarray(tokens, dtype=np.int64)
         ids, places = np.unique(np.concatenate((self.ids, more)), return_inverse=True)
         counts = np.zeros(len(ids), dtype=np.int64)
@@ -70,7 +70,7 @@ class GeneratedTokens:
 
     @property
     def counts(self) -> TokenCounts:
-        """A copy."""
+        """Returns a copy of the counts."""
         return TokenCounts(np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.int64))
 
 

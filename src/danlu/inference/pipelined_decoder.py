@@ -1,7 +1,7 @@
-"""The forward pass of a rollout through a decoder that is cut into stages (pipeline parallelism).
+"""The forward pass of a rollout through a decoder that is split into stages (pipeline parallelism).
 
-Every stage has the same scheduler with the same requests, so all of them know the shape of what comes from the chunk
-before. The stage with the last chunk draws the next tokens and tells the others, whose schedulers go on alike.
+Every stage has the same scheduler with the same requests, so all of them know the shape of the chunk before's output.
+The stage with the last chunk draws the next tokens and sends them to the others, so that their schedulers go on alike.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class PipelinedDecoder(nn.Module):
         return self.pipeline.stages.max(routes.int()).to(routes.dtype)  # gloo and NCCL reduce no int16
 
     def on_last(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on the stage with the last chunk, which alone calls it, on all stages.
+        """Runs `compute` on the stage with the last chunk, and returns its result on all stages.
 
-        What it raises is raised there, and PeerFailedError on the other stages. All stages call this.
+        Its error is raised there, and PeerFailedError on the other stages. All stages call this.
         """
         stages, last = self.pipeline.stages, self.pipeline.last_stage
         result: tuple[T] | None = None  # None where it has failed

@@ -1,6 +1,6 @@
-"""The pool of cache blocks: what each layer keeps of its tokens, in blocks of a few tokens that any sequence may have.
+"""The pool of cache blocks: each layer's entries of its tokens, in blocks of a few tokens that any sequence may have.
 
-What is kept comes as data from `LayerCache.shapes`. Nothing here knows that it is keys and values.
+The entries' shapes come from `LayerCache.shapes`. Nothing here knows that they are keys and values.
 
 N blocks · B tokens of a block · T tokens of a pass, flat · S tokens of one sequence · K key/value heads · C head width
 """
@@ -24,7 +24,7 @@ from danlu.inference.state_pool import StatePool
 
 ROUTE_DTYPE = torch.int16
 ALIGNMENT = 64
-"""In bytes, of a cache line and of the widest vector registers; numpy's own is 16."""
+"""Bytes of a cache line and of the widest vector registers; numpy aligns to 16."""
 
 
 class CachePool:
@@ -73,7 +73,7 @@ class CachePool:
         dtype: torch.dtype,
         route_shape: tuple[int, int] | None = None,
     ) -> int:
-        """What a block takes over all layers, with the routes of its tokens where they are recorded."""
+        """Bytes of a block over all layers, with the routes of its tokens where they are recorded."""
         of_token = dtype.itemsize * sum(math.prod(shape) for layer in layers for shape in layer.shapes)
         return block * (of_token + (0 if route_shape is None else ROUTE_DTYPE.itemsize * math.prod(route_shape)))
 
@@ -135,11 +135,11 @@ class CachePool:
         return PagedAttention(plan, self)
 
     def decode_rows(self, plan: Plan) -> DecodeRows | None:
-        """Of a plan that brings one token to each sequence; None where buffers for them would be too much."""
+        """The rows of a plan that brings one token to each sequence; None where buffers for them would be too large."""
         return self.decode_buffers.rows_of(plan.chunks, self.token_bytes)
 
     def write(self, layer: int, *rows: Tensor) -> None:
-        """Writes what a layer keeps of the tokens of the plan that was carried out last, [T, *lead, C] each."""
+        """Writes a layer's entries of the latest plan's tokens, [T, *lead, C] each."""
         for blocks, new in zip(self._views[layer], rows, strict=True):
             width = new.shape[-1]
             heads = math.prod(new.shape[1:-1])
@@ -158,7 +158,7 @@ class CachePool:
         storage.view(len(storage), -1, width).index_copy_(1, self._slots.rows(heads), new)
 
     def gather(self, layer: int, blocks: Tensor, tokens: int) -> tuple[Tensor, ...]:
-        """What a layer keeps of the first S = `tokens` tokens in these blocks: [S, *lead, C], contiguous.
+        """Returns a layer's entries of the first S = `tokens` tokens in these blocks: [S, *lead, C], contiguous.
 
         blocks: their numbers in order, int64 on the pool's device.
         """
@@ -170,7 +170,7 @@ class CachePool:
 
 
 class Slots:
-    """Where the tokens of a plan's chunks are kept: [T] block of each, and its place there."""
+    """The slots of the tokens of a plan's chunks: [T] block of each, and its place there."""
 
     def __init__(self, plan: Plan, block: int, device: torch.device) -> None:
         self._block, self._device = block, device

@@ -1,4 +1,4 @@
-"""Which prompts a model can continue, and which files are rows of them. No torch here, nor numpy.
+"""Checks of prompts: which prompts a model can continue, and which files are rows of them. No torch here, nor numpy.
 
 torch takes a second to import. A prompt that is too long is reported without it.
 """
@@ -32,9 +32,9 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual
 
 
 def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual_tokens: int = 0) -> str | None:
-    """Why the model cannot continue a prompt ("has no tokens, ..."); None if it can.
+    """Returns why the model cannot continue a prompt ("has no tokens, ..."); None if it can.
 
-    virtual_tokens: how many tokens adapters put before it.
+    virtual_tokens: the number of tokens that adapters put before it.
     """
     context = config.context_length
     if not prompt:

@@ -1,12 +1,12 @@
-"""Random numbers of draws: functions of what is drawn, so that neither neighbours nor interruptions change them."""
+"""Random numbers of draws: functions of the draw's place, so that neither neighbours nor interruptions change them."""
 
 from __future__ import annotations
 
 import functools
 
 DRAW, ACCEPT, RESIDUAL, PROPOSE = range(4)
-"""What a number is for: a plain draw; whether a proposed token is kept, and what is drawn in its place; what a draft
-model draws."""
+"""Purposes of a number: a plain draw; whether a proposed token is kept, and the draw in its place; a draft model's
+draw."""
 
 _MASK64 = (1 << 64) - 1
 
@@ -24,7 +24,7 @@ def uniform(seed: int, number: int, sample: int, position: int, purpose: int = D
 
 @functools.lru_cache(maxsize=4096)
 def _sequence_state(seed: int, number: int, sample: int) -> int:
-    """What the numbers of one sequence have in common."""
+    """The state that the numbers of one sequence have in common."""
     return functools.reduce(_mixed, (seed, number, sample), 0)
 
 

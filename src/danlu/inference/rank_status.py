@@ -1,4 +1,4 @@
-"""What the ranks of a rollout tell each other while they answer and when they have come to their end."""
+"""Messages between the ranks of a rollout: while they answer, and at their end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from danlu.parallel.comm import Group
 
 
 class PeerFailedError(Exception):
-    """Another rank has an error, which is told when all have stopped."""
+    """Another rank has an error, which is raised when all have stopped."""
 
 
 class PeerStatus:
-    """What some ranks tell each other while they work: whether any still does, and whether one has failed.
+    """Status messages between ranks while they work: whether any still does, and whether one has failed.
 
     All of them take part in each exchange, with or without work.
 
@@ -31,7 +31,7 @@ class PeerStatus:
         self.any_failed = False
 
     def begin(self) -> None:
-        """Before work that all ranks begin together."""
+        """Resets the status before work that all ranks begin together."""
         self.any_failed = False
 
     def exchange(self, *, works: bool, failed: bool = False) -> bool:
@@ -47,7 +47,7 @@ class PeerStatus:
 
 
 def payload_of(completions: Sequence[Completion], error: Exception | None) -> bytes:
-    """What a rank tells: its completions, or its error."""
+    """The message of a rank: its completions, or its error."""
     if error is None:
         return b"c" + to_bytes(completions)
     if not isinstance(error, DanluError):

@@ -43,7 +43,8 @@ Check = Callable[[RolloutEngine], None]
 
 @dataclass
 class _Dealt:
-    """An unfinished request: who answers it, what it may cost, and the answers that are still to come."""
+    """An unfinished request: the share that answers it, the most tokens of it, and the answers that are still to
+    come."""
 
     share: int
     tokens: int
@@ -51,7 +52,7 @@ class _Dealt:
 
 
 def expected_tokens(request: Request) -> int:
-    """What a request costs at the most: its prompt, which is read once, and all tokens of its answers."""
+    """The most tokens of a request: its prompt, which is read once, and all tokens of its answers."""
     return len(request.prompt) + request.samples * request.max_new_tokens
 
 
@@ -59,10 +60,10 @@ class ParallelEngine:
     """A `RolloutEngine` over one engine on each process. All processes make the same calls in the same order.
 
     Args:
-        engine: what answers on this process; None where another process answers for this one.
+        engine: answers on this process; None where another process answers for this one.
         ranks: this process among all.
-        model: of the embedded engine. weights: the model's, where data ranks shard them.
-        shares: among how many requests are dealt; share: which of them this process answers.
+        model: the embedded engine's. weights: the model's, where data ranks shard them.
+        shares: the number of shares that requests are dealt among; share: the one that this process answers.
         speaks: whether others have the answers of this share from this process.
     """
 
@@ -82,7 +83,7 @@ class ParallelEngine:
         self.version = 0 if engine is None else engine.version
         self._world_status = PeerStatus(ranks.world)
         self._copy_status = PeerStatus(ranks.tensor, ranks.pipeline)
-        """Of the ranks that have one copy of the model together."""
+        """Status of the ranks that have one copy of the model together."""
         self._dealt: dict[int, _Dealt] = {}
         self._kept: list[Completion] = []  # complete, and not returned yet
         self._steps = 0
@@ -96,9 +97,10 @@ class ParallelEngine:
     def embedded(
         cls, engine: EmbeddedEngine, ranks: Ranks, model: nn.Module, weights: ShardedWeights | None = None
     ) -> ParallelEngine:
-        """Each data and context rank answers its share, with the other ranks of its copy of the model.
+        """Makes an engine in which each data and context rank answers its share, with the other ranks of its copy of
+        the model.
 
-        model: whose forward pass is one of the engine, through all stages.
+        model: its forward pass is one of the engine, through all stages.
         """
         data, speaks = ranks.dense_data.all, ranks.tensor.index == ranks.pipeline.index == 0
         embedded = cls(engine, ranks, model=model, weights=weights, shares=data.size, share=data.index, speaks=speaks)
@@ -131,7 +133,7 @@ class ParallelEngine:
     def submit(self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None) -> None:
         """Gives a request to the share with the fewest tokens to come. `on_token` is called where it is answered.
 
-        Raises on all processes what the engine raises on one.
+        Raises an engine's error on all processes.
         """
         self.check_weights()
         dealt = self._deal([request])[0]
@@ -158,9 +160,9 @@ class ParallelEngine:
         return [*kept, *completions]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers to the requests, in their order and by sample, on all processes.
+        """Returns all answers to the requests, in their order and by sample, on all processes.
 
-        Requests are dealt by the tokens they may take, longest first. Raises on all processes what was raised on any,
+        Requests are dealt by the tokens they may take, longest first. Raises an error of any process on all of them,
         after which the requests are gone.
         """
         self.check_weights()
@@ -277,7 +279,7 @@ class ParallelEngine:
         return loads
 
     def _answer(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers to this process's share, and what else became complete meanwhile."""
+        """Returns all answers to this process's share, and the others that became complete meanwhile."""
         if self.engine is None:
             return []
         others = self.engine.unfinished
@@ -313,7 +315,7 @@ class ParallelEngine:
             self._world_status.exchange(works=True)
 
     def check_weights(self) -> None:
-        """Looks once after each update whether answers are by its weights; what is wrong is raised on all processes."""
+        """Checks once after each update whether answers are by its weights; raises the fault on all processes."""
         if self._check is None or not self._is_unchecked:
             return
         self._is_unchecked = False  # the check asks for answers
@@ -327,7 +329,8 @@ class ParallelEngine:
 
     @contextmanager
     def _checked_passes(self) -> Iterator[None]:
-        """Within it each pass that has collectives begins with a look at whether all who take part still come to it."""
+        """A context in which each pass that has collectives begins with a check whether all who take part still come to
+        it."""
         is_cut = self._ranks.tensor.size > 1 or self._ranks.pipeline.size > 1
         if self._model is None or not (self._is_in_step or is_cut):
             yield
@@ -350,7 +353,8 @@ class ParallelEngine:
                 hook.remove()
 
     def _together(self, work: Callable[[], list[Completion]], *, passes: bool = True) -> list[Completion]:
-        """Does this process's work while others do theirs; the completions of all. Raises on all what any raised.
+        """Runs this process's work while others do theirs; returns the completions of all. Raises an error of any on
+        all.
 
         passes: whether the work runs the model. An error in the middle of a pass that has collectives is raised at
         once: others wait in them for a process that will not come, and end when it has gone.
@@ -393,7 +397,7 @@ class ParallelEngine:
         return completions
 
     def _wait_for_others(self, *, failed: bool, passes: bool) -> None:
-        """Until all have come here. Meanwhile those that gather in each pass need this process in it."""
+        """Waits until all have come here. Meanwhile those that gather in each pass need this process in it."""
         if self._model is None:  # a server may take longer than a collective may
             untimed_barrier(f"rollout-{next(_barriers)}")
             return

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 NO_ROUTE = -1
-"""In the place of the experts of a token whose route is not known; as `models.router_replay.NO_ROUTE`."""
+"""The value in place of the experts of a token with an unknown route; as `models.router_replay.NO_ROUTE`."""
 
 
 def routes_to_json(routes: np.ndarray | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked, and what it answers: tokens in, tokens out. No torch here.
+"""Requests to a rollout engine, and its answers: tokens in, tokens out. No torch here.
 
 torch takes a second to import. A mistyped flag is reported without it.
 """
@@ -31,7 +31,8 @@ HIGHEST_PENALTY = 1e6
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. Raises RecipeError, with every problem at once, for values that make no sense."""
+    """The options by which the next token is chosen. Raises RecipeError, with every problem at once, for values that
+    make no sense."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token and ignores the other options except penalties."""
@@ -90,7 +91,7 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn; log-probabilities are of the full vocabulary all the same."""
+        """Whether the options exclude tokens; log-probabilities are of the full vocabulary all the same."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -99,10 +100,10 @@ class Request:
     """One prompt, and how it is to be continued."""
 
     number: int
-    """Of the prompt in the run, or of the request in a server's life: no two that are unfinished share one. Random
-    numbers follow from (seed, random_number, sample, position), so one that is given twice repeats its draws."""
+    """The number of the prompt in the run, or of the request in a server's life: no two unfinished requests share one.
+    Random numbers follow from (seed, random_number, sample, position), so a repeated number repeats its draws."""
     prompt: tuple[int, ...]
-    """Without the virtual tokens of adapters, which the engine puts before it."""
+    """The prompt's tokens, without the virtual tokens of adapters, which the engine puts before it."""
     sampling: SamplingOptions = SamplingOptions()
     max_new_tokens: int = 256
     samples: int = 1
@@ -112,17 +113,18 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     """Texts that end an answer, wherever they fall between tokens."""
     adapter: str | None = None
-    """The name of an adapter of the engine, or "none" for the base alone; None: what is active in the model."""
+    """The name of an adapter of the engine, or "none" for the base alone; None: the adapter that is active in the
+    model."""
     top_logprobs: int = 0
-    """For each token of the answers, so many of the likeliest tokens with their log-probabilities are kept."""
+    """The number of likeliest tokens that are kept with their log-probabilities, for each token of the answers."""
     prompt_logprobs: bool = False
-    """Whether log-probabilities of the prompt's tokens are wanted, and their `top_logprobs`. Such a prompt is computed
-    whole: what the prefix cache has of it is of no use."""
+    """Whether log-probabilities of the prompt's tokens are returned, and their `top_logprobs`. Such a prompt is
+    computed whole: the prefix cache is of no use."""
     first_sample: int = 0
     """The number of the first of `samples`: a server that is asked for one of several answers draws it as that one."""
     draw_number: int | None = None
-    """What random numbers follow from in place of `number`, where the same draws are wanted again: a request to a
-    server that brings a seed has the same answer whatever else was asked before it."""
+    """The number that random numbers follow from in place of `number`, where the same draws are wanted again: a request
+    to a server that brings a seed has the same answer whatever else was asked before it."""
 
     draw_sample: int = 0
     """Added to the sample's index in the key of its random numbers: where the later turns of the samples of a prompt
@@ -131,8 +133,8 @@ class Request:
     """Tokens by which LongRoPE chooses its factors, where the text goes on behind this answer (an episode in several
     turns); None: prompt and `max_new_tokens`, as many as this text may have. Without virtual tokens."""
     source: Prompt | None = field(default=None, compare=False, repr=False)
-    """What the prompt was made of, for an environment that answers back (`episode_engine`). Not in states: who takes a
-    request up has the run's prompts."""
+    """The prompt's source, for an environment that answers back (`episode_engine`). Not in states: a caller that
+    restores a request has the run's prompts."""
 
     def __post_init__(self) -> None:
         assert self.max_new_tokens > 0, f"max_new_tokens is {self.max_new_tokens}"
@@ -140,7 +142,7 @@ class Request:
 
     @property
     def sample_numbers(self) -> range:
-        """Of its answers."""
+        """The numbers of its answers."""
         return range(self.first_sample, self.first_sample + self.samples)
 
     @property
@@ -163,7 +165,7 @@ class NewToken:
     token: int
     logprob: float
     text: str
-    """The text that can be shown now; empty while a character or what might be a stop string is incomplete."""
+    """The text that can be shown now; empty while a character or a possible stop string is incomplete."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, where they were asked for."""
     finish: Finish | None = None
@@ -171,7 +173,7 @@ class NewToken:
 
 OnToken = Callable[[NewToken], None]
 OnError = Callable[[Exception], None]
-"""Called with what a request fails at while others go on."""
+"""Called with the error of a request while others go on."""
 
 
 @dataclass(frozen=True)
@@ -186,28 +188,29 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     """The model's: log softmax(logits / temperature) over the whole vocabulary, before any penalty or filter
-    (temperature 0 counts as 1). What a trainer recomputes."""
+    (temperature 0 counts as 1). A trainer recomputes these."""
     drawn: list[float]
-    """Under the distribution that was really drawn from: after penalties, allowed tokens, temperature and filters."""
+    """Log-probabilities under the sampling distribution: after penalties, allowed tokens, temperature and filters."""
     support: list[Support] | None
     """The tokens that the filters left at each place; None where no filter was on."""
     versions: list[int]
-    """Of the weights that each token was drawn with."""
+    """The version of the weights that each token was drawn with."""
     text: str
     """Empty where the engine has no `decode`."""
     finish: Finish
     top: list[tuple[tuple[int, float], ...]] | None = None
-    """As in `NewToken`; None where none were asked for."""
+    """The likeliest tokens, as in `NewToken`; None where none were requested."""
     prompt_logprobs: list[float] | None = None
-    """Of the prompt's tokens from the second on, as `logprobs`, by the weights that it was read with; None where none
-    were asked for."""
+    """Log-probabilities of the prompt's tokens from the second on, as `logprobs`, by the weights that it was read with;
+    None where none were requested."""
     prompt_top: list[tuple[tuple[int, float], ...]] | None = None
-    """Of the same tokens, as `top`."""
+    """The likeliest tokens at the same places, as `top`."""
     routes: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers with experts, experts of a token] int16: which experts each token of the prompt (without virtual
-    ones) and of the answer went to when it was read last, so that a trainer can send it there too; -1 where that is not
-    known. The last token of the answer, which nothing comes after, is not read and has none. None where it is not
-    recorded (`EngineOptions.routes`), for models without experts, and for what was aborted before it was read."""
+    """[tokens, layers with experts, experts of a token] int16: the experts that each token of the prompt (without
+    virtual ones) and of the answer went to when it was read last, so that a trainer can send it there too; -1 where
+    that is not known. The last token of the answer, which nothing comes after, is not read and has none. None where it
+    is not recorded (`EngineOptions.routes`), for models without experts, and for answers that were aborted before they
+    were read."""
 
     @property
     def is_truncated(self) -> bool:

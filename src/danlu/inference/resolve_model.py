@@ -1,4 +1,4 @@
-"""From a path or id on the command line to folders: of a model, or of adapters and their base model. No torch here.
+"""Resolves a path or id on the command line to folders: of a model, or of adapters and their base model. No torch here.
 
 torch takes a second to import. A mistyped folder, or a base that is not there, is reported without it.
 """
@@ -43,7 +43,7 @@ class ResolvedModel:
 
     @property
     def virtual_tokens_per_prompt(self) -> int:
-        """How many tokens of the model's context the first stack puts before every prompt."""
+        """The number of tokens of the model's context that the first stack puts before every prompt."""
         numbers = [adapter.values.get("num_virtual_tokens") for adapter in self.stacks[0]] if self.stacks else []
         return sum(number for number in numbers if isinstance(number, int))
 

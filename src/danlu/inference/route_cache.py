@@ -1,7 +1,8 @@
-"""Which experts the cached tokens of a rollout went to, beside their keys and values, block by block.
+"""The experts that the cached tokens of a rollout went to, stored like their keys and values, block by block.
 
-A prompt that is read once for several answers, or found in the prefix cache, has its routes where it has its keys. What
-is read again, after a preemption or with other weights, has the routes of the last time, as it has its keys.
+A prompt that is read once for several answers, or found in the prefix cache, has its routes where it has its keys.
+Tokens that are read again, after a preemption or with other weights, have the routes of the last time, as they have its
+keys.
 
 N blocks · B tokens of a block · L layers with experts · k experts of a token · T tokens of a pass, flat
 """
@@ -25,7 +26,8 @@ class RouteCache:
         self._blocks, self._host = blocks, host
 
     def carry_out(self, plan: Plan) -> None:
-        """Moves and copies blocks as the plan has it. New ones are not cleared: what was not written is not read."""
+        """Moves and copies blocks as the plan has it. New ones are not cleared: places that were not written are not
+        read."""
         if plan.swapped_out:
             assert self._host is not None, "blocks are swapped out to the host's pool"
             source, target = torch.tensor(plan.swapped_out).unbind(1)

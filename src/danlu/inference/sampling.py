@@ -1,4 +1,4 @@
-"""From logits to the next token of each sequence: greedy, or drawn with temperature, top-k, top-p and min-p.
+"""Draws the next token of each sequence from logits: greedy, or with temperature, top-k, top-p and min-p.
 
 Rows of a batch may have different options.
 
@@ -30,20 +30,20 @@ from danlu.objectives.token_logprobs import logprobs_of_logits
 
 @dataclass(frozen=True)
 class DrawRow:
-    """What the next token of a sequence depends on, beside its logits."""
+    """The inputs of the draw of a sequence's next token, apart from its logits."""
 
     options: SamplingOptions
     number: int
-    """Of the request."""
+    """The number of the request."""
     sample: int
     position: int
-    """Of the token that is drawn, in the sequence, virtual tokens included."""
+    """The position of the drawn token in the sequence, virtual tokens included."""
     seen: np.ndarray | Sequence[int] | None = None
     """[n] the tokens of prompt and answer so far, in any order, repeats allowed; only a repetition penalty asks for
     them (`SeenTokens.ids` keeps them ready)."""
     top_logprobs: int = 0
     proposed: ProposedToken | None = None
-    """What a draft model drew for this place: it is kept where that leaves each token as likely as without it."""
+    """The draft model's token for this place: it is kept where that leaves each token as likely as without it."""
     generated: TokenCounts | None = None
     """The tokens of the answer so far, counted; only presence and frequency penalties ask for them."""
 
@@ -58,10 +58,10 @@ class ProposedToken:
 
 
 class TokenScore(NamedTuple):
-    """What the model says of a token that was there already."""
+    """The model's score of a given token."""
 
     logprob: float
-    """Over the whole vocabulary, of the logits divided by the temperature, in nats."""
+    """The log-probability over the whole vocabulary, of the logits divided by the temperature, in nats."""
     top: tuple[tuple[int, float], ...]
     """The likeliest tokens in its place, with theirs."""
 
@@ -74,8 +74,8 @@ class Drawn:
     logprobs: list[float]
     drawn: list[float]
     supports: list[Support | None]
-    """What filters and allowed tokens left; None where that is the whole vocabulary, and for greedy rows without
-    allowed tokens."""
+    """The tokens that filters and allowed tokens left; None where that is the whole vocabulary, and for greedy rows
+    without allowed tokens."""
     top: list[tuple[tuple[int, float], ...]]
 
     def rows(self, start: int, stop: int) -> Drawn:
@@ -85,15 +85,15 @@ class Drawn:
 
 
 def draw(logits: Tensor, rows: Sequence[DrawRow], *, slice_rows: int | None = None) -> Drawn:
-    """The next token of each sequence, with its log-probabilities and what it was chosen from.
+    """Draws the next token of each sequence; returns it with its log-probabilities and the tokens it was chosen from.
 
     The draw of a row depends on (options.seed, number, sample, position), its options and its logits alone: not on
     which other rows there are. Penalties and allowed tokens come first, then temperature, top-k, top-p, min-p, in the
     order of transformers; tokens that tie with the last one kept are kept too.
 
     `logprobs` are of softmax(logits / temperature) over the whole vocabulary, before penalties and filters (where the
-    temperature is 0 it counts as 1): what a trainer recomputes. `drawn` are under the distribution that was drawn from,
-    so 0 where the temperature is. Both are NaN where the logits have no finite maximum.
+    temperature is 0 it counts as 1), as a trainer recomputes them. `drawn` are under the distribution that was drawn
+    from, so 0 where the temperature is. Both are NaN where the logits have no finite maximum.
 
     Args:
         logits: [B, V] float32, after a final soft cap; not changed.
@@ -149,7 +149,7 @@ def _sliced_logprobs(
 def score(
     logits: Tensor, tokens: Sequence[int], options: SamplingOptions, top_logprobs: int, *, slice_rows: int | None = None
 ) -> list[TokenScore]:
-    """What the model says of known tokens, one for each row of logits [B, V]: as `draw` does of those that it draws."""
+    """Scores known tokens, one for each row of logits [B, V], as `draw` scores those that it draws."""
     scaled = _divide(logits, [options.temperature or 1.0] * len(tokens))
     softmax, ids = BlockedSoftmax.of(scaled), torch.tensor(tokens, device=logits.device)
     if slice_rows is None:
@@ -161,7 +161,7 @@ def score(
 
 
 def propose(logits: Tensor, rows: Sequence[DrawRow]) -> list[ProposedToken]:
-    """What a draft model with these logits [B, V] gives for the next token of each row, by the row's own options."""
+    """Proposes the next token of each row with a draft model's logits [B, V], by the row's own options."""
     drawing = [i for i, row in enumerate(rows) if row.options.temperature > 0]
     scaled = _divide(_alter(logits, rows), [row.options.temperature or 1.0 for row in rows])
     softmax = BlockedSoftmax.of(scaled)
@@ -241,7 +241,7 @@ class _Choice:
 
 
 def _kind(row: DrawRow, vocab_size: int) -> Callable[[Tensor, BlockedSoftmax, Sequence[DrawRow]], _Choice]:
-    """What draws for a row."""
+    """The function that draws for a row."""
     if row.options.temperature == 0:
         return _greedy
     if row.proposed is not None and row.proposed.probabilities is not None:
@@ -250,7 +250,7 @@ def _kind(row: DrawRow, vocab_size: int) -> Callable[[Tensor, BlockedSoftmax, Se
 
 
 def _choose(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
-    """The tokens of rows, by what each of them needs: the maximum, a draw from all, or a draw from what is kept."""
+    """Chooses the tokens of rows, each as it needs: the maximum, a draw from all, or a draw from the kept tokens."""
     kinds: dict[Callable[..., _Choice], list[int]] = {}
     for i, row in enumerate(rows):
         kinds.setdefault(_kind(row, scaled.shape[1]), []).append(i)
@@ -333,7 +333,7 @@ def _weights(
 
 
 def _numbers(rows: Sequence[DrawRow], like: Tensor, purpose: int = DRAW) -> Tensor:
-    """[b, 1] float64."""
+    """The random number of each row, [b, 1] float64."""
     numbers = [uniform(row.options.seed, row.number, row.sample, row.position, purpose) for row in rows]
     return column(numbers, like, torch.float64)
 
@@ -341,7 +341,7 @@ def _numbers(rows: Sequence[DrawRow], like: Tensor, purpose: int = DRAW) -> Tens
 def _top_logprobs(
     scaled: Tensor, softmax: BlockedSoftmax, counts: Sequence[int]
 ) -> list[tuple[tuple[int, float], ...]]:
-    """So many of the likeliest tokens of each row as `counts` has, with the model's log-probabilities."""
+    """The `counts` likeliest tokens of each row, with the model's log-probabilities."""
     widest = min(max(counts), scaled.shape[1])
     if widest == 0:
         return [() for _ in counts]

@@ -1,4 +1,4 @@
-"""Which tokens a forward pass computes, and where their keys and values go: data, decided without a model or torch.
+"""Scheduling: which tokens a forward pass computes, and where their keys and values go, without a model or torch.
 
 A sequence is (computed, known) tokens: of a growing one all but the last are computed, of a prompt none. So prompts
 read in chunks, decoding, and reading again after a preemption are the same case.
@@ -30,23 +30,23 @@ class Chunk(NamedTuple):
     rotary_length: int = 0
     """Tokens that the text may have at last, by which LongRoPE rotates all of them."""
     slot: int = -1
-    """Of the pool of states, where layers have them: the sequence's own."""
+    """The slot of the sequence's state in the pool of states, where layers have them."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A forward pass, and what is done to the pool before it, in the order of the fields."""
+    """A forward pass, and the changes of the pool before it, in the order of the fields."""
 
     swapped_out: tuple[tuple[int, int], ...] = ()
-    """(block of the pool, block of the host's pool): copied to the host."""
+    """Pairs (block of the pool, block of the host's pool) that are copied to the host."""
     swapped_in: tuple[tuple[int, int], ...] = ()
-    """(block of the host's pool, block of the pool): copied back."""
+    """Pairs (block of the host's pool, block of the pool) that are copied back."""
     copies: tuple[tuple[int, int], ...] = ()
-    """(from, to): blocks that several sequences share and that one is about to write in."""
+    """Pairs (from, to) of blocks that several sequences share and that one is about to write in."""
     state_copies: tuple[tuple[int, int], ...] = ()
-    """(from, to): slots of sequences that go on from another one's states."""
+    """Pairs (from, to) of slots of sequences that continue from another one's states."""
     fresh: tuple[int, ...] = ()
-    """Blocks that are written in from their beginning: cleared, since what was left in them may be NaN."""
+    """Blocks that are written from their beginning: they are cleared, since their old content may be NaN."""
     chunks: tuple[Chunk, ...] = ()
     """Those of one token first."""
     preempted: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass
 class Counters:
-    """What the schedulers of an engine have done; the fields are those of `engine.EngineStatistics`."""
+    """Counts of an engine's schedulers; the fields are those of `engine.EngineStatistics`."""
 
     passes: int = 0
     prompt_tokens_computed: int = 0
@@ -114,7 +114,7 @@ class Scheduler:
     Args:
         pool: the blocks. host: those of the host's memory, for preemption by swap.
         block: tokens of a block. batch_tokens: the most of a pass. running_limit: the most sequences that have blocks.
-        preempt: what becomes of a sequence that has to make room.
+        preempt: the treatment of a sequence that has to make room.
         window: the largest of all layers' attention windows, in tokens; None where a layer has none. Blocks that it has
             passed are given back.
         has_states: whether layers keep a state of each sequence that runs. One that makes room is read again then.
@@ -183,7 +183,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next pass: growing sequences, then prompts that are being read, then those that wait.
 
-        It has a chunk whenever there is a sequence. What it takes of the pool is taken already.
+        It has a chunk whenever there is a sequence. The blocks that it needs are taken already.
         """
         builder = _PlanBuilder(self.batch_tokens)
         builder.state_copies, self._state_copies = self._state_copies, []
@@ -201,10 +201,10 @@ class Scheduler:
         return builder.build()
 
     def commit(self, plan: Plan, rejected: Mapping[int, int] | None = None) -> None:
-        """Says that the pass of a plan is done: its tokens are computed, and full blocks enter the prefix cache.
+        """Records that the pass of a plan is done: its tokens are computed, and full blocks enter the prefix cache.
 
-        rejected: for sequences with drafts by number, how many of them are not what follows. Those that do are among
-        the known tokens by now.
+        rejected: the number of drafts of a sequence that are not kept, by its number. Those that are kept are among the
+        known tokens by now.
         """
         counters = self.counters
         counters.passes += 1
@@ -240,7 +240,7 @@ class Scheduler:
         builder.add(sequence, stop)
 
     def _plan_reading(self, sequence: SequenceState, builder: _PlanBuilder) -> bool:
-        """As much of the rest as budget and free blocks allow. False where blocks were lacking."""
+        """Plans as much of the rest of a prompt as budget and free blocks allow. False where blocks were lacking."""
         self._cut_drafts(sequence)
         room = (len(sequence.blocks) + self.pool.free) * self.block - sequence.computed
         # Without a chunk so far all that run are being read. `_admit` saw blocks for all that these know, and what
@@ -261,7 +261,7 @@ class Scheduler:
     def _admit(self, builder: _PlanBuilder) -> None:
         """Lets sequences in that wait, as long as there are blocks for all they know and one more for each that runs.
 
-        One whose next block is just being read for another waits for it, and others are let in before it.
+        A sequence waits while its next block is being read for another, and others are let in before it.
         """
         if not self.waiting:
             return

@@ -1,8 +1,8 @@
 """Whether `numerics: exact` holds for a model on this machine: tried on its own weights before anything relies on it.
 
 The same random tokens go through the model as training lays them out (a pack, a tree) and as rollouts do (prompts,
-prompts in chunks, several sequences a token at a time, one alone). What each module and each attention makes of a token
-must have the same bits every time. The first operation of a pass that does not keep this is named.
+prompts in chunks, several sequences a token at a time, one alone). The outputs of each module and each attention for a
+token must have the same bits every time. The first operation of a pass that does not keep this is named.
 
 T tokens of a pass, flat · D model width · V vocabulary
 """
@@ -34,11 +34,11 @@ from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 from danlu.parallel.comm import ALONE, Group
 
 LENGTHS = (150, 70)
-"""Of the two sequences: several blocks of keys, and more than one tile of rows."""
+"""The lengths of the two sequences: several blocks of keys, and more than one tile of rows."""
 STEM = 90
 """Tokens of the longer one before its branches: they end inside a block of keys."""
 CHUNKS = (37, 1, 70)
-"""What the longer one is read in, and then the rest."""
+"""The chunks that the longer one is read in, before the rest."""
 DECODED = 4
 """Tokens at the end that are computed one at a time."""
 BLOCK = 16
@@ -52,7 +52,7 @@ def check_exact(
     seed: int = 0,
     world: Group = ALONE,
 ) -> None:
-    """Raises ResourceError naming the first operation whose bits hang on what else is in a pass.
+    """Raises ResourceError naming the first operation with bits that depend on other tokens of the pass.
 
     virtual_token_ids: tokens that the adapter puts before every sequence. world: all processes that have a part of the
     model or a copy; each calls this, and each raises if one finds something.
@@ -69,7 +69,8 @@ def check_exact(
 def variant_operation(
     model: Decoder, dtype: torch.dtype, *, virtual_token_ids: Sequence[int] = (), seed: int = 0
 ) -> str | None:
-    """The first operation whose bits hang on what else is in a pass, and in which pass; None if there is none."""
+    """Returns the first operation with bits that depend on other tokens of the pass, and in which pass; None if there
+    is none."""
     config = model.config
     if config.rotates_by_growth:
         return (
@@ -85,7 +86,7 @@ def variant_operation(
 
 
 class _Check:
-    """The passes over two sequences, and the fingerprints of what they compute."""
+    """The passes over two sequences, and the fingerprints of their computations."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, virtual_token_ids: tuple[int, ...], seed: int) -> None:
         self.model, self.dtype = model, dtype
@@ -121,7 +122,7 @@ class _Check:
         return differences[0] if differences else None
 
     def _chunks(self) -> list[list[tuple[int, int, int]]]:
-        """The longer sequence in chunks, beside the other one's whole."""
+        """The longer sequence in chunks, and the other one whole in the first pass."""
         length = len(self.sequences[0])
         stops = [stop for stop in torch.tensor(CHUNKS).cumsum(0).tolist() if stop < length]
         passes = [[(0, start, stop)] for start, stop in zip([0, *stops], [*stops, length], strict=True)]
@@ -129,7 +130,7 @@ class _Check:
         return passes
 
     def _decoding(self, numbers: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-        """The last tokens of some sequences one by one, behind the pass that reads what is before them."""
+        """The last tokens of some sequences one by one, after the pass that reads the tokens before them."""
         begins = {number: max(1, len(self.sequences[number]) - DECODED) for number in numbers}
         passes = [[(number, 0, begin) for number, begin in begins.items()]]
         for step in range(DECODED):
@@ -166,7 +167,7 @@ class _Check:
         )
 
     def _blocks(self) -> list[range]:
-        """Of each sequence the blocks of the pool, taken from its end."""
+        """The blocks of the pool for each sequence, taken from its end."""
         counts = [-(-len(sequence) // BLOCK) for sequence in self.sequences]
         first, total = counts[0], sum(counts)
         return [range(total - 1, total - 1 - first, -1), range(total - first - 1, -1, -1)]
@@ -186,7 +187,8 @@ class _Check:
     def _run(
         self, tokens: Sequence[int], positions: Sequence[int], attend: Attend, *, decodes: bool = False
     ) -> list[tuple[str, Tensor]]:
-        """Of each operation of a pass, in the order of their ends, a fingerprint of each token's bits: [T] int64.
+        """Returns a fingerprint of each token's bits, [T] int64, for each operation of a pass, in the order of their
+        ends.
 
         decodes: whether log-probabilities are computed as a sampler does it.
         """
@@ -222,7 +224,7 @@ class _Check:
 
 @dataclass
 class _Fingerprints:
-    """Numbers that follow from the bits of what each operation gives for each token."""
+    """Numbers that follow from the bits of each operation's output for each token."""
 
     model: Decoder
     _recorded: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -248,7 +250,7 @@ class _Fingerprints:
                 handle.remove()
 
     def attend(self, attend: Attend, layer: int, q: Tensor, keys: Keys, **options: Any) -> Tensor:
-        """Attention with what goes in and what comes out."""
+        """Computes attention, and records its inputs and output."""
         where = f"layers.{layer}.attention"
         names = ("keys", "values") if len(keys.stored) == 2 else ("cached rows",)
         for name, rows in (("queries", q), *zip(names, keys.stored, strict=True)):

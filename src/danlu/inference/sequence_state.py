@@ -1,4 +1,5 @@
-"""A sequence as the scheduler sees it: what is known, what is computed, and the hashes by which it shares blocks."""
+"""A sequence as the scheduler sees it: its known tokens, its computed ones, and the hashes by which it shares
+blocks."""
 
 from __future__ import annotations
 
@@ -23,20 +24,21 @@ class SequenceState:
     """The hash of each full block, behind that of the root; None: shares nothing with other requests."""
     drafts: list[int] = field(default_factory=list)
     """Tokens proposed to follow the known ones. They are checked by the pass that computes the last known token, all of
-    them: what is drawn must not hang on how full a pass is."""
+    them: the draws must not depend on how full a pass is."""
     computed: int = 0
-    """Tokens whose keys and values are in the blocks."""
+    """The number of tokens with keys and values in the blocks."""
     blocks: list[int] = field(default_factory=list)
-    """Of the pool, in order; empty while it waits. Those that every layer's window has passed are given back. In their
-    places stands the first that is left: exact attention reads whole tiles, and hides what is behind the window."""
+    """Its blocks of the pool, in order; empty while it waits. Those that every layer's window has passed are given
+    back. In their places stands the first that is left: exact attention reads whole tiles, and hides the positions
+    before the window."""
     passed: int = 0
     """Blocks at the beginning that were given back."""
     host_blocks: list[int] = field(default_factory=list)
-    """While it is swapped out: blocks of the host's pool, for those that were not given back."""
+    """Its blocks of the host's pool while it is swapped out, for those that were not given back."""
     rotary_length: int = 0
     """Tokens that it may have at last, by which LongRoPE rotates all of them."""
     slot: int = -1
-    """Of the pool of states, while it runs and where layers have states."""
+    """Its slot of the pool of states, while it runs and where layers have states."""
     remembered: int = 0
     """Full blocks that were offered to the prefix cache, or come from it."""
 
@@ -67,8 +69,8 @@ class SequenceState:
         return known - 1 if known <= stop < known + len(self.drafts) else stop
 
     def find_cached(self, pool: BlockPool, block: int) -> list[int]:
-        """Blocks of the prefix cache that hold the beginning; never that of the last known token, whose hidden state is
-        needed."""
+        """Returns blocks of the prefix cache that hold the beginning; never that of the last known token, which is read
+        for its hidden state."""
         cached: list[int] = []
         if self.digests is None:
             return cached

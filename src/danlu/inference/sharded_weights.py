@@ -1,4 +1,4 @@
-"""Weights that data ranks share, as a rollout reads them: gathered once for all of it, or anew in each forward pass."""
+"""Weights that data ranks shard, as a rollout reads them: gathered once for all of it, or in each forward pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ShardedWeights:
     in each pass tokens travel to their experts.
 
     Args:
-        whole_bytes: of all weights, as they are gathered.
-        processes_here: of this run on this machine, which share its memory.
-        log: is told, once, where ranks have to step together.
+        whole_bytes: bytes of all weights, as they are gathered.
+        processes_here: processes of this run on this machine, which share its memory.
+        log: is called once, with a message, where ranks have to step together.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class ShardedWeights:
         self.empty_pass()
 
     def close(self) -> None:
-        """Frees what is gathered."""
+        """Frees the gathered weights."""
         self._opened.close()
         self.is_open = False
 
     @torch.no_grad()
     def empty_pass(self) -> None:
-        """A forward pass of one token, which is thrown away: for what it gathers. Each chunk of a pipeline that is here
-        begins with zeros, without the other stages."""
+        """Runs a forward pass of one token, which is thrown away, for the weights that it gathers. Each local chunk of
+        a pipeline begins with zeros, without the other stages."""
         token = torch.zeros(1, dtype=torch.int64, device=next(self.model.parameters()).device)
         for chunk in self.model.chunks.local:
             x = None if chunk == 0 else token.new_zeros(1, self.model.config.hidden_size, dtype=self._dtype)

@@ -1,7 +1,7 @@
 """Speculative decoding (arXiv:2211.17192): tokens that are proposed cheaply, and checked by the model in one pass.
 
 A sequence with proposals is computed up to the last of them, and a token is drawn behind each. The first that differs
-from its proposal ends the round: what was drawn behind it followed a token that is not there.
+from its proposal ends the round: the draws after it followed a token that is not there.
 
 Proposals of an n-gram are certain, so a draw by the plain rule keeps each as often as rejection sampling would, and
 answers are those without proposals, to the token. A draft model draws its proposals, and rejection sampling keeps more
@@ -29,7 +29,7 @@ class DraftSequence:
     """A sequence that proposals are made for."""
 
     number: int
-    """Of the sequence in the engine."""
+    """The number of the sequence in the engine."""
     tokens: Sequence[int]
     """All that are known, virtual ones and the prompt's among them."""
     prompt_length: int
@@ -37,14 +37,14 @@ class DraftSequence:
     limit: int
     """The most proposals to check. It follows from the sequence alone."""
     row: DrawRow
-    """Of the next token."""
+    """The inputs of the next token's draw."""
     virtual_tokens: int
     """Tokens before the prompt, which only the model that is drawn from knows."""
     rotary_length: int
-    """As in `Chunk`, with virtual tokens."""
+    """The length that LongRoPE rotates by, as in `Chunk`, with virtual tokens."""
 
     def rows(self, proposed: Sequence[int]) -> list[DrawRow]:
-        """Of the next token and of those behind each proposal."""
+        """The inputs of the draws of the next token and of those after each proposal."""
         return [self.row, *(self._row_behind(proposed[:count]) for count in range(1, len(proposed) + 1))]
 
     def _row_behind(self, proposed: Sequence[int]) -> DrawRow:
@@ -58,7 +58,7 @@ class DraftSequence:
 
 
 class Proposer(Protocol):
-    """Proposes what may follow."""
+    """Proposes tokens that may follow."""
 
     @property
     def draws(self) -> bool: ...  # whether proposals at temperatures above 0 are drawn from a distribution
@@ -72,7 +72,8 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """What followed the end of the text when it came before: prompt lookup decoding, as in transformers and vLLM.
+    """Proposes the tokens that followed an earlier occurrence of the text's end: prompt lookup decoding, as in
+    transformers and vLLM.
 
     The longest end of up to `longest` tokens that is found counts, and of several places the latest.
     """
@@ -84,15 +85,15 @@ class NgramProposer:
         self._places: dict[int, _NgramPlaces] = {}  # by sequence
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[list[ProposedToken]]:
-        """Up to `limit` proposals for each sequence, none where its end has not come before."""
+        """Returns up to `limit` proposals for each sequence, none where its end has not come before."""
         return [[ProposedToken(token, None) for token in self._propose(sequence)] for sequence in sequences]
 
     def forget(self, number: int) -> None:
-        """Drops what is remembered of a sequence."""
+        """Drops the index of a sequence."""
         self._places.pop(number, None)
 
     def reset(self) -> None:
-        """Drops what is remembered."""
+        """Drops the indexes of all sequences."""
         self._places = {}
 
     def _propose(self, sequence: DraftSequence) -> list[int]:
@@ -110,7 +111,7 @@ class NgramProposer:
 
 
 class _NgramPlaces:
-    """Where the n-grams of a growing text ended last."""
+    """The latest places where the n-grams of a growing text ended."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -118,7 +119,7 @@ class _NgramPlaces:
         self._indexed = 1  # n-grams that end before this place are in `_end`
 
     def find_end_of(self, tokens: Sequence[int]) -> int | None:
-        """Behind which place the longest end of the text came before; None if not even its last token did."""
+        """The place after which the longest end of the text came before; None if not even its last token did."""
         for end in range(self._indexed, len(tokens)):
             for size in range(1, min(self._longest, end) + 1):
                 self._end[tuple(tokens[end - size : end])] = end
@@ -172,12 +173,12 @@ class Speculation:
         return parts
 
     def forget(self, number: int) -> None:
-        """Drops what is remembered of a sequence that is over."""
+        """Drops the proposals of a sequence that is over."""
         self._proposals.pop(number, None)
         self._proposer.forget(number)
 
     def reset(self) -> None:
-        """Drops what is remembered of all sequences, as after a change of weights."""
+        """Drops the proposals of all sequences, as after a change of weights."""
         self._proposals = {}
         self._proposer.reset()
 

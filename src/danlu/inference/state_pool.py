@@ -1,4 +1,4 @@
-"""What layers keep of a sequence as a whole, such as the state of linear attention: a slot for each that runs.
+"""States that layers keep of a sequence as a whole, such as that of linear attention: a slot for each that runs.
 
 A state changes with each token and is not kept for the tokens before. So it is shared by copies alone (when a prompt is
 read, by all its answers), and read again from the beginning after a preemption.
@@ -22,7 +22,7 @@ from danlu.models.recurrent_order import RecurrentOrder, RecurrentRuns
 
 
 class StatePool:
-    """Slots of states of all layers; what is in one that a sequence begins in is never read."""
+    """Slots of states of all layers; the old content of a slot that a sequence begins in is never read."""
 
     def __init__(self, layers: Sequence[LayerCache], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slots, self.device = slots, device
@@ -33,7 +33,7 @@ class StatePool:
 
     @staticmethod
     def slot_bytes(layers: Sequence[LayerCache], dtype: torch.dtype) -> int:
-        """What the states of a sequence take over all layers."""
+        """Bytes of a sequence's states over all layers."""
         return sum(math.prod(shape) * each.itemsize for layer in layers for shape, each in _typed(layer, dtype))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -44,7 +44,7 @@ class StatePool:
                 states.index_copy_(0, target, states.index_select(0, source))
 
     def runs(self, plan: Plan) -> RecurrentRuns:
-        """How the chunks of a plan, laid end to end, go on from the states of their sequences."""
+        """The recurrent runs of a plan's chunks, laid end to end: they continue from the states of their sequences."""
         single = [chunk for chunk in plan.chunks if chunk.stop - chunk.start == 1]
         assert list(plan.chunks[: len(single)]) == single, "chunks of one token come first"
         several = plan.chunks[len(single) :]

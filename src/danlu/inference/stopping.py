@@ -1,4 +1,4 @@
-"""When an answer ends, and which part of its text can be shown while it is still being generated.
+"""The end of an answer, and the part of its text that can be shown while it is still being generated.
 
 One character can be encoded in several tokens, and a stop string can begin in one token and end in another. So text is
 withheld until no later token can change it.
@@ -17,7 +17,7 @@ CONTEXT = 8
 
 
 class Detokenizer:
-    """From tokens, one by one, to text in whole characters, which joined are the text of all after `context`."""
+    """Decodes tokens one by one to text in whole characters; joined they are the text of all tokens after `context`."""
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
@@ -60,7 +60,7 @@ class StopStrings:
         self.matched = False
 
     def push(self, text: str) -> str:
-        """The text that can be shown: up to a complete stop string, or up to what might become one."""
+        """Returns the text that can be shown: up to a complete stop string, or up to a possible beginning of one."""
         if not self._strings:
             return text
         text = self._withheld + text

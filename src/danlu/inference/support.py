@@ -22,7 +22,7 @@ class Support:
 
     @classmethod
     def of(cls, ids: np.ndarray, vocab_size: int) -> Support:
-        """From ids [K], rising."""
+        """Makes a support from ids [K], rising."""
         if ID_BYTES * len(ids) <= -(-vocab_size // 8):
             return cls(vocab_size, sorted_ids=ids.astype(np.int32))
         inside = np.zeros(vocab_size, dtype=bool)
@@ -31,7 +31,7 @@ class Support:
 
     @property
     def ids(self) -> np.ndarray:
-        """[K] int64, rising."""
+        """The ids, [K] int64, rising."""
         if self.sorted_ids is not None:
             return self.sorted_ids.astype(np.int64)
         assert self.bitmask is not None, "a support is ids or a bitmask"
@@ -46,7 +46,7 @@ class Support:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory, without Python's own."""
+        """Bytes in memory, without Python's own."""
         stored = self.bitmask if self.sorted_ids is None else self.sorted_ids
         assert stored is not None
         return int(stored.nbytes)
@@ -62,10 +62,10 @@ def support_matrix(supports: list[Support]) -> np.ndarray:
 
 
 def check_trainable(completion: Completion, sampling: SamplingOptions, vocab_size: int) -> None:
-    """Raises DataError for an answer whose log-probabilities a trainer cannot compute again, and so not train on.
+    """Raises DataError for an answer that a trainer cannot recompute the log-probabilities of, and so not train on.
 
-    That is where a penalty or temperature 0 chose the tokens, and where tokens were left out and it is not
-    known, for each token, which. vocab_size: the trained model's.
+    That is where a penalty or temperature 0 chose the tokens, and where tokens were left out and it is not known, for
+    each token, which. vocab_size: the trained model's.
     """
     where = f"prompt {completion.number}, sample {completion.sample}"
     for name, off in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):

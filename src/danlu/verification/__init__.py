@@ -1,1 +1,1 @@
-"""Proof that a recipe's layout computes what one process does."""
+"""Proof that a recipe's layout computes the same as one process."""

@@ -43,4 +43,4 @@ CAUSES = {
         "the same on all, and not finite where any part of it is not"
     ),
 }
-"""By the kind of what is wrong (`comparison.ComparedTensor.kind`)."""
+"""The usual cause, by the kind of the faulty tensor (`comparison.ComparedTensor.kind`)."""

@@ -35,7 +35,7 @@ class ClearItems:
         self._taken: list[Item] = []
         run.data_loader.source = ItemList(self._taken)
         self.least_margin = float("inf")
-        """Of any route of a step that was taken."""
+        """The least margin of any route of a step that was taken."""
 
     def of_steps(self, count: int) -> list[int] | None:
         """The numbers of the items of the next `count` steps, which are taken; None where too few are clear."""
@@ -71,7 +71,7 @@ class ClearItems:
         return None
 
     def _margin_in_step(self, before: list[Item], item: Item) -> float:
-        """Of an item at its place in the next step, whose dropout depends on that."""
+        """The margin of an item at its place in the next step, which decides its dropout."""
         learner, margin = self._training.learner, RoutingMargin()
         numbers = [[len(before)]]
         items = learner.prepare([*before, item], numbers, self._run.state.step + 1)

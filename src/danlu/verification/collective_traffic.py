@@ -1,4 +1,5 @@
-"""What one process really sends in a step of a recipe, and what the formulas of `plan.traffic` say it would."""
+"""The measured traffic of one process in a step of a recipe, and the traffic that the formulas of `planning.traffic`
+predict."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What one process sends in a step: one entry for each collective, group and purpose."""
+    """The traffic of one process in a step: one entry for each collective, group and purpose."""
 
     counted: list[CollectiveTraffic]
     predicted: list[CollectiveTraffic]
@@ -95,7 +96,7 @@ def data_parallel_traffic(
     gathered: torch.dtype,
     experts: Collection[str] = (),
 ) -> list[CollectiveTraffic]:
-    """What data ranks send by `plan.traffic`.
+    """Predicts the traffic of data ranks by `planning.traffic`.
 
     gathered: the type that parameters are gathered in. experts: names of parameters that are experts'.
     """
@@ -117,7 +118,7 @@ def data_parallel_traffic(
 
 
 def decoder_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-    """What data ranks and tensor ranks of a decoder send by `plan.traffic`."""
+    """Predicts the traffic of a decoder's data ranks and tensor ranks by `planning.traffic`."""
     placed, layout = training.placed, training.ranks.layout
     assert isinstance(placed, PlacedDecoder), "that of a decoder"
     gathered = placed.dtype if placed.placed.subject.adapters is None else torch.float32
@@ -134,7 +135,7 @@ def decoder_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> lis
 
 
 def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list[RowExchange]:
-    """What this rank exchanges in each layer with experts, by a forward pass that counts rows; all ranks make it."""
+    """Counts the rows that this rank exchanges in each layer with experts, by a forward pass; all ranks make it."""
     learner, placed = training.learner, training.placed
     assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
     model, plan = learner.model, placed.placed.plan
@@ -217,7 +218,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
 
 
 def _needs_input(model: Decoder, half: int) -> bool:
-    """Whether the gradient of what is trained in the first products of a half of a layer takes their input.
+    """Whether a gradient of trained parameters in the first products of a half of a layer takes their input.
 
     half: attention of the first layer here, its MLP, attention of the second one, and so on.
     """

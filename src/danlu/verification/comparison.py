@@ -46,7 +46,7 @@ class ComparedTensor:
     layout_value: Tensor  # of a number: one for each rank
     reference: Tensor
     previous: Tensor | None = None
-    """Of weights after an update: the reference's before it."""
+    """The reference's weights before the update, for weights after it."""
     ranks: tuple[int, int] | None = None
     """Two processes that hold the same part of it with different numbers."""
 
@@ -112,12 +112,12 @@ def _worst(kind: str, compared: Sequence[ComparedTensor]) -> Check:
 
 
 def compare(traces: Traces, tolerance: float, *, flip_distance: float = 0.0) -> Comparison:
-    """Compares all that was traced.
+    """Compares all traced tensors and numbers.
 
     Args:
-        tolerance: relative; what a parameter's gradient may be off in any case.
-        flip_distance: how far a weight ends from where it should where rounding changes the sign of its update
-            (`sign_flip_distance`); 0 for an optimizer whose updates are as small as the gradients.
+        tolerance: relative; the error that a parameter's gradient may always have.
+        flip_distance: the distance of a weight from its right value where rounding changes the sign of its update
+            (`sign_flip_distance`); 0 for an optimizer with updates as small as the gradients.
     """
     return Comparison(list(_compared(traces, _Rounding(tolerance, flip_distance))))
 
@@ -174,7 +174,7 @@ def _compared(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
 
 
 class _Rounding:
-    """What is allowed, learnt from a run that differs by rounding alone; it grows from step to step.
+    """The allowed errors, learnt from a run that differs by rounding alone; they grow from step to step.
 
     Numbers of that run that are not finite allow nothing: as errors they would allow everything from there on.
     """
@@ -215,7 +215,7 @@ class _Rounding:
 
 
 class _Metrics:
-    """Metrics of steps and evaluations, and what is allowed of them: some are zero but for rounding, others count."""
+    """Metrics of steps and evaluations, and their allowed errors: some are zero but for rounding, others count."""
 
     def __init__(self, rounding: _Rounding) -> None:
         self._rounding = rounding
@@ -242,7 +242,7 @@ class _Metrics:
 
 
 def _metric_error(value: float, reference: float) -> float:
-    """Relative to a least size: of what is zero but for rounding no more is known."""
+    """The error relative to a least size, since a metric that is zero but for rounding says no more."""
     if _is_same(value, reference):
         return 0.0
     error = abs(value - reference) / max(abs(reference), _LEAST_METRIC)

@@ -1,4 +1,4 @@
-"""Mistakes that context parallelism is known for: what is lost, or begins anew, where a document is cut."""
+"""Faults that context parallelism is known for: states that are lost, or restart, where a document is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from danlu.verification.proxy import Proxy, has_experts
 
 
 def _changed(change: Callable[[Batch, Share], Batch]) -> AbstractContextManager[None]:
-    """Changes what each context rank has of a batch."""
+    """Changes each context rank's share of a batch."""
 
     original = context_batch.share_of_batch
 
@@ -65,7 +65,7 @@ def _target_lost_at_cut(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[
 
 
 def _branch_sums_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """What a rank has of a branch counts as all of it."""
+    """A rank's part of a branch counts as all of it."""
 
     def change(batch: Batch, share: Share) -> Batch:
         shared = batch.shared_branches
@@ -91,7 +91,7 @@ def _document_leak(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
 
 
 def _window_at_border(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Of the keys of other ranks a window has one less."""
+    """A window lacks one key of other ranks."""
 
     def tiles_between(queries: Sequence[Run], keys: Sequence[Run], window: int | None) -> tuple[Tile, ...]:
         narrower = window if window is None or list(queries) == list(keys) else window - 1
@@ -111,7 +111,7 @@ def _sink_on_each_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[N
 
 
 def _balance_of_one_share(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """What balances the load of a document counts the tokens of one context rank alone."""
+    """The load balance of a document counts the tokens of one context rank alone."""
     return replaced(ContextGroups, "sum", lambda groups, x: x)
 
 
@@ -157,4 +157,4 @@ CONTEXT_FAULTS: dict[str, Fault] = {
     "target-lost-at-cut": Fault(_is_cut, _target_lost_at_cut),
     "window-at-border": Fault(_has_ring_with_windows, _window_at_border),
 }
-"""By name, sorted."""
+"""The faults by name, sorted."""

@@ -1,4 +1,4 @@
-"""What context ranks of a decoder send each other in a step of a recipe, by `plan.context_traffic`."""
+"""Traffic between the context ranks of a decoder in a step of a recipe, by `planning.context_traffic`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 
 def context_ranks_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-    """What this process sends to other context ranks; nothing where there are none."""
+    """The traffic of this process to other context ranks; nothing where there are none."""
     layout, learner = training.ranks.layout, training.learner
     if layout.context == 1:
         return []
@@ -73,12 +73,13 @@ def _layers(training: ProxyTraining) -> list[ContextLayer]:
 
 
 def _repeated(traffic: ContextLayer, times: int, *, output: bool = True) -> ContextLayer:
-    """output: whether what attention gives is wanted again too."""
+    """Returns the traffic of a layer that is recomputed `times` times. output: whether attention's output is recomputed
+    too."""
     return replace(traffic, runs=1 + times, output_runs=1 + times * output)
 
 
 def _saves_output(layer: Layer) -> bool:
-    """Whether an operation behind attention saves its output: a gate, or the product of what is trained on it."""
+    """Whether an operation after attention saves its output: a gate, or the product of a trained module on it."""
     attention: Any = layer.attention
     gated = getattr(attention, "gate_proj", None) is not None
     return gated or any(takes_input(module, attention.o_proj) for module in attention.o_proj.modules())
@@ -87,9 +88,9 @@ def _saves_output(layer: Layer) -> bool:
 def _layer_traffic(
     training: ProxyTraining, mixer: Mixer, trained: Sequence[str], *, input_has_gradient: bool
 ) -> ContextLayer:
-    """What a layer sends in a forward pass without recomputation, and what of it has a gradient.
+    """Returns a layer's tensors that a forward pass without recomputation sends, and which of them have a gradient.
 
-    trained: names of its attention's parameters that are. input_has_gradient: whether what goes into it has one.
+    trained: names of its attention's trained parameters. input_has_gradient: whether its input has one.
     """
     learner, layout = training.learner, training.ranks.layout
     assert isinstance(learner, DecoderLearner), "that of a decoder"
@@ -124,7 +125,8 @@ def _layer_traffic(
 
 
 def _makers(mixer: Heads | Latent | Factorized) -> dict[str, tuple[str, ...]]:
-    """How the names of the parameters begin that make queries, keys, values, and what is stored in the place of both.
+    """The prefixes of the names of parameters that make queries, keys, values, and the tensor that is stored in place
+    of both.
 
     Products of one input that an adapter makes together, and queries and keys that are rotated together, all have a
     gradient where one of them needs it.

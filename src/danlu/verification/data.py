@@ -48,7 +48,7 @@ class ItemList:
 
 @dataclass(frozen=True)
 class ProxyData:
-    """What a verification trains on."""
+    """The data that a verification trains on."""
 
     packs: list[Pack]
     vocab_size: int | None  # of the recipe's tokenizer; None where none was loaded

@@ -193,7 +193,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
 
 
 def can_be_written(config: ModelConfig) -> bool:
-    """Whether the config.json of its family can say a model."""
+    """Whether the config.json of its family can describe a model."""
     try:
         config_values(config, torch_dtype="float32")
     except ModelError:

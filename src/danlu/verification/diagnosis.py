@@ -1,8 +1,8 @@
-"""What is behind a difference: which items count how much in a gradient, and which stage of a step is the first off.
+"""The cause of a difference: how often items count in a gradient, and which stage of a step is the first with an error.
 
-A step's gradient is a sum of what its items add, and one process tells what each of them does. Least squares find by
-how much each counts in the layout's gradient: 2 everywhere is a gradient summed twice, 0 a rank whose rows are not
-summed, other numbers for each rank a mean of means.
+A step's gradient is a sum over its items, and one process computes each item's term. Least squares find the factor of
+each in the layout's gradient: 2 everywhere is a gradient summed twice, 0 a rank with rows that are not summed, other
+numbers for each rank a mean of means.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SAME = 1e-3  # relative error up to which a value counts as explained
 
 @dataclass(frozen=True)
 class Case:
-    """What is needed beside the comparison to say what is wrong."""
+    """The inputs of a diagnosis in addition to the comparison."""
 
     task: Task
     traces: Traces
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def has_routes(self) -> bool:
-        """Whether it is said of tokens which experts they go to."""
+        """Whether the items have recorded routes of tokens to experts."""
         return any(
             ROUTES in sample.columns for item in self.task.steps[0] if isinstance(item, Pack) for sample in item.samples
         )
@@ -81,7 +81,7 @@ class Case:
 
 
 def diagnose(comparison: Comparison, case: Case) -> Finding | None:
-    """The first thing that is wrong, and what usually causes it; None where nothing is."""
+    """Finds the first error, and its usual cause; None where there is none."""
     first = comparison.first_failure()
     if first is None:
         return None
@@ -132,7 +132,7 @@ def _explained(first: ComparedTensor, comparison: Comparison, case: Case) -> tup
 
 
 def _problem(doing: str, case: Case) -> str:
-    """The first error of what a process could not do."""
+    """The first error of a process in a part of the task."""
     traces = [*case.traces.by_rank, case.traces.reference]
     text = next(trace.problems[doing] for trace in traces if doing in trace.problems)
     return " ".join(text.split("\n  ")[:2])
@@ -145,7 +145,7 @@ def _by_rank_of(first: ComparedTensor) -> str:
 
 
 def _of_counts(first: ComparedTensor, case: Case) -> tuple[str, str]:
-    """The rows of a layer's experts that were counted in a step, beside those of one process."""
+    """Explains wrong counts of rows of a layer's experts in a step."""
     counted, rows = float(first.layout_value.sum()), float(first.reference.sum())
     ratio = f"{counted:,.0f} rows instead of {rows:,.0f}"
     if first.ranks is not None or counted < rows:
@@ -247,7 +247,7 @@ def _of_mixture(failed: Sequence[ComparedTensor], case: Case) -> str | None:
 
 
 def _of_router(gradient: ComparedTensor, case: Case) -> str:
-    """The cause of a wrong gradient of the last router that has one: told by its numbers in the first step."""
+    """The cause of a wrong gradient of the last router that has one, found by its numbers in the first step."""
     alone = (
         "the router's gradient is not what its weights multiply gives it: that is missing, and what balances the load "
         "trains the router alone"
@@ -294,7 +294,7 @@ def _of_some_gradients(failed: Sequence[ComparedTensor], case: Case) -> str:
 
 
 def _missing_sum(first: ComparedTensor, case: Case) -> str | None:
-    """The axis over whose ranks the copies of a gradient would add up to that of one process; None for no axis."""
+    """The axis with ranks on which the copies of a gradient would add up to that of one process; None for no axis."""
     step = int(first.stage.rpartition(" ")[2]) - 1
     gradients = [trace.steps[step].gradients for trace in case.traces.by_rank]
     assert first.name is not None
@@ -308,7 +308,7 @@ def _missing_sum(first: ComparedTensor, case: Case) -> str | None:
 
 
 def _sum_of_copies(name: str, shards_by_rank: Sequence[LocalShards], reference: Tensor) -> Tensor | None:
-    """The sum of what ranks have of a tensor; None where one of them does not have all of it."""
+    """The sum of the ranks' copies of a tensor; None where one of them does not have all of it."""
     if any(name not in shards or shards[name][0].sizes != tuple(reference.shape) for shards in shards_by_rank):
         return None
     return sum((shards[name][1] for shards in shards_by_rank), torch.zeros_like(reference))
@@ -333,7 +333,7 @@ def _shares_of_items(first: ComparedTensor, item_gradients: Sequence[ItemGradien
 
 
 def _by_shares(shares: Tensor, case: Case) -> tuple[str, str]:
-    """(ratio in words, usual cause) where items count `shares` times."""
+    """Returns (ratio in words, usual cause) where items count `shares` times."""
     items = case.task.item_name
     mean = float(shares.mean())
     if _all_are(shares, mean):
@@ -374,7 +374,7 @@ def _by_rank(shares: Tensor, ranks: Sequence[int]) -> str:
 
 
 def _sum_within(values: Tensor, keys: Sequence[object]) -> Tensor:
-    """For each value the sum of all values of the same key."""
+    """The sum of all values with the same key, for each value."""
     return torch.stack([values[[item_key == key for item_key in keys]].sum() for key in keys])
 
 

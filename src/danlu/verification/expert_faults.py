@@ -65,12 +65,12 @@ def _large_gradients_not_summed(recipe: Recipe, ranks: Ranks) -> AbstractContext
 
 
 def _router_by_balance_alone(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """What the router's weights multiply gives it no gradient: what balances is all that trains it."""
+    """The weighted products give the router no gradient: the balancing loss alone trains it."""
     return balanced_alone()
 
 
 def _balance_on_each_tensor_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Each tensor rank adds the whole gradient of what balances, and they are summed."""
+    """Each tensor rank adds the whole gradient of the balancing loss, and they are summed."""
 
     def balancer(model: Decoder, balancing: Balancing, *, adds_gradient: bool) -> Balancer:
         return Balancer(model, balancing)
@@ -104,7 +104,7 @@ def _counted_filler(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None
 
 
 def _routes_not_replayed(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Routers choose the experts of tokens whose rollout says which they were."""
+    """Routers choose the experts of tokens that have recorded ones from their rollout."""
 
     def replaying(model: Decoder, routes: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
@@ -156,7 +156,7 @@ def _distributes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 def _sums_experts_apart(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    """Whether experts' gradients are summed over some ranks, which are fewer than those of the buckets."""
+    """Whether experts' gradients are summed over ranks that are fewer than those of the buckets."""
     copies = layout.data * layout.context // layout.expert
     return layout.expert > 1 and copies > 1 and recipe.parallel.shard == "none" and proxy.trains_experts(recipe)
 
@@ -207,4 +207,4 @@ EXPERT_FAULTS: dict[str, Fault] = {
     "router-by-balance-alone": Fault(_has_balance_loss, _router_by_balance_alone),
     "routes-not-replayed": Fault(_replays_routes, _routes_not_replayed),
 }
-"""By name, sorted."""
+"""The faults by name, sorted."""

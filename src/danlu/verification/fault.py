@@ -1,4 +1,4 @@
-"""What a mistake that is injected is: in which layouts it can be made, and how."""
+"""A fault to inject into a layout: where it applies, and how."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fault:
     is_possible: Callable[[Recipe, Layout, Proxy], bool]
     inject: Callable[[Recipe, Ranks], AbstractContextManager[None]]
     setting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What is so in all processes, those of the reference too, so that the mistake can show."""
+    """The setting of all processes, those of the reference too, in which the fault can show."""
 
 
 @contextmanager

@@ -52,11 +52,11 @@ _OTHER = 1.5  # what the weights of a model are multiplied by where they are to 
 
 
 Factor = Callable[[AnyLearner, Sequence[Item], Any], float]
-"""(learner, the items of the step, a micro-batch) -> by what its gradient is multiplied."""
+"""Maps (learner, the items of the step, a micro-batch) to the factor of its gradient."""
 
 
 class _Scaled:
-    """A learner whose micro-batches' gradients are multiplied by factors; all else is its own."""
+    """A learner with gradients of micro-batches multiplied by factors; all else is its own."""
 
     def __init__(self, learner: AnyLearner, items: Sequence[Item], factor: Factor) -> None:
         self._learner, self._items, self._factor = learner, items, factor
@@ -288,7 +288,7 @@ def _adapter_in_reference(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
 
 
 def _frozen_models_differ(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """The last process has other weights of the models beside the policy than the rest."""
+    """The last process has other weights of the frozen models than the rest."""
 
     original = frozen_models.place_frozen
 
@@ -431,4 +431,4 @@ FAULTS: dict[str, Fault] = {
     "visible-siblings": Fault(_has_siblings, _visible_siblings),
 }
 FAULTS = dict(sorted(FAULTS.items()))
-"""By name, sorted."""
+"""The faults by name, sorted."""

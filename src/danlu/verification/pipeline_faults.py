@@ -1,4 +1,4 @@
-"""Mistakes that pipelines are known for: what stages share, and what belongs to a micro-batch or to the whole step."""
+"""Faults that pipelines are known for: in state that stages share, of a micro-batch or of the whole step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from danlu.verification.proxy import Proxy, has_experts
 
 
 def _without_sum_over_stages(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """What stages share has on each of them its own gradient."""
+    """Parameters that stages share have on each of them its own gradient."""
     reduce_gradients = ParallelContext.reduce_gradients
 
     def reduce(parallel: ParallelContext) -> None:
@@ -63,7 +63,7 @@ def _norm_of_one_stage(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[N
 
 
 def _dropout_of_another_micro_batch(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """Behind the first stage masks are those of the items after these, as where micro-batches lie one apart."""
+    """Stages after the first take dropout masks of the following items, as if micro-batches were shifted by one."""
     at = DecoderLearner.at
 
     def at_another(learner: DecoderLearner, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
@@ -116,7 +116,7 @@ def _unstepped_of_first_stage(recipe: Recipe, ranks: Ranks) -> AbstractContextMa
 
 
 def _has_stages(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    """Whether there are some that are clipped by one norm."""
+    """Whether any parameters are clipped by one norm."""
     return layout.pipeline > 1 and not _has_versions(recipe, layout, proxy)
 
 
@@ -150,4 +150,4 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "sum-over-stages-missing": Fault(_has_stages_that_share, _without_sum_over_stages),
     "unstepped-of-first-stage": Fault(_has_stages, _unstepped_of_first_stage),
 }
-"""By name, sorted."""
+"""The faults by name, sorted."""

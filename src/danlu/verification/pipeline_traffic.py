@@ -1,4 +1,4 @@
-"""What the stages of a decoder send each other in a step of a recipe, by `plan.pipeline_traffic`."""
+"""Traffic between the stages of a decoder in a step of a recipe, by `planning.pipeline_traffic`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 
 def stages_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-    """What this process sends to other stages; nothing where there are none."""
+    """The traffic of this process to other stages; nothing where there are none."""
     layout, learner, pipeline = training.ranks.layout, training.learner, training.learner.parallel.pipeline
     if pipeline.alone:
         return []

@@ -1,4 +1,4 @@
-"""What a verification asks of the kind of model that a recipe trains. All else is the same for all kinds.
+"""The interface of a verification to the kind of model that a recipe trains. All else is the same for all kinds.
 
 `decoder_proxy.py` answers for decoders on packs of tokens, `classifier_proxy.py` for classifiers of images.
 """
@@ -42,7 +42,8 @@ _CONSTANT = Schedule(kind="constant", warmup=0)  # a warm-up would make the firs
 
 
 class Proxy(Protocol):
-    """What all processes of a verification know of the shrunken model, beside the recipe; pickled to each of them."""
+    """Facts of the shrunken model that all processes of a verification know, in addition to the recipe; pickled to each
+    of them."""
 
     @property
     def has_tied_head(self) -> bool: ...  # its head is its embedding
@@ -72,17 +73,18 @@ class Proxy(Protocol):
         ...
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-        """What this process sends in a step of these micro-batches, by the formulas of `plan.traffic`."""
+        """Predicts the traffic of this process in a step of these micro-batches, by the formulas of
+        `planning.traffic`."""
         ...
 
 
 def has_experts(proxy: Proxy) -> bool:
-    """Whether some layer has experts."""
+    """Whether any layer has experts."""
     return any(isinstance(kind.feed, Experts) for kind in proxy.layer_kinds)
 
 
 def norms_all_heads(proxy: Proxy) -> bool:
-    """Whether some layer norms all of its queries, and all of its keys, together."""
+    """Whether any layer norms all of its queries, and all of its keys, together."""
     return any(getattr(kind.mixer, "qk_norm", None) == "full" for kind in proxy.layer_kinds)
 
 

@@ -101,7 +101,7 @@ def adapted_sites(recipe: Recipe, config: ModelConfig) -> list[Site]:
 
 
 def _named(folder: AdapterFolder) -> str:
-    """What a folder is called, for messages."""
+    """The name of a folder in messages."""
     return folder.path.parent.name if folder.path.name == "adapter" else folder.path.resolve().name
 
 

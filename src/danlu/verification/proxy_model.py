@@ -1,7 +1,7 @@
-"""A recipe with a shrunken model: small in every size, the same in everything that decides how a layout cuts it.
+"""A recipe with a shrunken model: small in every size, the same in everything that decides how a layout shards it.
 
-Kept are the family with its norms, biases, ties, windows and caps, whether and how often each size divides by the
-layout's degrees, the kind of adapter, packing, objective and optimizer. What is left runs in seconds on a laptop.
+It keeps the family with its norms, biases, ties, windows and caps, whether and how often each size divides by the
+layout's degrees, the kind of adapter, packing, objective and optimizer. The result runs in seconds on a laptop.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ LENGTH_OF_ROUTES = 48
 CANDIDATES = 6
 """Times as many items of a model with experts, from which those are chosen that rounding routes alike."""
 EPS = 1e-4
-"""Of Adam, whose step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding moves
-its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-4."""
+"""Adam's eps, where the step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding
+moves its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-4.
+"""
 CLIPPING = 0.1
 """The limit of the global norm: that of a small model is 0.2 to 3, which the usual 1.0 would often leave alone."""
 LEAST_RATE = 2e-4  # learning rate: with less, as of most stages, a wrong weight decay is no larger than rounding
 _STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
 _FIRST_STAGE = 2**20  # key of the first stage of lengths
 _BUDGET_SHARE = 0.7
-"""Of what all activations of a micro-batch are estimated to take: with 0.6 of it a small Gemma 2 has no plan, with all
-of it a small Llama recomputes nothing."""
+"""The budget's share of the estimated activations of a micro-batch: with 0.6 of them a small Gemma 2 has no plan, with
+all of them a small Llama recomputes nothing."""
 
 
 def proxy_config(
@@ -62,11 +63,12 @@ def proxy_config(
     least_layers: int = 2,
     trained_length: int | None = None,
 ) -> ModelConfig:
-    """The config with small sizes; what of it divides by the layout's degrees does so still, and the rest does not.
+    """Returns the config with small sizes; those that divide by the layout's degrees do so still, and the rest do not.
 
-    quantized: widths stay multiples of a block. deep: four layers, for what works on segments of them. other_width: of
-    a model that this one is not as wide as. least_layers: what the chunks of a pipeline need. trained_length: tokens of
-    a document from which it is rotated as one longer than the large model was trained at; None: as of the large one.
+    quantized: widths stay multiples of a block. deep: four layers, for features that work on segments of them.
+    other_width: the width of a model that this one must differ from. least_layers: the layers that the chunks of a
+    pipeline need. trained_length: tokens from which a document is rotated as one longer than the large model was
+    trained at; None: as in the large one.
     """
     tensor = layout.tensor
     large = _sample_layers(config.layers, max(least_layers, 4 if deep or len(config.kinds) > 1 else 2))
@@ -129,12 +131,13 @@ def trained_length(packs: Sequence[Pack]) -> int:
 def staged_ropes(
     config: ModelConfig, small: ModelConfig, by_length: Mapping[int, Sequence[Rope]], length: int | None
 ) -> dict[int, tuple[Rope, ...]]:
-    """The rotary embeddings of stages of lengths (`Decoder.staged_ropes`) of a small model, by a key of each stage.
+    """Returns the rotary embeddings of stages of lengths (`Decoder.staged_ropes`) of a small model, by a key of each
+    stage.
 
     Keys are alike in size: micro-batches of all stages have the same number of packs.
 
     Args:
-        config: of the large model, at its longest stage, in the order of whose `ropes` those of `by_length` are.
+        config: of the large model, at its longest stage; its `ropes` give the order of those in `by_length`.
         length: as `trained_length`; None for the model as it is.
     """
     sampled = _sample_layers(config.layers, len(small.layers))
@@ -256,7 +259,7 @@ def _small_dense(large: Dense, share: float, unit: int) -> Dense:
 
 
 def _as_one_over_a_root(scale: float) -> float:
-    """The scale to nine digits, as a config.json that has a number of whose root it is one over can say it."""
+    """Rounds the scale to nine digits of its inverse square, the number that a config.json holds."""
     return 1 / math.sqrt(round(scale**-2, 9))
 
 
@@ -272,14 +275,15 @@ def _round_to(size: float, unit: int) -> int:
 
 
 def _with_remainder(size: int, small: int, degree: int) -> int:
-    """About `small`, with the remainder of `size` modulo `degree`: what was uneven for a layout stays uneven."""
+    """Returns a size of about `small`, with the remainder of `size` modulo `degree`: an uneven size stays uneven for
+    the layout."""
     if size <= small:
         return size
     return max(degree, small // degree * degree) + size % degree
 
 
 def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec, ...]:
-    """So many layers: the first ones, or, where those lack a kind that others have, spread over all."""
+    """Selects `count` layers: the first ones, or, where those lack a kind that others have, layers spread over all."""
     count = min(count, len(layers))
     first = layers[:count]
     if len(set(first)) == len(set(layers)):
@@ -290,14 +294,15 @@ def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec
 def proxy_recipe(
     recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path, length: int
 ) -> tuple[Recipe, ModelConfig, list[str]]:
-    """The recipe with a small model; where it starts from folders, of a model or adapters, small ones are written.
+    """Returns the recipe with a small model; where it starts from folders, of a model or adapters, small ones are
+    written.
 
     Args:
         config: of the large model.
         folder: where those are written.
         length: as `trained_length`.
 
-    Returns (the recipe, the config of its model, notes of what is not as the recipe says beside sizes).
+    Returns (the recipe, the config of its model, notes of differences from the recipe apart from sizes).
     Raises ModelError for weights that are stored in a way that danlu does not read.
     """
     optimizer, notes = proxy_optimizer(recipe.optimizer)
@@ -354,7 +359,7 @@ def _stored_quantization(path: str) -> sections.QuantizationSection | None:
 
 
 def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> sections.Memory:
-    """For planned recompute, a memory budget with which some activations are recomputed and some kept."""
+    """Sets a memory budget for planned recompute with which some activations are recomputed and some kept."""
     memory, micro, cut = recipe.memory, recipe.batch.micro, layout.tensor
     if memory.recompute.kind != "planned":
         return memory
@@ -369,10 +374,10 @@ def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> section
 
 
 def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
-    """Blocks and ranks that fit small matrices, `eps` and learning rate above what rounding makes of gradients and
-    weights.
+    """Returns a section with blocks and ranks that fit small matrices, `eps` and learning rate above the rounding of
+    gradients and weights.
 
-    Returns (the section, notes of what is not as the recipe says beside sizes).
+    Returns (the section, notes of differences from the recipe apart from sizes).
     """
     given = getattr(section, "eps", None)
     match section:

@@ -1,4 +1,4 @@
-"""The models beside the policy in a verification: small ones in their place, and the columns that they would fill."""
+"""Models of other roles in a verification: small ones in their place, and the columns that they would fill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_model(
 ) -> None:
     """Writes a small model with random numbers, also in norms and biases.
 
-    logit_scale: its head is multiplied by it. tokenizer_from: a folder whose tokenizer is put beside it.
+    logit_scale: factor of its head. tokenizer_from: a folder with a tokenizer to copy.
     """
     model = build(config)
     initialize(model, seed)
@@ -54,9 +54,10 @@ def write_model(
 
 
 def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """(what changes of the recipe, notes): a reference in memory is a small model with other weights than the policy.
+    """Returns (changes of the recipe, notes): a reference in memory is a small model with other weights than the
+    policy.
 
-    Else nothing would be seen of it in the first step, where a reference says what the policy says.
+    Else its use would not show in the first step, where a reference has the policy's outputs.
 
     config: of the small policy. folder: where models are written.
     """
@@ -80,7 +81,7 @@ def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[
 
 
 def has_frozen_models(recipe: Recipe) -> bool:
-    """Whether models of their own, which are not trained, stand beside the policy."""
+    """Whether the recipe has models of their own, apart from the policy, which are not trained."""
     in_memory = any(not teacher.cache for teacher in recipe.teacher or ())
     return in_memory or isinstance(resolve_reference(recipe), Frozen)
 

@@ -1,4 +1,4 @@
-"""How near routes of tokens come to being others: by how much the last expert that is chosen beats the next one.
+"""Margins of routes: the difference between the scores of the last chosen expert and the next one.
 
 Where two experts have almost the same score, rounding decides which of them a token goes to, and two right layouts
 compute different things. So a verification takes weights and data with which that does not happen.
@@ -23,14 +23,15 @@ LEAST_MARGIN = 1e-4
 
 
 class RoutingMargin:
-    """The least relative difference between what was chosen and what came next, over all routes that were watched."""
+    """The least relative difference between the score of a chosen expert and the next one's, over all watched
+    routes."""
 
     def __init__(self) -> None:
         self.least = math.inf
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within it every router of this process is watched."""
+        """A context in which every router of this process is watched."""
         watched_class: Any = Router
         original = Router.chosen
 
@@ -54,7 +55,7 @@ class RoutingMargin:
             self._take(router.eligible(scores), router.top_k)
 
     def _take(self, scores: Tensor, count: int) -> None:
-        """Of scores [T, n], of which the best `count` are chosen."""
+        """Measures the margins of scores [T, n] with the best `count` chosen."""
         if scores.shape[1] > count and len(scores):
             last, following = scores.topk(count + 1).values[:, -2:].unbind(1)
             margins = (last - following) / last.abs().clamp(min=torch.finfo(scores.dtype).tiny)
@@ -63,7 +64,7 @@ class RoutingMargin:
 
 @contextmanager
 def balanced_alone() -> Iterator[None]:
-    """Within it what the routers' weights multiply gives them no gradient: they have that of what balances alone."""
+    """A context in which the weighted products give routers no gradient: they have that of the balancing loss alone."""
     watched_class: Any = RowOrder
     original = RowOrder.weighted_sum
 

@@ -1,4 +1,4 @@
-"""Mistakes of what surrounds a step: what is saved, averaged, exported and reported, and sums from a size on."""
+"""Faults around a step: in saving, averaging, export and reports, and in sums from a size on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from danlu.verification.proxy import Proxy
 
 
 def _average_not_restored(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """The moving average's tensors stay what they are where a run resumes."""
+    """The moving average's tensors are not restored where a run resumes."""
 
     def load(path: Any, into: Mapping[str, Any], *args: Any) -> dict[str, Any]:
         return load_checkpoint(path, {group: tensors for group, tensors in into.items() if group != "ema"}, *args)
@@ -98,7 +98,7 @@ def _metrics_of_one_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager
 
 
 class _FiniteSum:
-    """Sums what is a number over the ranks of a group."""
+    """Sums the finite numbers over the ranks of a group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -109,7 +109,7 @@ class _FiniteSum:
 
 
 def _not_finite_hidden(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
-    """The norm that decides on a step leaves out what is not a number on some process."""
+    """The norm that decides on a step leaves out numbers that are not finite on some process."""
     original = clip._global_norm
 
     def global_norm(grads: Any, weights: Any, group: Any, device: Any) -> float:

@@ -23,7 +23,8 @@ SUPPORT_SIZE = 8  # tokens that filters leave
 
 
 def synthetic_rollouts(recipe: Recipe, count: int, *, max_length: int, vocab_size: int) -> list[Pack]:
-    """`count` items with what stage rl trains on; a prompt with an answer has at most `max_length` tokens.
+    """Makes `count` items with the columns and facts that stage rl trains on; a prompt with an answer has at most
+    `max_length` tokens.
 
     Log-probabilities, advantages, values and rewards are drawn, so that ratios are clipped on both sides. The policy
     that drew is not the one that is trained: each answer is of a rollout that was trained on before.
@@ -54,10 +55,10 @@ def synthetic_rollouts(recipe: Recipe, count: int, *, max_length: int, vocab_siz
 
 
 def with_synthetic_routes(items: Sequence[Pack], config: ModelConfig, seed: int) -> list[Pack]:
-    """The items with the column `ROUTES`, [S, L, k] int16: drawn experts, so that hardly a token goes where its router
-    would send it. The last token of each branch has none, for no engine ever read it.
+    """Adds the column `ROUTES`, [S, L, k] int16: drawn experts, so that hardly a token goes where its router would send
+    it. The last token of each branch has none, for no engine ever read it.
 
-    config: of a model whose layers have experts.
+    config: of a model with experts in its layers.
     """
     feeds = [layer.feed for layer in config.layers if isinstance(layer.feed, Experts)]
     shape = len(feeds), max(feed.top_k for feed in feeds)

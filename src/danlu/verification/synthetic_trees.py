@@ -17,9 +17,9 @@ SHORTEST = 3  # tokens of a branch
 def synthetic_trees(
     row_type: RowType, count: int, *, max_length: int, vocab_size: int, seed: int, mismatched: bool = False
 ) -> list[Pack]:
-    """`count` rows, each a pack of its own, whose paths from root to leaf have at most `max_length` tokens.
+    """Makes `count` rows, each a pack of its own, with at most `max_length` tokens in a path from root to leaf.
 
-    mismatched: answers that were judged alone have another answer to their prompt beside them, without targets.
+    mismatched: answers that were judged alone have another answer to their prompt in the same tree, without targets.
     """
     make = _MAKERS[row_type]
     packs = []

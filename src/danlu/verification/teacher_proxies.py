@@ -26,17 +26,17 @@ _MOST_OTHER_ROWS = 16  # by which the embeddings of teacher and policy differ, w
 def with_small_teachers(
     recipe: Recipe, config: ModelConfig, small: ModelConfig, layout: Layout, folder: Path, length: int
 ) -> tuple[Recipe, list[str]]:
-    """(the recipe with a small model in place of each teacher, notes); each has weights of its own.
+    """Returns (the recipe with a small model in place of each teacher, notes); each has weights of its own.
 
-    Kept are what `proxy_config` keeps, a width of its own, quantization and adapters, and whether the embedding has
-    more or fewer rows than the policy's.
+    It keeps the properties that `proxy_config` keeps, a width of its own, quantization and adapters, and whether the
+    embedding has more or fewer rows than the policy's.
 
     Args:
         config: of the large policy; `small` of the small one.
         folder: where the models are written.
         length: as `proxy_model.trained_length`.
 
-    Raises RecipeError for a teacher that the layout cannot cut, DanluError for one that cannot be read.
+    Raises RecipeError for a teacher that the layout cannot shard, DanluError for one that cannot be read.
     """
     teachers, notes = [], []
     for number, (role, teacher) in enumerate(teachers_of(recipe).items()):
@@ -59,7 +59,8 @@ def _small_teacher(
     seed: int,
     length: int,
 ) -> tuple[Teacher, str]:
-    """(the section of a small teacher, the kinds of its adapters in words); its model is written into `folder`."""
+    """Returns (the section of a small teacher, the kinds of its adapters in words); its model is written into
+    `folder`."""
     resolved = resolved_teacher(teacher)
     large = resolved.config
     if wrong := list(problems(recipe.parallel, large)):

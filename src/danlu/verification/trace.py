@@ -35,12 +35,12 @@ from danlu.verification.routes import balanced_alone, expert_counts, is_of_route
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 LocalShards = Mapping[str, tuple[ShardBox, Tensor]]
-"""What one process has of each tensor, by name: where its shard lies in the whole, and the numbers, on the host."""
+"""One process's shards, by name: the shard's box in the whole tensor, and the numbers, on the host."""
 
 
 @dataclass
 class StepTrace:
-    """One optimizer step."""
+    """The trace of one optimizer step."""
 
     loss: float  # mean over the step's weight
     grad_norm: float  # global, before clipping
@@ -63,7 +63,7 @@ class AverageTrace:
 
 @dataclass(frozen=True)
 class ItemGradient:
-    """What one item (a pack, an image) of a step adds to the step's gradient."""
+    """The term of one item (a pack, an image) in a step's gradient."""
 
     weight: float  # sum over its targets
     gradients: LocalShards  # of the step's mean loss
@@ -81,11 +81,11 @@ class Trace:
     counters: Mapping[str, float] = field(default_factory=dict)  # of the run after the steps
     loaded_counters: Mapping[str, float] = field(default_factory=dict)  # as a checkpoint brought them back
     item_gradients: list[ItemGradient] = field(default_factory=list)
-    """Of one process alone: what each item adds to the gradient of the first step."""
+    """Each item's term in the gradient of the first step; on one process alone."""
     balance_gradients: LocalShards = field(default_factory=dict)
-    """Of one process alone: what the routers' gradients of the first step are by what balances the load alone."""
+    """The routers' gradients of the first step by the balancing loss alone; on one process alone."""
     next_step: StepTrace | None = None
-    """Of one process alone: the step after `steps`, taken from the state in memory, without any checkpoint."""
+    """The step after `steps`, taken from the state in memory, without any checkpoint; on one process alone."""
     loaded_weights: LocalShards = field(default_factory=dict)
     """Weights after the other side's checkpoint was loaded."""
     resumed_step: StepTrace | None = None
@@ -104,7 +104,7 @@ class Trace:
     problems: dict[str, str] = field(default_factory=dict)
     """The errors of several processes, by the task that failed ("saving", "exporting", "loading")."""
     hit_non_finite: bool = False
-    """Of several processes: numbers were not finite, so that this trace ends early."""
+    """Whether numbers were not finite, so that this trace ends early; on several processes."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,7 @@ def trace_average(training: ProxyTraining, run: Run) -> AverageTrace | None:
 
 
 def targets_of(run: Run, numbers: Sequence[int]) -> int:
-    """Targets of a step's items of these numbers as processes take them, summed: `Totals` has what they should add up
-    to."""
+    """The targets of a step's items of these numbers as processes take them, summed: `Totals` has the expected sum."""
     items, parallel = [run.data_loader.source.at(number) for number in numbers], run.learner.parallel
     own = sum(items[number].targets for numbers in run.learner.micro_batches(items) for number in numbers)
     return int(parallel.ranks.data.sum(torch.tensor([own])).item())  # context ranks take the same items
@@ -239,7 +238,7 @@ def save_checkpoint(run: Run) -> Path:
 
 
 def trace_resumed_step(training: ProxyTraining, run: Run, trace: Trace, take: TakeSteps = trace_steps) -> None:
-    """Records what a run has after it was restored, perhaps from another layout's checkpoint, and its next step."""
+    """Records a run's state after it was restored, perhaps from another layout's checkpoint, and its next step."""
     run.learner.parallel.reshard()
     trace.loaded_weights = weight_shards(training)
     trace.loaded_average, trace.loaded_counters = trace_average(training, run), counters_of(run)
@@ -278,9 +277,9 @@ def spoiled_step(training: ProxyTraining, run: Run) -> SpoiledStep:
 
 
 def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[ItemGradient]:
-    """In one process: what each item of the first step adds to the gradient of the step's mean loss.
+    """Computes each item's term in the gradient of the mean loss of the first step, in one process.
 
-    Of an objective that sees the whole step, within that step: after the pass that looks at all of its items.
+    An objective that sees the whole step is evaluated within that step: after the pass that looks at all of its items.
     """
     totals, items = training.learner.totals(items), _prepared(training.learner, items)
     item_gradients: list[ItemGradient] = []
@@ -292,9 +291,9 @@ def gradients_by_item(training: ProxyTraining, items: Sequence[Item]) -> list[It
 
 
 def balance_gradients(training: ProxyTraining, items: Sequence[Item]) -> LocalShards:
-    """In one process: the routers' gradients in the first step by what balances the load alone.
+    """Computes the routers' gradients in the first step by the balancing loss alone, in one process.
 
-    Of a router that others follow, they are those of what balances these too.
+    Gradients of a router that others follow include the balancing loss of these.
     """
     learner, totals = training.learner, training.learner.totals(items)
     whole = StepItems(_prepared(learner, items), learner.micro_batches(items), totals, 1, 1 / totals.weight)
@@ -313,7 +312,7 @@ def _prepared(learner: AnyLearner, items: Sequence[Item]) -> Sequence[Item]:
 
 @contextmanager
 def of_no_step(learner: AnyLearner) -> Iterator[None]:
-    """What is counted within belongs to no step."""
+    """A context in which counts belong to no step."""
     with _restored_weights(learner):
         yield
         learner.end_step()  # what was counted here is of no step
@@ -321,7 +320,7 @@ def of_no_step(learner: AnyLearner) -> Iterator[None]:
 
 @contextmanager
 def _restored_weights(learner: AnyLearner) -> Iterator[None]:
-    """What training changes is afterwards what it was before."""
+    """A context after which trained tensors are as they were before."""
     before = {name: weight.clone() for name, weight in learner.weights().items()}
     yield
     for name, weight in learner.weights().items():
@@ -339,7 +338,7 @@ def _taken_gradients(training: ProxyTraining, step: StepItems) -> LocalShards:
 
 @torch.no_grad()
 def perturb_weights(training: ProxyTraining, share: float, seed: int) -> None:
-    """Changes every number of a model by up to this share of itself: about what rounding does to its products."""
+    """Changes every number of a model by up to this share of itself: about the size of rounding in its products."""
     generator = torch.Generator().manual_seed(seed)
     model = training.learner.model
     # Those of the objective and of a critic behind those of the model; in one process their tensors are all there.
@@ -352,8 +351,8 @@ def perturb_weights(training: ProxyTraining, share: float, seed: int) -> None:
 
 
 def weight_shards(training: ProxyTraining) -> dict[str, tuple[ShardBox, Tensor]]:
-    """This process's shard of each weight that is trained, and of what else changes in a step: corrections of routers,
-    running statistics, a reference that moves."""
+    """This process's shard of each trained weight, and of the other tensors that a step changes: corrections of
+    routers, running statistics, a reference that moves."""
     placed = training.placed
     trained = local_shards(placed, weights=True)
     others = ((name, tensor) for name, tensor in training.learner.weights().items() if name not in trained)
@@ -384,7 +383,7 @@ def _shards(
 
 
 def assemble(shards_by_rank: Sequence[LocalShards]) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """Every tensor put together, and those of which two processes have the same numbers' place with other numbers.
+    """Puts every tensor together, and finds those that two processes hold with different numbers in the same place.
 
     Returns (tensors by name, pairs of ranks whose copies differ by name). Where copies differ, the lowest rank's
     numbers are taken. Raises ValueError where a part of a tensor is on no process.

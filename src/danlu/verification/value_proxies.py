@@ -18,10 +18,10 @@ _MOST_WARMUP = 1  # steps at most, so that the policy moves in a verification
 def proxy_value(
     recipe: Recipe, config: ModelConfig, small: ModelConfig, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """(what changes of the recipe, notes).
+    """Returns (changes of the recipe, notes).
 
-    config, small: of the large policy and of the small one, which is in `folder`. Where the recipe names what values
-    start from, a small one is written there: an adapter of the same kind, or a model with the policy's sizes.
+    config, small: of the large policy and of the small one, which is in `folder`. Where the recipe names the start of
+    the value model, a small one is written there: an adapter of the same kind, or a model with the policy's sizes.
     """
     section, share = recipe.value, value_share(recipe)
     if section is None or share in (None, "policy"):

@@ -36,7 +36,7 @@ _MAX_TRACED_NUMBERS = 100_000_000  # of the gradients of single items
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line can ask for."""
+    """Options of a verification on the command line."""
 
     processes: int | None = None  # None: the fewest that the recipe's layout needs
     full: bool = False  # the user's own sizes and weights
@@ -48,7 +48,8 @@ class Options:
 
 
 def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, list[Row]]:
-    """Whether a recipe's layout computes what one process does; and rows of what it sends, where asked for.
+    """Verifies that a recipe's layout computes the same as one process; returns also rows of its traffic, where
+    requested.
 
     Raises RecipeError for a layout or model that does not fit, TrainingError for processes that fail or hang.
     """
@@ -74,7 +75,7 @@ def verify(name: str, recipe: Recipe, options: Options) -> tuple[Verification, l
 
 
 def predict_traffic(recipe: Recipe, world: int, options: Options) -> tuple[Layout, list[Row]]:
-    """What rank 0 of `world` processes would send in a step of the shrunken model, without starting the others.
+    """Predicts the traffic of rank 0 of `world` processes in a step of the shrunken model, without starting the others.
 
     Raises RecipeError where that depends on the tokens of the others.
     """
@@ -119,9 +120,9 @@ def _task_with_clear_routes(recipe: Recipe, options: Options, folder: Path) -> t
 
 
 def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[str, ...]]:
-    """The task, and what the report says of it: model, data, changes. folder: for models and adapters to start from.
+    """Makes the task, and the report's lines on model, data and changes. folder: for models and adapters to start from.
 
-    Raises RecipeError for a recipe whose traffic is asked for and in no formula.
+    Raises RecipeError for a recipe with requested traffic and no formula for it.
     """
     if options.traffic and recipe.stage not in _STAGES_WITH_FORMULAS:
         raise RecipeError(
@@ -207,7 +208,7 @@ def _comparable(recipe: Recipe, layout: Layout, options: Options, about: list[st
 
 
 def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe, Layout]:
-    """The recipe at its layout on --processes processes, or on the fewest that show what the layout does.
+    """Returns the recipe at its layout on --processes processes, or on the fewest that show the layout's effects.
 
     Raises RecipeError for a layout of one process.
     """
@@ -241,8 +242,8 @@ def _layout(recipe: Recipe, options: Options, about: list[str]) -> tuple[Recipe,
 
 
 def _data_ranks_of_experts(section: sections.Parallel, data: int, about: list[str]) -> tuple[int, int]:
-    """(data ranks, among which and their context ranks experts are distributed, and among how many): the fewest, at
-    least `data`, that show both.
+    """Returns (data ranks, ranks that experts are distributed among within them and their context ranks): the fewest,
+    at least `data`, that show both.
 
     With shards two ranks have the same experts, so that these are sharded too.
     """

@@ -58,7 +58,7 @@ from danlu.verification.trace import (
 )
 
 PERTURBATION = 2.0**-22
-"""By which share of itself each number is changed where the effect of rounding is measured: two units of float32."""
+"""The relative change of each number where the effect of rounding is measured: two units of float32."""
 T = TypeVar("T")
 _BUCKET_BYTES, _LARGE_BYTES = 2**13, 2**11
 """A matrix of a small model has 1 KiB to 32 KiB, a norm 128 bytes."""
@@ -69,7 +69,7 @@ _GRACE_S = 0.5  # for other processes to write their errors, once one has failed
 
 @dataclass(frozen=True)
 class Task:
-    """What all processes of a verification are given; pickled."""
+    """The task of a verification, which all processes receive; pickled."""
 
     recipe: Recipe
     proxy: Proxy
@@ -89,7 +89,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Traces:
-    """What came of a task."""
+    """The traces of a task."""
 
     by_rank: list[Trace]  # of the layout's processes
     reference: Trace  # of one process
@@ -99,7 +99,7 @@ class Traces:
 
 
 def run_task(task: Task) -> Traces:
-    """Runs a task in its layout, in one process, and in one whose initial weights differ by rounding, side by side.
+    """Runs a task in its layout, in one process, and in one with initial weights that differ by rounding, side by side.
 
     Raises the DanluError of the first process that had one, TrainingError for one that failed otherwise or did not come
     to an end in time.
@@ -130,14 +130,14 @@ def with_clear_routes(task: Task) -> tuple[Task, float] | None:
 
 
 def fake_world_traffic(task: Task) -> StepTraffic:
-    """What rank 0 of a layout sends in a step, though there are no other processes. Raises as `run_task` does."""
+    """Measures the traffic of rank 0 of a layout in a step, without other processes. Raises as `run_task` does."""
     _, traffic = _run(task, [("fake_world", 0)])["fake_world", 0]
     assert traffic is not None, "measured in this role"
     return traffic
 
 
 def _run(task: Task, roles: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Result]:
-    """Runs each (role, rank) of a task in a process of its own; what they leave."""
+    """Runs each (role, rank) of a task in a process of its own; returns their results."""
     with tempfile.TemporaryDirectory(prefix="danlu-verify-") as name:
         folder = Path(name)
         (folder / "task").write_bytes(pickle.dumps(task))
@@ -257,7 +257,7 @@ def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
 
 @contextmanager
 def small_thresholds() -> Iterator[None]:
-    """Within it the byte thresholds from which collectives are cut or made alone are such that small models cross them.
+    """A context with byte thresholds of collectives, for splitting or sending alone, that small models cross.
 
     Some gradients of a small model lie above each and some below.
     """
@@ -349,9 +349,9 @@ def _take_next(training: ProxyTraining, run: Run, trace: Trace, take: TakeSteps)
 
 
 def _take_steps(task: Task, ranks: Ranks) -> TakeSteps:
-    """How steps are taken: one after the other; of PipeDream a turn, which one process replays.
+    """The function that takes steps: one after the other; with PipeDream a turn, which one process replays.
 
-    Of stages one parameter is without gradient up to the checkpoint, which then says so of it (`Optimizers`).
+    With stages one parameter is without gradient up to the checkpoint, which then records it (`Optimizers`).
     """
     section = task.recipe.parallel.pipeline
     if task.layout.pipeline == 1:
@@ -362,7 +362,7 @@ def _take_steps(task: Task, ranks: Ranks) -> TakeSteps:
 
 
 def _setting(task: Task) -> AbstractContextManager[None]:
-    """What the injected mistake needs in all processes, those without it too, so that it can show."""
+    """The setting of all processes, those without the fault too, in which an injected fault can show."""
     return nullcontext() if task.fault is None else FAULTS[task.fault].setting()
 
 
@@ -376,7 +376,7 @@ _ROLES = {
 
 
 def reference_recipe(recipe: Recipe) -> Recipe:
-    """The recipe without what verification is about: one process, all memory."""
+    """The recipe without the verified features: one process, all memory."""
     return recipe.model_copy(update={"parallel": type(recipe.parallel)(), "memory": type(recipe.memory)()})
 
 
@@ -396,8 +396,8 @@ def _resume(
 ) -> tuple[ProxyTraining, Run] | None:
     """Builds everything again, as another start of the program would, and takes a step from a checkpoint.
 
-    result: where what the checkpoint holds is exported to first. None where it could not be loaded, which the trace
-    tells.
+    result: the folder that the checkpoint is exported to first. Returns None where it could not be loaded, which the
+    trace records.
     """
     training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
     run = training.run(task.steps)
@@ -432,7 +432,8 @@ def _publish(file: Path, checkpoint: Path | None) -> None:
 
 
 def _await(file: Path, timeout_s: float) -> Path | None:
-    """What a side has published; None where it has no checkpoint. The parent ends this process where that side fails.
+    """The checkpoint that a side has published; None where it has none. The parent ends this process where that side
+    fails.
 
     Raises TrainingError after `timeout_s`.
     """
