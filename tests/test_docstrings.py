@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "danlu"
 
-FINISHED = {"data", "models", "parallel", "rewards"}
+FINISHED = {"core", "data", "models", "parallel", "recipe", "rewards"}
 """Rooms that the test holds."""
 
 _FRAGMENT = re.compile(

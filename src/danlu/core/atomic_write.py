@@ -28,7 +28,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a small file that, after a crash at any instant, has all of `content` or is what it was before.
+    """Writes a small file that, after a crash at any instant, has all of `content` or its old content.
 
     It is first written in the same folder, under a name of this process (`UNFINISHED`); such files of processes that
     have ended are deleted. Raises OSError, and then leaves nothing.

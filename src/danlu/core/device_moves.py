@@ -1,4 +1,6 @@
-"""Where tensors go to a device: from another one, where a model lies on several of one process, and from the host."""
+"""Moving tensors to a device: from another one, where a model is on several devices of one process, and from
+the host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's DTensors, told from plain tensors without importing them.
+"""Distinguishing torch's DTensors from plain tensors without importing them.
 
 `torch.distributed.tensor` imports sympy and takes 40 MiB of resident memory (measured 2026-11-23), while only processes
 that shard a model with FSDP2, which imports it, ever have one.

@@ -12,8 +12,8 @@
     └── InternalError            70   a bug of danlu, as far as it can tell; the message names a file with the traceback
 
 Any other exception that reaches the command line becomes one of these too (`danlu.cli.crash`): ResourceError where
-the machine refused (memory, a file, a package that cannot be imported), else InternalError, whose 70 is EX_SOFTWARE of
-sysexits.h.
+the machine refused (memory, a file, a package that cannot be imported), else InternalError (70 is EX_SOFTWARE of
+sysexits.h).
 
 A run stopped by a signal exits with 128 + the signal's number (130 for Ctrl-C) after saving; Stopped, which is no
 DanluError, ends one at once.
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 
 class DanluError(Exception):
-    """Base of everything danlu raises on purpose. The message says what is wrong, where, and what to do."""
+    """Base of everything danlu raises on purpose. The message names the fault, its place and a remedy."""
 
     exit_code = 1
 

@@ -31,7 +31,9 @@ _WRITING_S = 2.0  # an empty file for so long: its process ended between creatin
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. `file` is the one to delete if that process is gone and cannot be seen from here, else None."""
+    """The process that holds a lock. `file` is the one to delete if that process is gone and cannot be seen from here,
+    else None.
+    """
 
     pid: int | None
     host: str
@@ -43,7 +45,7 @@ class Holder:
 
 
 class AlreadyLocked(Exception):
-    """Another process holds the lock. Whoever locks catches it and says what to do."""
+    """Another process holds the lock. The caller that locks catches it and adds a remedy."""
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
@@ -53,7 +55,7 @@ class AlreadyLocked(Exception):
 class FileLock:
     """Holds a file for this process, from `acquire` to `release` or the end of the process.
 
-    Forked children give up their share at birth: one that outlives a killed parent does not hold what it held.
+    Forked children give up their share at birth: one that outlives a killed parent does not hold its locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +114,9 @@ def _flock(fd: int, wait: bool) -> None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Who holds `path` at this moment, None where nobody does; nothing is written, and nobody is kept waiting."""
+    """Returns the holder of `path` at this moment, None where nobody holds it; nothing is written, and nobody is kept
+    waiting.
+    """
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
@@ -170,13 +174,13 @@ def _newest(path: Path) -> tuple[int, Path | None]:
 
 
 def _numbered(path: Path) -> dict[int, Path]:
-    """The files `NAME.1`, `NAME.2`, ... beside a lock, by number."""
+    """Returns the files `NAME.1`, `NAME.2`, ... next to a lock, by number."""
     names = ((entry, *entry.name.rpartition(".")) for entry in path.parent.iterdir())
     return {int(number): entry for entry, name, _, number in names if name == path.name and number.isdecimal()}
 
 
 def _holder(file: Path) -> Holder | None:
-    """Who holds the lock that `file` stands for; None where nobody does any more."""
+    """Returns the holder of the lock that `file` stands for; None where nobody holds it any more."""
     until = time.monotonic() + _WRITING_S
     while True:
         try:

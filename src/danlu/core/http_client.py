@@ -1,4 +1,4 @@
-"""JSON over HTTP with Python's own client: what rollout servers and judges are spoken to with. No torch here.
+"""JSON over HTTP with Python's own client, for rollout servers and judges. No torch here.
 
 Each call has a connection of its own. An answer takes seconds and a new connection a fraction of a millisecond, and one
 that was kept would leave open, when it breaks, whether the server has seen the request.
@@ -22,7 +22,7 @@ from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.server_key import read_key
 
 GATEWAY_STATUSES = (502, 503, 504)
-"""What a gateway, or a server that is about to end, answers in place of the engine."""
+"""The statuses that a gateway, or a server that is about to end, answers in place of the engine."""
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 16
@@ -34,13 +34,13 @@ class ConnectionLost(ResourceError):
 
 
 class RequestRefused(ResourceError):
-    """The server answered that it will not, or cannot, do what it was asked."""
+    """The server answered that it will not, or cannot, serve the request."""
 
     def __init__(self, message: str, status: int, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
-        """When to ask again, where the server says so."""
+        """The seconds after which to ask again, where the server gives them."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ class HTTPClient:
             )
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> Any:
-        """What the server answers to GET: parsed, if it is JSON, else text.
+        """Returns the server's answer to GET: parsed, if it is JSON, else text.
 
         Raises ConnectionLost, or RequestRefused for any status from 400 on but those of a gateway.
         """
         return self._call("GET", path, None, query)
 
     def post(self, path: str, body: Any = None, query: Mapping[str, Any] | None = None) -> Any:
-        """As `get`, with a body that is sent as JSON."""
+        """Sends POST with a body as JSON; returns and raises as `get` does."""
         return self._call("POST", path, body, query)
 
     def post_file(self, path: str, file: Path) -> Any:
-        """As `post`, with the bytes of a file."""
+        """Sends POST with the bytes of a file; returns and raises as `get` does."""
         with file.open("rb") as content:
             return self._call("POST", path, content, None)
 
@@ -177,7 +177,7 @@ def _parsed(content: bytes) -> Any:
 
 
 def _message(value: Any) -> str:
-    """What an answer with an error says, in each of the forms that vLLM, SGLang and FastAPI have for it."""
+    """Returns the message of an error answer, in each of the forms of vLLM, SGLang and FastAPI."""
     while isinstance(value, Mapping):
         value = next(
             (value[key] for key in ("error", "detail", "message", "error_message") if key in value), str(value)

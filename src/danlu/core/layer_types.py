@@ -1,4 +1,4 @@
-"""What fills the slots of layers, and what layers are to those who fill them. Importing this does not import torch."""
+"""Protocols of the slots of layers and of the layers that have them. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Expand(Protocol):
-    """Makes keys and values of what is stored, token by token."""
+    """Makes keys and values of stored values, token by token."""
 
     def __call__(
         self,
@@ -27,12 +27,12 @@ class Expand(Protocol):
 
 
 class Absorb(Protocol):
-    """Attention over what is stored, not over keys and values made of it.
+    """Attention over stored values, not over keys and values made of them.
 
-    What is stored is then one tensor with one head, [S, 1, L]. It serves all query heads as their key, and its first
+    They are then one tensor with one head, [S, 1, L]. It serves all query heads as their key, and its first
     `value_width` features as their value, once queries have been multiplied with the matrix that would have made the
-    keys; what comes out is multiplied with the one that would have made the values (DeepSeek-V2, arXiv:2405.04434,
-    section 2.1.2).
+    keys; the output is multiplied with the one that would have made the values (DeepSeek-V2, arXiv:2405.04434, section
+    2.1.2).
     """
 
     @property
@@ -52,11 +52,15 @@ class Absorb(Protocol):
 
 @dataclass(frozen=True)
 class Keys:
-    """What the queries of a layer attend to: keys and values of T tokens, as they are stored and what makes them."""
+    """Keys and values of T tokens for a layer's queries: the stored values, and the function that makes keys and values
+    of them.
+    """
 
     stored: tuple[Tensor, ...]
-    """What a cache keeps of each token, [T, *lead, width] each: keys [T, K, C] and values [T, K, W], or what both are
-    made of."""
+    """The values that a cache keeps of each token, [T, *lead, width] each.
+
+    They are keys [T, K, C] and values [T, K, W], or the values from which both are made.
+    """
     expand: Expand | None = None
     """None: keys and values are stored."""
     absorb: Absorb | None = None
@@ -90,12 +94,14 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What attention keeps of each token for those that come after it, as the rows of a cache."""
+    """The shapes of the values that attention keeps of each token for later ones, as the rows of a cache."""
 
     shapes: tuple[tuple[int, ...], ...]  # of each tensor, without the tokens: keys (K, C) and values (K, C)
     window: int | None  # tokens further back are not looked at again; None: all are
     states: tuple[tuple[int, ...], ...] = ()
-    """Of each tensor that is kept of a sequence as a whole and changes with its tokens. The last one is float32."""
+    """The shape of each tensor that is kept of a sequence as a whole and changes with its tokens. The last one is
+    float32.
+    """
 
 
 class QuantizedWeight(Protocol):
@@ -167,7 +173,7 @@ class LinearLayer(Protocol):
 
 
 class LinearAdapter(Protocol):
-    """What takes over the product of a linear layer; the slot `adapter` of one."""
+    """A module that takes over the product of a linear layer; its slot `adapter`."""
 
     def __call__(self, x: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor: ...
 
@@ -188,7 +194,7 @@ class GroupedLayer(Protocol):
 
 
 class GroupedAdapter(Protocol):
-    """What takes over the product of grouped linear layers."""
+    """A module that takes over the product of grouped linear layers."""
 
     def __call__(self, x: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor: ...  # [N, I], [E] -> [N, O]
 
@@ -207,7 +213,7 @@ class EmbeddingLayer(Protocol):
 
 
 class EmbeddingAdapter(Protocol):
-    """What takes over the look-up of an embedding."""
+    """A module that takes over the look-up of an embedding."""
 
     def __call__(self, tokens: Tensor, dtype: torch.dtype, embedding: EmbeddingLayer) -> Tensor: ...  # [T, D]
 
@@ -229,7 +235,7 @@ class ExpertExchange(Protocol):
 
 
 class ReduceGroup(Protocol):
-    """A process group that can sum, take maxima and gather; of a single process, all return what they are given."""
+    """A process group that can sum, take maxima and gather; the group of a single process returns its arguments."""
 
     @property
     def size(self) -> int: ...  # of processes
@@ -246,7 +252,7 @@ Axis = Literal["outputs", "inputs"]
 
 @dataclass(frozen=True)
 class LinearShard:
-    """The shard that one tensor rank has of a linear layer [O, I], or of an embedding, whose rows count as outputs.
+    """The shard that one tensor rank has of a linear layer [O, I], or of an embedding, where rows count as outputs.
 
     A layer cut by outputs (column parallel) computes a part of the outputs; one cut by inputs (row parallel) a term of
     a sum over `group`, which is added up behind the layer. So a parameter of the layer that is not cut along `axis`
@@ -297,5 +303,7 @@ class Site:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is one linear layer of a decoder's layers: not embedding, head, or the stacked ones of experts."""
+        """Whether the site is one linear layer of a decoder's layers: not embedding, head, or the stacked ones of
+        experts.
+        """
         return self.layer is not None and self.experts is None

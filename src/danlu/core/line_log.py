@@ -1,4 +1,6 @@
-"""Files of lines that grow: a line reaches the system in one write, and a resumed run cuts off what came too late."""
+"""Files of lines that grow: a line reaches the system in one write, and a resumed run cuts off the lines behind its
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ class LineLog:
 class OptionalLineLog(LineLog):
     """A file of lines that nothing depends on: a disk that takes no more of it ends no run.
 
-    The first line that cannot be written is said once, and from then on no line is added: what is in the file stays
-    without gaps.
+    The first line that cannot be written is reported once, and from then on no line is added: the file stays without
+    gaps.
     """
 
     def __init__(self, path: Path, log: Callable[[str], None] = print_status) -> None:

@@ -1,4 +1,4 @@
-"""What danlu asks of the operating system that Linux and macOS answer differently, or one of them not at all."""
+"""Queries of the operating system that Linux and macOS answer differently, or one of them not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pid_is_alive(pid: int) -> bool:
 
 
 def process_start_ticks(pid: int) -> str:
-    """When a process of this machine began, in clock ticks since the boot; "" where the system does not say.
+    """Returns the start of a process of this machine, in clock ticks since the boot; "" where the system does not say.
 
     A pid may be given to another process later; the pair of pid and start is unique.
     """

@@ -1,6 +1,6 @@
 """Whether a folder may be written into, and folders that appear whole or not at all.
 
-The one check of what lies in an output folder already: runs, studies, the demo and results all ask here.
+The one check of the present content of an output folder: runs, studies, the demo and results all ask here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from danlu.core.errors import ModelError, ResourceError
 
 
 def refuse_foreign_files(folder: Path, is_own: Callable[[str], bool], *, holds: str, advice: str) -> None:
-    """Raises ResourceError if a folder that is there has entries of which `is_own` says that they are not ours.
+    """Raises ResourceError if an existing folder has entries for which `is_own` is false.
 
-    What a killed process left of `write_atomically` is ours. holds, advice: the message before and behind their names.
+    Unfinished files of `write_atomically` from a killed process count as own. holds, advice: the message before and
+    behind their names.
     """
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in names if not is_own(name) and not UNFINISHED.fullmatch(name)]
@@ -46,9 +47,9 @@ def _amount(count: int) -> str:
 
 @contextmanager
 def replace_folder(folder: Path, needed_bytes: int, *, own_file: str) -> Iterator[Path]:
-    """A temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not.
+    """Yields a temporary sibling that takes `folder`'s place when the block ends well, and is deleted when it does not.
 
-    own_file: a file that only a model or adapter folder has; what has none and is not empty is not replaced.
+    own_file: a file that only a model or adapter folder has; a folder without it that is not empty is not replaced.
     Raises ModelError for such a folder, ResourceError where the disk has less than `needed_bytes` or cannot be written.
     """
     fresh, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "replaced"))
@@ -82,7 +83,7 @@ def replace_folder(folder: Path, needed_bytes: int, *, own_file: str) -> Iterato
 
 
 def _tidy(folder: Path, fresh: Path, old: Path) -> None:
-    """Removes what a save leaves beside its folder; a model that was moved away and never replaced comes back."""
+    """Removes the siblings that a save leaves; a model that was moved away and never replaced comes back."""
     # os.path.exists says False where Path.exists raises, as in a folder that may not be entered.
     if os.path.exists(old) and not os.path.exists(folder):
         old.rename(folder)

@@ -11,7 +11,7 @@ _PARTS = re.compile(r"(?P<text>[^{}]+)|\{\{|\}\}|\{(?P<name>[^{}]*)\}|(?P<stray>
 
 
 class PromptTemplateError(ValueError):
-    """A template that cannot be read, or a row that lacks what it names. The message says which."""
+    """A template that cannot be read, or a row that lacks a column that it names. The message says which."""
 
 
 @dataclass(frozen=True)

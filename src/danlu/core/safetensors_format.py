@@ -48,11 +48,11 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies: `bytes` bytes at `offset` of `file`, row-major, little-endian."""
+    """The location of a tensor: `bytes` bytes at `offset` of `file`, row-major, little-endian."""
 
     file: Path
     dtype: str
-    """As safetensors names it: "F32", "BF16", ..."""
+    """The dtype as safetensors names it: "F32", "BF16", ..."""
     shape: tuple[int, ...]
     offset: int
     bytes: int

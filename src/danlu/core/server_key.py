@@ -18,7 +18,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def key_file(port: int) -> Path:
-    """Where the key of the server at a port of this machine is. Home folders may be shared by machines."""
+    """Returns the file of the key of the server at a port of this machine. Home folders may be shared by machines."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return folder / "danlu" / "server-keys" / f"{socket.gethostname()}-{port}"
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a process, or a file, holds: a box of it, one range of indices in every dimension.
+"""The part of a tensor that a process, or a file, holds: a box of it, one range of indices in every dimension.
 
 Parameters cut by tensor parallelism or FSDP2, optimizer state and the tensors of a checkpoint are all described so, as
 `torch.distributed.checkpoint` describes its chunks by offsets and sizes. Nothing here needs torch, so that
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class ShardBox:
     """The elements from `offsets` up to `offsets + sizes` of a tensor of `global_shape`, dimension by dimension.
 
-    What is computed from boxes (`intersection`, `difference`, `relative_to`) says nothing about processes: it has
-    the defaults of `replicas` and `is_writer`.
+    Boxes that are computed from others (`intersection`, `difference`, `relative_to`) say nothing about processes: they
+    have the defaults of `replicas` and `is_writer`.
     """
 
     global_shape: tuple[int, ...]  # of the tensor that this is a box of
@@ -48,7 +48,7 @@ class ShardBox:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What indexes the box in the whole tensor."""
+        """The slices that index the box in the whole tensor."""
         return tuple(map(slice, self.offsets, self.ends))
 
     @property

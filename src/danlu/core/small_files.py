@@ -19,10 +19,10 @@ MAX_BYTES = 64 << 20
 
 
 def read_small(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """The whole content of a regular file.
+    """Reads the whole content of a regular file.
 
     Raises OSError as open() does; also, without reading more than the bound, for a file that has more than
-    `max_bytes`, and for what is neither a file nor a folder: a pipe, a socket, a device.
+    `max_bytes`, and for a pipe, a socket or a device.
     """
     check_regular(path)
     with path.open("rb") as file:

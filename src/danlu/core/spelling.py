@@ -1,4 +1,4 @@
-"""What was meant by a misspelt name."""
+"""Suggestions for a misspelt name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def closest_match(name: object, candidates: list[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: list[str] | dict[str, str]) -> str:
-    """` Did you mean 'rank'?` for a misspelt name: the candidate most like it, or what it stands for; else ""."""
+    """` Did you mean 'rank'?` for a misspelt name: the candidate most like it, or its value; else ""."""
     guess = closest_match(name, list(candidates))
     if guess is None:
         return ""

@@ -1,7 +1,7 @@
 """Text as a terminal may show it: nothing that danlu writes moves a cursor, sets a title or hides a line.
 
-Rows, recipes, file names, templates and models are other people's text. Whatever of it goes to a terminal goes through
-`printable` first; what goes to a pipe or a file as a result (`danlu generate ... > out.txt`) stays as it is.
+Rows, recipes, file names, templates and models are other people's text. Text that goes to a terminal goes through
+`printable` first; text that goes to a pipe or a file as a result (`danlu generate ... > out.txt`) stays as it is.
 
 A terminal that was closed, a pipe without a reader or a log on a full disk ends no training: see `drop_failed_writes`.
 """
@@ -45,7 +45,7 @@ _relay: Callable[[str], None] | None = None
 
 
 def relay_status(log: Callable[[str], None]) -> None:
-    """From now on remarks of this process, whose stderr nobody reads, are for another to print."""
+    """Passes this process's status lines to `say` from now on, since nobody reads its stderr."""
     global _relay
     _relay = log
 
@@ -60,7 +60,7 @@ def print_status(text: str, *, end: str = "\n") -> None:
 
 
 def print_status_early(text: str) -> None:
-    """Prints what a verb is about to do, where torch is still to be imported: seconds in which nothing shows."""
+    """Prints the task of a verb where torch is still to be imported: seconds in which nothing shows."""
     if "torch" not in sys.modules:
         print_status(text)
 
@@ -77,7 +77,7 @@ def escape_unencodable() -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """Writes a line by write(2): in a signal handler, or beside a progress bar that holds Python's own stderr."""
+    """Writes a line by write(2): in a signal handler, or next to a progress bar that holds Python's own stderr."""
     write_to_descriptor(2, f"\n{text}\n")
 
 
@@ -88,7 +88,7 @@ def write_to_descriptor(descriptor: int, text: str) -> None:
 
 
 def drop_failed_writes(*names: str) -> None:
-    """Makes `sys.stderr` or `sys.stdout` drop what cannot be written, where Python would raise an OSError.
+    """Makes `sys.stderr` or `sys.stdout` drop text that cannot be written, where Python would raise an OSError.
 
     names: "stderr", "stdout". Everything that this process prints through Python is covered, that of libraries too. A
     stream that stands for another file than the system's own stays as it is; one that is closed becomes os.devnull.

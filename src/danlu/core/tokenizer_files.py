@@ -1,4 +1,4 @@
-"""Which files of a folder a tokenizer is read from, copied with and downloaded by: one list for all of that."""
+"""The files of a folder that a tokenizer is read from, copied with and downloaded by: one list for all of that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY_FILES = (
 )
 """Vocabularies: a folder with any of these has a tokenizer."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""The folder, within a tokenizer's, of chat templates beside the ordinary one (`tool_use.jinja`)."""
+"""The folder, within a tokenizer's, of chat templates besides the ordinary one (`tool_use.jinja`)."""
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     "tokenizer.*.json",  # for versions of the tokenizers library, named by fast_tokenizer_files of its config

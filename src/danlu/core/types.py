@@ -1,4 +1,4 @@
-"""What crosses a room's door. Importing this file does not import torch."""
+"""The types that rooms exchange. Importing this file does not import torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Branch(NamedTuple):
-    """A run of tokens in the tree of a sample: it sees itself and its ancestors, and nothing beside it.
+    """A run of tokens in the tree of a sample: it sees itself and its ancestors, and no other branch.
 
-    Branches are in pre-order: a branch comes after its parent, and all that descends from it comes before what does
-    not. Together they are the sample's tokens, in order. Positions go on from the end of the parent.
+    Branches are in pre-order: a branch comes after its parent, and its descendants come before all later branches.
+    Together they are the sample's tokens, in order. Positions go on from the end of the parent.
     """
 
     parent: int  # number of the branch that it continues, smaller than its own; -1 for a root, a document of its own
@@ -55,7 +55,7 @@ class Share(NamedTuple):
     whole: tuple[Run, ...]
     """Documents that this rank alone has, in order; of a tree a run for each branch."""
     chunks: tuple[Run, ...]
-    """Of documents that are cut, in order."""
+    """The chunks of documents that are cut, in order."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -82,16 +82,17 @@ class Sample:
     source: str = ""  # short name of its file, data set or mixture part (`data.sources.source_names`), for metrics
     branches: tuple[Branch, ...] = ()  # empty: one branch, which is the whole sample
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """[S, ...] each, values of every token: the log-probability that a reference gives it, an advantage. `ROUTES` is
-    what a batch has of all its tokens, and not of its targets alone."""
+    """[S, ...] each, cached values of every token: the log-probability that a reference gives it, an advantage. A batch
+    has `ROUTES` for all its tokens, and others for its targets alone.
+    """
     facts: Mapping[str, np.ndarray] = field(default_factory=dict)
     """[branches] float32 each, values of every branch, NaN where one has none: a label, a margin, a reward, a group."""
     is_filler: bool = False
-    """Whether it is of no row: what a process without rows goes through the model with, so that all do."""
+    """Whether the sample is of no row: a process without rows runs the model on it, so that all processes do."""
 
     @property
     def documents(self) -> int:
-        """Roots: what virtual tokens are put before, and attention is cut at."""
+        """The number of roots: virtual tokens are put before them, and attention is cut at them."""
         return sum(branch.parent < 0 for branch in self.branches) or 1
 
 
@@ -131,7 +132,7 @@ class Pack:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Where each sample came from, for messages."""
+        """The place of each sample's row, for messages."""
         return tuple(sample.row for sample in self.samples)
 
 
@@ -140,7 +141,7 @@ SECONDS_OF_ITEMS = frozenset({"hand_over_s", "rollout_s", "reward_s", "scoring_s
 
 
 class Item(Protocol):
-    """What a step's batch is counted in, as the loop sees it: a pack of documents, or an image."""
+    """The unit of a step's batch in the loop: a pack of documents, or an image."""
 
     @property
     def tokens(self) -> int: ...  # an image counts as one
@@ -160,7 +161,7 @@ class Item(Protocol):
 
 @dataclass(frozen=True)
 class Totals:
-    """What a whole optimizer step consists of, over all its micro-batches and processes.
+    """The totals of a whole optimizer step, over all its micro-batches and processes.
 
     It follows from the step's items alone, so every process knows it before its first forward pass. The step divides
     the loss's `total` once, by `weight`; an objective that has a term with another divisor d multiplies that term by
@@ -172,11 +173,11 @@ class Totals:
     targets: int
     document_lengths: tuple[int, ...]  # in tokens, in the order of the items
     divisors: Mapping[str, float] = field(default_factory=dict)
-    """What else of the step an objective divides by, by its names for it: pairs, tokens of chosen answers."""
+    """Further divisors of the step, by an objective's names for them: pairs, tokens of chosen answers."""
 
     @property
     def has_targets(self) -> bool:
-        """Whether the step has a mean loss: trained weight, and something of what the objective divides by."""
+        """Whether the step has a mean loss: trained weight, and a divisor of the objective above 0."""
         return self.weight > 0 and (not self.divisors or any(self.divisors.values()))
 
     @classmethod
@@ -193,7 +194,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class TargetSources:
-    """Which source of rows each target of a micro-batch is from, in a run that tells several apart."""
+    """The source of rows of each target of a micro-batch, in a run that reports several."""
 
     names: tuple[str, ...]  # [K] of all that are told apart, whether or not the micro-batch has targets of them
     indices: Tensor  # [N] int64, into `names`; K for a target of another source
@@ -202,11 +203,11 @@ class TargetSources:
 
 @dataclass(frozen=True)
 class SharedBranches:
-    """Branches whose tokens lie on several context ranks: how each rank has values of whole branches all the same.
+    """Branches with tokens on several context ranks, and the sums by which each rank has values of whole branches.
 
-    Every rank knows all M branches (where there are no trees, documents). It sums what it has of each, and `all_reduce`
-    adds up the ranks; what is made of a whole branch's value is counted by one rank alone, for losses and metrics are
-    summed over the ranks.
+    Every rank knows all M branches (where there are no trees, documents). It sums its tokens of each, and `all_reduce`
+    adds up the ranks; a value that is computed from a whole branch is counted by one rank alone, for losses and metrics
+    are summed over the ranks.
     """
 
     target_numbers: Tensor  # [N] int64: which one each target is among those of all ranks
@@ -243,21 +244,23 @@ class Batch:
     branch: Tensor | None = None  # [N] int64, the branch of each target; None where there are no trees
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # [N, ...] each: of every target
     facts: Mapping[str, Tensor] = field(default_factory=dict)
-    """[M] float32 each, of every branch; on the host, so that what they decide does not make it wait for a GPU."""
+    """The facts of every branch, [M] float32 each; on the host, so that decisions on them do not wait for a GPU."""
     stage_length: int | None = None  # of its packs
     routes: Tensor | None = None
     """[T, layers with experts, experts of a token] int16: the experts that the policy sends each token to, -1 where its
     router chooses; None where it chooses for all."""
     shares: tuple[Share, ...] = ()
-    """Of each context rank, where these tokens are the share of one: `boundaries` and `rows` are then those of its
-    runs, not of whole documents. Empty where they are all."""
+    """The share of each context rank, where these tokens are the share of one; empty where they are all tokens.
+
+    With shares, `boundaries` and `rows` are those of the rank's runs, not of whole documents.
+    """
     document_lengths: Tensor | None = None
     """[T] int64, of each token's whole document, the longest path of a tree; None where documents are whole."""
     shared_branches: SharedBranches | None = None  # where `shares` are not empty
 
 
 class MicroBatch(Protocol):
-    """What loop and objectives look at in a micro-batch, whatever it is made of."""
+    """The fields of a micro-batch that loop and objectives read, whatever it is made of."""
 
     @property
     def targets(self) -> Tensor: ...  # [N] int64
@@ -273,10 +276,12 @@ class MicroBatch(Protocol):
 
 
 Task = Literal["causal-lm", "sequence-classification", "token-classification"]
-"""What a decoder is for. One that classifies has no head over the vocabulary, but one with a few labels (`score`)."""
+"""The task of a decoder. One that classifies has no head over the vocabulary, but one with a few labels (`score`)."""
 
 Role = str
-"""What a model is in a stage: the policy, which is trained and the result; a reference, teacher, reward or value."""
+"""The role of a model in a stage: the policy, which is trained and the result; a reference, teacher, reward or
+value.
+"""
 
 
 @dataclass(frozen=True)
@@ -289,7 +294,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Loss:
-    """What an objective makes of a micro-batch: sums, never means."""
+    """The result of an objective for a micro-batch: sums, never means."""
 
     total: Tensor  # scalar; carries the gradient, and is divided by `Totals.weight` once per optimizer step
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -307,7 +312,7 @@ class TargetLosses:
 
 
 class Outputs(Protocol):
-    """What one model says about a micro-batch, each computed when it is asked for; logits [N, V] are never held.
+    """The outputs of one model for a micro-batch, each computed when it is asked for; logits [N, V] are never held.
 
     An objective's `needs` names the methods it calls.
     """
@@ -351,7 +356,7 @@ class Outputs(Protocol):
 class TokenLogprobs:
     """The distribution at each target's place: softmax(logits / temperature), within its support where one is given.
 
-    What was not asked for is None.
+    Outputs that were not asked for are None.
     """
 
     logprobs: Tensor  # [N] float32, nats: of the target; carries gradients where the model does
@@ -372,10 +377,10 @@ class TopTokens:
 
 
 class Objective(Protocol):
-    """A pure function from what the models of a stage say to a loss.
+    """A pure function from the outputs of a stage's models to a loss.
 
     One that has parameters of its own (a value head, a projection) or running statistics is an `nn.Module`: its
-    parameters are trained beside the policy's, and with its buffers they have a place in every checkpoint.
+    parameters are trained together with the policy's, and with its buffers they have a place in every checkpoint.
     """
 
     @property
@@ -394,7 +399,7 @@ class HeadObjective(Protocol):
 
 @runtime_checkable
 class RoleObjective(Protocol):
-    """An objective that says which models beside the policy it asks: others of the stage are not run for it."""
+    """An objective that names the models that it reads besides the policy: others of the stage are not run for it."""
 
     @property
     def roles(self) -> frozenset[Role]: ...
@@ -402,7 +407,7 @@ class RoleObjective(Protocol):
 
 @runtime_checkable
 class CountingObjective(Protocol):
-    """An objective whose terms have divisors of their own."""
+    """An objective with terms that have divisors of their own."""
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
         """`Totals.divisors` of a step of these items; sums over the items, so that they do not depend on the layout.
@@ -429,7 +434,7 @@ class StepObjective(Protocol):
     """An objective that has to see the whole step before the loss of its first micro-batch (a sort, a mean over it)."""
 
     def step_items(self, items: Sequence[Pack]) -> Sequence[Pack]:
-        """What the pass without gradients looks at, one for each item; for most the items themselves."""
+        """Returns the items of the pass without gradients, one for each item; for most the items themselves."""
 
     def prepared(self, items: Sequence[Pack], logprobs: StepLogprobs, *, training: bool) -> Sequence[Pack]:
         """The items of the pass with gradients, one for each: with more facts, or without branches that are done.

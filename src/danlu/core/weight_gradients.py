@@ -4,11 +4,12 @@ A linear layer has two products in its backward pass. The layer before it waits 
 of its weight only the optimizer waits. Zero-bubble schedules put the second off until a rank has nothing else to do
 (arXiv:2401.10241, section 2). Autograd cannot split a `torch.autograd.Function`: asked for inputs and later for
 weights, it runs each of them twice. So operations with a trained weight ask `deferral_of` in their forward pass. With a
-queue active they hide the weight from autograd, and in their backward pass hand over what its gradient is made of.
+queue active they hide the weight from autograd, and in their backward pass put the factors of its gradient into the
+queue.
 
-What is left to the queue: weights of linear layers and of experts, the router's, A and B of LoRA and DoRA, M of MoRA, b
-of VeRA. Other gradients are sums rather than matrix products (norms, biases, embeddings, sinks, convolutions), or made
-by what makes the input's gradient too (a head over the vocabulary, whose logits would have to be made once more), and
+These are left to the queue: weights of linear layers and of experts, the router's, A and B of LoRA and DoRA, M of MoRA,
+b of VeRA. Other gradients are sums rather than matrix products (norms, biases, embeddings, sinks, convolutions), or
+made together with the input's gradient (a head over the vocabulary, where logits would have to be made once more), and
 remain in the input pass.
 
 Importing this does not import torch.
@@ -30,7 +31,7 @@ Gradients = Callable[..., Sequence["Tensor"]]
 
 
 class DeferredWeightGradients:
-    """What the input pass of one micro-batch through one chunk of a model has left, in the order in which it came.
+    """The gradients that the input pass of one micro-batch through one chunk of a model has put off, in their order.
 
     It keeps the inputs of layers and the gradients of their outputs, where a whole backward pass frees them as it goes.
     """
@@ -39,14 +40,15 @@ class DeferredWeightGradients:
         import torch
 
         self.anchor = torch.empty(0, requires_grad=True)
-        """What operations give autograd in a weight's place, so that their outputs have a gradient."""
+        """The tensor that operations give autograd in a weight's place, so that their outputs have a gradient."""
         self._entries: deque[_Entry] = deque()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around a forward pass, and around its input pass, which may recompute parts of it: it takes what they leave.
+        """Takes the gradients that are put off inside; active around a forward pass, and around its input pass.
 
-        Not around code under torch.compile, which makes both gradients in one piece.
+        The input pass may recompute parts of the forward pass. It is not for code under torch.compile, which makes both
+        gradients in one piece.
         """
         global _active
         before, _active = _active, self
@@ -56,10 +58,10 @@ class DeferredWeightGradients:
             _active = before
 
     def accumulate(self) -> None:
-        """The weight pass: adds the gradients to `.grad`, and frees what was kept for each once it is made.
+        """The weight pass: adds the gradients to `.grad`, and frees the tensors kept for each once it is made.
 
-        Each weight has one sum, of what came first to what came last, as in a backward pass that is not split: the
-        same bits, and hooks on it are called once.
+        Each weight has one sum, from the first gradient to the last, as in a backward pass that is not split: the same
+        bits, and hooks on it are called once.
         """
         import torch
 
@@ -76,7 +78,7 @@ class DeferredWeightGradients:
 
     @property
     def weights(self) -> frozenset[Tensor]:
-        """Those whose gradients wait."""
+        """The weights with gradients that wait."""
         return frozenset(weight for entry in self._entries for weight in entry.weights)
 
     @property
@@ -104,7 +106,7 @@ class Deferral:
 
     @property
     def anchor(self) -> Tensor:
-        """What the operation gives autograd in place of each of the weights."""
+        """The tensor that the operation gives autograd in place of each of the weights."""
         return self.queue.anchor
 
     def only(self, *weights: Tensor) -> Deferral:
@@ -113,7 +115,7 @@ class Deferral:
 
 
 def deferral_of(*weights: Tensor | None) -> Deferral | None:
-    """Where gradients of an operation's trained weights are to be left; None where it makes them itself.
+    """Returns the queue for the gradients of an operation's trained weights; None where it makes them itself.
 
     It does so without an active queue, and where a weight is computed from others: its gradient leads on to them.
     """
@@ -124,8 +126,8 @@ def deferral_of(*weights: Tensor | None) -> Deferral | None:
 
 
 def made_or_deferred(deferral: Deferral | None, make: Gradients, *tensors: Tensor) -> Sequence[Tensor | None]:
-    """In a backward pass: the gradients `make(*tensors)` of some weights, in their order and types; or None of each,
-    where they are put off.
+    """Returns the gradients `make(*tensors)` of some weights in a backward pass, in their order and types; None of each
+    if put off.
 
     Tensors are kept as they are until then, so nothing may change them in place.
     """
@@ -150,4 +152,4 @@ class _Entry:
 
 
 _active: DeferredWeightGradients | None = None
-"""Of the process and not of a thread: on a GPU, autograd recomputes layers in a thread of its own."""
+"""The active queue of the process, not of a thread: on a GPU, autograd recomputes layers in a thread of its own."""

@@ -22,7 +22,8 @@ from danlu.core.terminal import drop_failed_writes
 
 
 def import_paths(modules: Sequence[str]) -> list[str]:
-    """Where a process that needs these modules imports from: the folders of sys.path, without the working directory.
+    """Returns the import paths of a process that needs these modules: the folders of sys.path, without the working
+    directory.
 
     `python -m danlu` and `python -c` put the working directory in front, and PYTHONPATH comes before the standard
     library, so a file of the user's would take the place of a module. It stays where one of the modules lies in it.
@@ -41,11 +42,11 @@ def python_command(statement: str) -> list[str]:
 
 
 def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """In a worker process: its requests and its replies, both for this process alone.
+    """Returns a worker process's requests and replies, both for this process alone.
 
-    What libraries print goes to stderr, and does not land among the replies; what they read is empty. A stderr that
+    The output of libraries goes to stderr, and does not land among the replies; their input is empty. A stderr that
     takes nothing any more fails no work. Signals that ask to stop do nothing: a closed terminal and a scheduler send
-    theirs to workers too, and who stops is the caller, who ends this process when its own work is saved.
+    theirs to workers too, and the caller decides: it ends this process when its own work is saved.
     """
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -64,7 +65,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 
 def end_with_the_caller(requests: BinaryIO, end: Callable[[], None] = lambda: os._exit(0)) -> None:
-    """In a worker process: ends it when the other end of its input closes, whatever it is busy with in Python."""
+    """Ends a worker process when the other end of its input closes, whatever it is busy with in Python."""
     if hasattr(select, "poll"):
         threading.Thread(target=_wait_for_hangup, args=(requests.fileno(), end), daemon=True).start()
 

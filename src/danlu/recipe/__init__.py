@@ -1,4 +1,4 @@
-"""The typed recipe: one YAML file says what a run is.
+"""The typed recipe: one YAML file that defines a run.
 
 `sections` has the types; `load` reads a file with its overrides and reports every problem at once, `load_chain` one
 with the recipes of several stages; `resolved_yaml` writes a recipe in full; `changes`, `explanation.explain` and

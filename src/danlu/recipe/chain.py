@@ -1,6 +1,6 @@
 """A chain: one file with the recipes of several stages, each of which starts from the result of one before it.
 
-Its `stages` are recipes with a `name`. Keys beside `stages` are shared: each stage has them, except what it says
+Its `stages` are recipes with a `name`. Keys next to `stages` are shared: each stage has them, except those that it sets
 itself. Stage NAME runs in OUTPUT/NAME. `stages.NAME` stands for the result of an earlier stage wherever a recipe names
 a model. Every stage is checked before the first one starts, and every problem is reported at once.
 """
@@ -32,18 +32,18 @@ CHAIN_KEYS = {
     "what its `stage` says.",
     f"{STAGES}.{FROM}": "The earlier stage whose result this one starts from; by default the one before it.",
 }
-"""The keys that only a chain has, and what they mean."""
+"""The keys that only a chain has, with their meanings."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w-]*")
 _PREFIX = f"{STAGES}."
 _WHOLE_MODELS = re.compile(r"model\.tokenizer|reference\.model|rollout\.draft\.model")
 """Keys that take a model, but not an adapter."""
 _MODELS = re.compile(rf"{_WHOLE_MODELS.pattern}|model\.path|teacher\.\d+\.model|rewards\.\d+\.path")
-"""Keys whose text may be `stages.NAME`."""
+"""The keys that take `stages.NAME` as their text."""
 
 
 @dataclass(frozen=True)
 class ChainStage:
-    """One recipe of a chain, whose `output` is the stage's own folder."""
+    """One recipe of a chain, with `output` set to the stage's own folder."""
 
     name: str
     loaded: Loaded
@@ -59,10 +59,10 @@ class Chain:
 
 
 def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> Chain | None:
-    """Reads and checks a chain; None for a file that has no `stages`, which is a recipe or nothing that can be read.
+    """Reads and checks a chain; None for a file that has no `stages`, which is a recipe or unreadable.
 
     An override that begins with a stage's name (`sft.steps=10`) is for that stage; any other is for every stage.
-    Raises RecipeError with one line for each problem: file, line and column (or the override), key, what to do.
+    Raises RecipeError with one line for each problem: file, line and column (or the override), key, remedy.
     """
     problems: list[Problem] = []
     tree = parse(read_text(Path(path)), str(path), problems)
@@ -75,7 +75,7 @@ def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> Chain | None:
 
 
 class _Reader:
-    """Reads the stages of a file one after the other, and collects what is wrong with them."""
+    """Reads the stages of a file one after the other, and collects their problems."""
 
     def __init__(self, tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> None:
         self.problems = problems
@@ -120,7 +120,7 @@ class _Reader:
         return Chain(output, tuple(stage for stage in stages if stage is not None))
 
     def _entries(self) -> list[tuple[str, Node]]:
-        """The mappings of `stages` with their names; those that have no proper name are left out, and told."""
+        """Returns the mappings of `stages` with their names; those without a proper name are left out and reported."""
         assert self.written is not None, "the file has stages"
         if not isinstance(self.written.value, list) or not self.written.value:
             what = format_value(self.written.plain)
@@ -173,7 +173,9 @@ class _Reader:
     def _stage(
         self, name: str, entry: Node, output: str, general: Sequence[Override], names: Sequence[str]
     ) -> ChainStage | None:
-        """One stage with what it shares, its overrides and the results that it refers to; None where it is wrong."""
+        """Reads one stage with the shared keys, its overrides and the results that it refers to; None where it is
+        wrong.
+        """
         problems: list[Problem] = []
         assert isinstance(entry.value, dict), "a stage is a mapping"
         own = Node({key: node for key, node in entry.value.items() if key not in (NAME, FROM)}, entry.origin)
@@ -201,7 +203,7 @@ class _Reader:
         return ChainStage(name, loaded(recipe, tree), inputs)
 
     def _start(self, tree: Node, entry: Node, problems: list[Problem]) -> None:
-        """Lets a stage whose model has no start begin with the result of `from`, or of the stage before."""
+        """Lets a stage with a model that has no start begin with the result of `from`, or of the stage before."""
         assert isinstance(tree.value, dict), "a recipe is a mapping"
         origin, explicit = entry.origin, entry.child(FROM)
         model = tree.child("model")
@@ -254,7 +256,7 @@ class _Reader:
                 _start_from_adapter(tree, earlier, node)
 
     def _report(self, name: str, problems: Sequence[Problem]) -> None:
-        """Adds a stage's problems with the stage's name before their key; those of shared values are told once."""
+        """Adds a stage's problems with the stage's name before their key; those of shared values are reported once."""
         for problem in problems:
             if self._is_shared(problem.origin, name):
                 self.misfits.setdefault(replace(problem, reads=()), []).append(name)
@@ -262,7 +264,7 @@ class _Reader:
                 self.problems.append(replace(problem, key=f"{name}.{problem.key}" if problem.key else name))
 
     def _is_shared(self, origin: Origin | None, name: str) -> bool:
-        """Whether something was written for every stage: beside `stages`, or as an override that names none."""
+        """Whether something was written for every stage: next to `stages`, or as an override that names none."""
         if origin is None or not origin.is_override:
             return origin is not None and origin.place in self.shared_places
         return not any(each.value.origin.order == origin.order and each.parts[0] == name for each in self.overrides)
@@ -285,7 +287,7 @@ def _start_from_adapter(tree: Node, earlier: Recipe, path: Node) -> None:
 
 
 def _name_problem(name: object, taken: Sequence[str]) -> str | None:
-    """What is wrong with the name of a stage; None for a proper one."""
+    """Returns the fault in the name of a stage; None for a proper one."""
     if name is None:
         return "missing: add 'name: ...', or say which 'stage' it is"
     if not isinstance(name, str) or not _NAME_PATTERN.fullmatch(name):

@@ -1,4 +1,4 @@
-"""What the keys and values of `parallel.device_map` name: parts of a decoder, and devices. No torch."""
+"""The keys and values of `parallel.device_map`: parts of a decoder, and devices. No torch."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ def entries_of(by_hand: ByHand) -> list[MapEntry]:
 
 
 def part_named(key: str) -> Literal["", "embed", "head"] | range | None:
-    """What a key names: embed, head, layers.3, layers.0-15, or what transformers calls them (model.embed_tokens,
-    model.norm, lm_head); None for what is no part that has a device."""
+    """Returns the part that a key names: embed, head, layers.3, layers.0-15, or transformers' names
+    (model.embed_tokens, model.norm, lm_head).
+
+    None for a name of no part with a device.
+    """
     name = key.removeprefix("model.")
     if name == REST:
         return ""
@@ -64,19 +67,19 @@ def part_named(key: str) -> Literal["", "embed", "head"] | range | None:
 
 
 def device_named(value: str | int) -> str | None:
-    """`cpu`, `cuda:1` (also written 1; `cuda` is the first GPU); None for what is no name of a device."""
+    """Returns `cpu` or `cuda:1` (also written 1; `cuda` is the first GPU); None for a value that names no device."""
     if (device := _DEVICE.fullmatch(str(value))) is None:
         return None
     return "cpu" if device[0] == "cpu" else f"cuda:{int(device[1] or device[2] or 0)}"
 
 
 def named_devices(by_hand: ByHand) -> dict[str, str]:
-    """By each device of a map the first key that names it."""
+    """Returns the first key that names each device of a map, by device."""
     return {entry.device: entry.key for entry in reversed(entries_of(by_hand))}
 
 
 def entry_problems(by_hand: ByHand) -> Iterator[str]:
-    """What is wrong with the entries of a map, whatever the model."""
+    """Yields the faults in the entries of a map, whatever the model."""
     if not by_hand:
         yield "a map without entries. Give auto, balanced, or {embed: cuda:0, layers.0-15: cuda:0, ..}"
     ranges: list[tuple[str, range]] = []

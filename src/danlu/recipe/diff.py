@@ -1,4 +1,4 @@
-"""What changed between two recipes, and whether a run may go on across the change."""
+"""Differences between two recipes, and whether a run may go on across them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MATTERS_WITH_PIPEDREAM = {
 
 @dataclass(frozen=True)
 class Change:
-    """One key whose value differs. `old` and `new` are as YAML has them; None also stands for an absent entry."""
+    """One key with a value that differs. `old` and `new` are as YAML has them; None also stands for an absent entry."""
 
     key: str
     old: Any

@@ -1,4 +1,4 @@
-"""What a key of the recipe means, what it takes, and where its value came from."""
+"""Explaining a key of the recipe: its meaning, the values that it takes, and the origin of its value."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _first_line(section: type[Section]) -> str:
 
 
 def _as_value(word: str) -> str | None:
-    """Which keys take a word as their value, and what other keys the section has that it chooses."""
+    """Names the keys that take a word as their value, and the other keys of the section that it chooses."""
     variants: dict[str, type[Section] | None] = {}  # by key; None where the word is no `kind`
     for key in keys():
         for section, name, _ in _owners(key):

@@ -17,14 +17,14 @@ from danlu.recipe.yaml_tree import Node, Origin, Problem
 def recipe_from_arguments(
     values: Mapping[str, Any], overrides: Sequence[str], *, verb: str, open_keys: Sequence[str]
 ) -> Recipe:
-    """The recipe that `values` (as YAML would give them) and the overrides make.
+    """Builds a recipe from `values` (as YAML would give them) and the overrides.
 
     Args:
-        verb: what made it, for messages.
+        verb: the verb that makes it, for messages.
         open_keys: dotted keys that an override may set; the verb reads no others, so they are refused.
 
     Raises RecipeError with one line for each problem. Rules between keys, and files that are missing, are left to the
-    verb, which knows what it needs.
+    verb, which knows its needs.
     """
     tree = expand(_node(values, Origin(verb)), Recipe)
     problems = [

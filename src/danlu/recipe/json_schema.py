@@ -32,7 +32,9 @@ def schema() -> dict[str, Any]:
 
 
 def _chain_schema(properties: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """A chain: the keys of a recipe beside its stages, and in each of them; together they make a whole recipe."""
+    """The schema of a chain: the keys of a recipe next to its stages, and in each of them; together they make a whole
+    recipe.
+    """
     rows_elsewhere = {key: value for key, value in definitions["Data"]["anyOf"][0].items() if key != "required"}
     shared = {**properties, "data": {"anyOf": [properties["data"], rows_elsewhere]}}
     about = {key: {"type": "string", "description": CHAIN_KEYS[f"{STAGES}.{key}"]} for key in (NAME, FROM)}
@@ -48,7 +50,7 @@ def _chain_schema(properties: dict[str, Any], definitions: dict[str, Any]) -> di
 
 
 def _admit_short_values(section: type[Section], properties: dict[str, Any]) -> dict[str, Any]:
-    """Admits the short form of what a section's fields take: a `kind` alone, a bare value for a list of one."""
+    """Admits the short form of a section's fields: a `kind` alone, a bare value for a list of one."""
     admitted = dict(properties)
     for key, hint in field_types(section).items():
         entry_hint = entry_type(hint)
@@ -63,7 +65,7 @@ def _admit_short_values(section: type[Section], properties: dict[str, Any]) -> d
 
 
 def _with_entries(entry: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
-    """A list of variants whose entries may be a `kind` alone."""
+    """Admits a `kind` alone as an entry of a list of variants."""
     if "items" in entry:
         return {**entry, "items": _admit_kind_alone(entry["items"], kinds)}
     if "anyOf" in entry:
@@ -72,7 +74,7 @@ def _with_entries(entry: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
 
 
 def _admit_single_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Where a list is taken, admits a bare value, which is a list of one."""
+    """Admits a bare value, which is a list of one, where a list is taken."""
     if entry.get("type") == "array" and "items" in entry:
         about: dict[str, Any] = {key: entry[key] for key in ("title", "description", "default") if key in entry}
         bare = {key: value for key, value in entry.items() if key not in about}

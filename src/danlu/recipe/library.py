@@ -9,7 +9,7 @@ from danlu.core.spelling import did_you_mean
 
 
 def folder() -> Path:
-    """The folder with the recipes: beside this file in an installed wheel, at the top of a checkout.
+    """Returns the folder with the recipes: next to this file in an installed wheel, at the top of a checkout.
 
     Raises DanluError if there is neither.
     """

@@ -47,8 +47,10 @@ class Loaded:
 
     @contextmanager
     def naming_places(self) -> Iterator[None]:
-        """Within it an error whose lines begin with a key of the recipe says where that was written, as those of `load`
-        do: what a layout or a model has against a key is found out long after the file was read."""
+        """Adds the place of a key to errors in the block that begin with a key of the recipe, as `load` does.
+
+        Problems that a layout or a model has with a key are found long after the file was read.
+        """
         try:
             yield
         except RecipeError as error:
@@ -73,7 +75,7 @@ class Loaded:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Reads and checks a recipe. Paths in it are relative to the working directory, like those of the command line.
 
-    Raises RecipeError with one line for each problem: file, line and column (or the override), key, what to do.
+    Raises RecipeError with one line for each problem: file, line and column (or the override), key, remedy.
     """
     problems: list[Problem] = []
     tree = parse(read_text(Path(path)), str(path), problems)
@@ -107,9 +109,9 @@ def loaded(recipe: Recipe, tree: Node) -> Loaded:
 
 
 def load_resolved(path: str | Path) -> Recipe:
-    """Reads a recipe that a run has written in full, to look at it: what it names need not be there any more.
+    """Reads a recipe that a run has written in full, to look at it: files that it names need not exist any more.
 
-    Raises RecipeError for what is no recipe of this danlu.
+    Raises RecipeError for a file that is no recipe of this danlu.
     """
     problems: list[Problem] = []
     tree = parse(read_text(Path(path)), str(path), problems)
@@ -176,7 +178,7 @@ def _written(tree: Node, key: str) -> object:
 
 
 def _without(tree: Node, keys: set[str]) -> Recipe | None:
-    """The recipe without the values that are wrong, to find what else is; None if it cannot be without them."""
+    """Validates the recipe without its wrong values, to find further problems; None if it is no recipe without them."""
     rest = deepcopy(tree)
     for key in keys:
         parent, _, name = key.rpartition(".")
@@ -192,7 +194,7 @@ def _touches(problem: Problem, keys: set[str]) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """The text of a recipe file. Raises RecipeError that says what is there instead."""
+    """Reads the text of a recipe file. Raises RecipeError that names what is there instead."""
     try:
         return read_small(path, MAX_BYTES).decode("utf-8-sig")
     except FileNotFoundError:

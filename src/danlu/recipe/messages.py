@@ -88,7 +88,7 @@ _NAMES_IN_OTHER_TOOLS = {
     "stage": "finetuning_type",
     "steps": "max_steps",
 }
-"""danlu's keys, and what other tools call the same thing."""
+"""The names of danlu's keys in other tools."""
 KEYS_OF_OTHER_TOOLS = {name: key for key, names in _NAMES_IN_OTHER_TOOLS.items() for name in names.split()}
 """Names that other tools use, and danlu's key for the same thing."""
 
@@ -138,7 +138,7 @@ def _describe_number(noun: str, bounds: tuple[FieldInfo, ...]) -> str:
 
 
 def describe_type(hint: Hint) -> str:
-    """What a field takes: `a whole number, 1 or more, or auto`."""
+    """Describes the values that a field takes: `a whole number, 1 or more, or auto`."""
     if variants_of(hint):
         return f"one of {', '.join(sorted(variants_of(hint)))}, or a mapping with a 'kind'"
     parts: list[str] = []

@@ -1,8 +1,8 @@
 """`section.key=value` on the command line: the same as writing it in the file, with the last word.
 
-A bare value for a section sets its main key and leaves the others (`data=other.jsonl` keeps `max_length`); a mapping
-in braces replaces the section. Changing an optimizer's `kind` starts that section anew, because the other keys mean
-something else there. `steps=10` takes the place of the file's `epochs`, and likewise wherever keys exclude each other.
+A bare value for a section sets its main key and leaves the others (`data=other.jsonl` keeps `max_length`); a mapping in
+braces replaces the section. Changing an optimizer's `kind` empties that section, because the other keys mean something
+else there. `steps=10` takes the place of the file's `epochs`, and likewise wherever keys exclude each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Override:
 
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> None:
-    """Writes overrides into a tree that is in full form; what is wrong with one is added to `problems`."""
+    """Writes overrides into a tree that is in full form; faults in them are added to `problems`."""
     put(tree, parse_overrides(overrides, problems), problems)
 
 
@@ -72,9 +72,9 @@ def put(tree: Node, overrides: Sequence[Override], problems: list[Problem]) -> N
 def merge(node: Node, over: Node, hint: Hint = Recipe, default: Any = None) -> None:
     """Lays the keys of a mapping over a tree that is in full form, section by section, in place.
 
-    As with an override a bare value sets a section's main key, another `kind` starts the section anew, and a key takes
-    the place of those that it excludes. A mapping leaves the section's other keys; a list takes the list's place.
-    `hint` and `default` are of the field that `node` is the value of; None for a key that no section has.
+    As with an override a bare value sets a section's main key, another `kind` empties the section, and a key takes the
+    place of those that it excludes. A mapping leaves the section's other keys; a list takes the list's place. `hint`
+    and `default` are those of the field with `node` as its value; None for a key that no section has.
     """
     if not isinstance(node.value, dict) or not isinstance(over.value, dict) or hint is None or not section_types(hint):
         _replace(node, hint, over, default)
@@ -101,9 +101,9 @@ class _ListIndexError(Exception):
 
 
 def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any = None) -> None:
-    """Sets what the dotted key `parts` leads to from `node`, creating the mappings on the way.
+    """Sets the value at the dotted key `parts` below `node`, creating the mappings on the way.
 
-    `hint` and `default` are of the field that `node` is the value of; None for a key that no section has.
+    `hint` and `default` are those of the field with `node` as its value; None for a key that no section has.
     """
     if not parts:
         _replace(node, hint, value, default)
@@ -173,7 +173,7 @@ def _replace(node: Node, hint: Hint, value: Node, default: Any) -> None:
 
 
 def _change_kind(node: Node, kind: Any) -> None:
-    """Empties a section whose `kind` changes: its other keys mean something else for another variant."""
+    """Empties a section when its `kind` changes: its other keys mean something else for another variant."""
     assert isinstance(node.value, dict)
     present = node.value.get("kind")
     if present is not None and present.value != kind:
@@ -181,7 +181,7 @@ def _change_kind(node: Node, kind: Any) -> None:
 
 
 def _drop(entries: dict[str, Node], names: Sequence[str]) -> None:
-    """Removes what the file says for these keys; what another override says stays, so that two can clash."""
+    """Removes the file's values of these keys; those of another override stay, so that two can clash."""
     for name in names:
         if name in entries and not entries[name].origin.is_override:
             del entries[name]

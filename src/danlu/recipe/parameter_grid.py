@@ -12,7 +12,7 @@ from itertools import product
 from danlu.core.errors import RecipeError
 
 SEED = "seed"
-"""The key whose values repeat the same experiment: results are averaged over it."""
+"""The key with values that repeat the same experiment: results are averaged over it."""
 MAX_VALUE_CHARACTERS = 40  # of a value in a folder's name
 
 _OPENING, _CLOSING = "([{", ")]}"
@@ -104,7 +104,7 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
 
 def _folder_part(value: str) -> str:
-    """A value as part of a folder's name; one that had to be changed for it is told apart by a hash."""
+    """Returns a value as part of a folder's name; one that had to be changed for it is distinguished by a hash."""
     plain = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")
     plain = plain[-MAX_VALUE_CHARACTERS:]  # the end of a path says most
     return plain if plain == value else f"{plain}-{hashlib.sha256(value.encode()).hexdigest()[:6]}".strip("-")

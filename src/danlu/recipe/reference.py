@@ -1,4 +1,4 @@
-"""Which reference stages `preference` and `rl` have: what the recipe says, else what suits its adapter. No torch."""
+"""The reference of stages `preference` and `rl`: the recipe's, else the one that suits its adapter. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe written out in full, so that a run folder holds exactly what was run."""
+"""A recipe written out in full, so that a run folder holds exactly the recipe that was run."""
 
 from __future__ import annotations
 

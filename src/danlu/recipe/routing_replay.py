@@ -6,7 +6,7 @@ from danlu.recipe.sections import Recipe
 
 
 def replays_routes(recipe: Recipe) -> bool:
-    """Whether a run of the recipe replays routes, if its policy has experts and its rollouts say what these were.
+    """Whether a run of the recipe replays routes, if its policy has experts and its rollouts report them.
 
     Policy gradients compare the trained policy with the one that drew, so theirs do. Pairs of answers are compared with
     the reference, and replay where the recipe asks for it. Rows of other stages were drawn by nobody.

@@ -22,7 +22,7 @@ OBJECTIVE_NAMES = {
 }
 """`stage: dpo` means `{stage: preference, objective: sigmoid}`, and so on."""
 DEFAULT_OBJECTIVES = {"distill": "forward", "preference": "sigmoid", "reward": "bradley-terry", "rl": "grpo"}
-"""By stage, the kind of an objective that says none."""
+"""The default kind of the objective, by stage."""
 TREES = ("preference", "reward", "rl")
 """Stages in which a row is a tree of tokens: a prompt with its answers."""
 

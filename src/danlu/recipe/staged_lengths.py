@@ -1,4 +1,4 @@
-"""What stages of lengths say of the rest of a recipe: how many steps it has, and how long its samples are."""
+"""The effects of stages of lengths on the rest of a recipe: how many steps it has, and how long its samples are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expand_lengths(tree: Node) -> None:
 
 
 def amount_per_step(recipe: Recipe, stage: LengthStage) -> str:
-    """What a step of a stage trains, for the console: "4 x 2,048 tokens"; without packing "4 rows of at most ..."."""
+    """Describes a step of a stage for the console: "4 x 2,048 tokens"; without packing "4 rows of at most ..."."""
     packs = recipe.batch.packs(stage.length)
     joined = "rows of at most" if recipe.data.packing.kind == "none" else "x"
     return f"{packs} {joined} {stage.length:,} tokens"

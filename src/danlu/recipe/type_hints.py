@@ -1,4 +1,4 @@
-"""What the annotation of a recipe's field admits: sections and their variants, lists, literal values.
+"""The types that the annotation of a recipe's field admits: sections and their variants, lists, literal values.
 
 Short forms, messages, `danlu explain`, the JSON schema and shell completion all read the section classes through these
 functions, so that a new section needs no further declaration.
@@ -19,7 +19,7 @@ Hint = Any
 
 
 def generic_origin(hint: Hint) -> Any:
-    """`typing.get_origin`, whose declared result type leaves out most of what it returns."""
+    """`typing.get_origin`; its declared result type leaves out most of the types that it returns."""
     return get_origin(hint)
 
 
@@ -42,7 +42,7 @@ def union_members(hint: Hint) -> list[tuple[Hint, tuple[FieldInfo, ...]]]:
 
 
 def section_types(hint: Hint) -> list[type[Section]]:
-    """The section classes that a type admits; more than one when they are variants told apart by `kind`."""
+    """Returns the section classes that a type admits; more than one when they are variants distinguished by `kind`."""
     return [member for member, _ in union_members(hint) if isinstance(member, type) and issubclass(member, Section)]
 
 
@@ -58,7 +58,9 @@ def variants_of(hint: Hint) -> dict[str, type[Section]]:
 
 
 def entry_type(hint: Hint, container: type = list) -> Hint | None:
-    """The type of the entries of a list, or of a tuple whose entries are alike; None for a type that admits none."""
+    """Returns the type of the entries of a list, or of a tuple with entries of one type; None for a type that admits
+    none.
+    """
     return next((get_args(each)[0] for each, _ in union_members(hint) if generic_origin(each) is container), None)
 
 

@@ -1,4 +1,4 @@
-"""A tree of values checked against the types of `Recipe`: every problem at once, with its place and what would do."""
+"""A tree of values checked against the types of `Recipe`: every problem at once, with its place and a remedy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> s
 
 
 def _unknown(key: str, section: type[Section] | None) -> str:
-    """What the key might have been: a field of this section, another tool's name, or a field of another section."""
+    """Suggests the key that was meant: a field of this section, another tool's name, or a field of another section."""
     section = section or Recipe
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(field_types(section)), key.rpartition(".")[2]
@@ -95,7 +95,7 @@ def _key_of_field(name: str) -> str | None:
 
 
 def unexpected(value: Any, hint: Any) -> str:
-    """Why a value does not fit a type: what was expected, what is there, and the nearest that would do."""
+    """Says why a value does not fit a type: the expected type, the value, and the nearest that would fit."""
     variants = variants_of(hint)
     if variants and isinstance(value, dict | str):
         return _unknown_kind(value, sorted(variants))

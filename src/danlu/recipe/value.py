@@ -1,4 +1,4 @@
-"""The model of values of PPO: what the recipe says, and what follows from it. No torch."""
+"""The model of values of PPO: the recipe's settings and their consequences. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Share = Literal["policy", "base", "none"]
 
 
 def value_share(recipe: Recipe) -> Share | None:
-    """What the model of values has in common with the policy; None where the objective has no values."""
+    """Returns the parts that the model of values shares with the policy; None where the objective has no values."""
     if recipe.policy_gradient is None or not recipe.policy_gradient.needs_value:
         return None
     return value_section(recipe).share
@@ -35,7 +35,7 @@ def value_adapter_folder(recipe: Recipe) -> str | None:
 
 
 def value_rate(recipe: Recipe) -> float:
-    """What the learning rate of the model of values is, as a multiple of the policy's."""
+    """Returns the learning rate of the model of values, as a multiple of the policy's."""
     section = value_section(recipe)
     if section.learning_rate is None:
         return section.rate_ratio

@@ -23,7 +23,7 @@ import yaml
 from danlu.recipe.yaml_tree import Node, Origin, Problem
 
 CORE = "tag:yaml.org,2002:"
-"""What the tags of YAML's own types begin with: `tag:yaml.org,2002:int`."""
+"""The prefix of the tags of YAML's own types: `tag:yaml.org,2002:int`."""
 
 # A recipe has some hundred values, four levels deep. What passes these bounds is another file, or was made to hang its
 # reader: ten lines of aliases of aliases stand for 3e9 values ("billion laughs").
@@ -92,9 +92,8 @@ def parse(text: str, name: str, problems: list[Problem], *, override: int | None
     """Reads one YAML document. None if it cannot be read at all; smaller problems are added and reading goes on.
 
     Args:
-        name: what origins are called: the file's path, or the override's text.
-        problems: takes whatever is wrong.
-        override: the index of the override that `text` is the value of; None for a file.
+        name: the name in origins: the file's path, or the override's text. problems: receives all problems. override:
+            the index of the override with `text` as its value; None for a file.
     """
     reader = _Reader(name, problems, override, os.environ)
     if len(text) > MAX_BYTES:
@@ -111,7 +110,7 @@ def parse(text: str, name: str, problems: list[Problem], *, override: int | None
 
 
 class _Reader:
-    """Turns PyYAML's nodes into ours and collects what is wrong with them."""
+    """Turns PyYAML's nodes into ours and collects their problems."""
 
     def __init__(self, name: str, problems: list[Problem], override: int | None, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -130,7 +129,7 @@ class _Reader:
         return Origin(f"{self.name}:{line}:{column}", (0, line, column))
 
     def syntax_problem(self, error: yaml.MarkedYAMLError) -> Problem:
-        """PyYAML's error, in terms of what was written rather than of its scanner."""
+        """Returns PyYAML's error in terms of the written text rather than of its scanner."""
         mark = error.problem_mark or error.context_mark
         cause = error.problem or error.context or "it cannot be read"
         if r"'\t'" in cause:

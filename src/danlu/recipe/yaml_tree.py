@@ -1,4 +1,4 @@
-"""The values of a recipe as a tree whose nodes know where they were written, and the problems found in it."""
+"""The values of a recipe as a tree with the place where each node was written, and the problems found in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def overlap(key: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written. `order` sorts problems: the file from top to bottom, then the overrides."""
+    """The place where a value was written. `order` sorts problems: the file from top to bottom, then the overrides."""
 
     place: str  # "sft.yaml:4:3" or "override 'optimizer.learning_rate=1e-4'"
     order: tuple[int, int, int] = (0, 0, 0)  # (0, line, column) of a file; (1, index of the override, 0)

@@ -1,7 +1,8 @@
-"""Rules between the keys of a recipe. They need no torch and no model, so a run that cannot be says so at once.
+"""Rules between the keys of a recipe. They need no torch and no model, so an impossible run is refused at once.
 
 Each rule is a generator of problems over a recipe whose types are right already; `problems` runs them all.
-`missing_files` looks at the file system and is apart for that reason. `notes` are remarks on a recipe that is allowed.
+`missing_files` looks at the file system and is separate for that reason. `notes` are warnings about a recipe that is
+allowed.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def problems(recipe: Recipe) -> list[Problem]:
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """Remarks on a recipe that may run but may not be what was meant; for the console, once."""
+    """Returns warnings about a recipe that may run but may not be as meant; for the console, once."""
     remarks = []
     if recipe.precision == "fp16" and recipe.device == "cpu":
         remarks.append("precision: fp16 on a CPU is several times slower than bf16 or fp32 and has no advantage there")

@@ -89,7 +89,7 @@ def bad_row_limit_is_read(recipe: Recipe) -> Iterator[Problem]:
 
 
 def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
-    """What is done with an evaluation loss has evaluation rows."""
+    """Settings that use an evaluation loss need evaluation rows."""
     evaluation = recipe.evaluation
     if recipe.data.eval is not None:
         return

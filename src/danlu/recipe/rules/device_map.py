@@ -1,4 +1,4 @@
-"""Rules about `parallel.device_map`: what it names, and what one process with several devices does not do."""
+"""Rules about `parallel.device_map`: its entries, and features that one process with several devices does not have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device_map_is_supported(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _not_of_one_process(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """(key, reason, what to do instead) of what takes several processes, or a model on one device."""
+    """Yields (key, reason, remedy) of settings that take several processes, or a model on one device."""
     parallel = recipe.parallel
     degrees = {name: getattr(parallel, name) for name in ("data", "replicate", "tensor", "expert")}
     degrees |= {"context": parallel.context.size, "pipeline": parallel.pipeline.stages}

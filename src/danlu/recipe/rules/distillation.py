@@ -10,7 +10,7 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def distillation_has_teacher(recipe: Recipe) -> Iterator[Problem]:
-    """Who learns from a teacher has one, nobody else does, and a teacher is one that the run can have."""
+    """Checks that recipes that learn from a teacher have one, that others have none, and that the run can use it."""
     divergence = recipe.divergence
     if recipe.stage == "rl" and divergence is not None:
         if not recipe.teacher and recipe.policy_gradient is not None:
@@ -83,7 +83,7 @@ def divergence_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def distillation_has_one_divergence(recipe: Recipe) -> Iterator[Problem]:
-    """The objective of stage distill is one divergence, and at most one term of hidden states beside it."""
+    """The objective of stage distill is one divergence, and at most one term of hidden states."""
     if recipe.stage != "distill" or recipe.objective is None:
         return
     divergences = [index for index, term in enumerate(recipe.objective) if isinstance(term, Divergence)]
@@ -104,7 +104,9 @@ def distillation_has_one_divergence(recipe: Recipe) -> Iterator[Problem]:
 
 
 def own_answers_are_possible(recipe: Recipe) -> Iterator[Problem]:
-    """With `on_policy` rows are prompts that are answered one by one, and everything asked of an answer can be."""
+    """Checks that with `on_policy` rows are prompts that are answered one by one, and that answers can be used as
+    asked.
+    """
     data, rollout = recipe.data, recipe.rollout
     if not recipe.on_policy:
         return

@@ -10,7 +10,9 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
-    """An environment belongs to stage rl, names what can be found, and leaves settings of single answers alone."""
+    """An environment belongs to stage rl, names things that can be found, and leaves settings of single answers
+    alone.
+    """
     section = recipe.environment
     if section is None:
         return

@@ -1,4 +1,4 @@
-"""Rules about long context: its stages of lengths, and what each method reads."""
+"""Rules about long context: its stages of lengths, and the keys that each method reads."""
 
 from __future__ import annotations
 

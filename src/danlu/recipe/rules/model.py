@@ -49,7 +49,7 @@ def template_date_is_valid(recipe: Recipe) -> Iterator[Problem]:
 
 
 def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
-    """An adapter has a finished model under it, and its initialization what it needs."""
+    """Checks that an adapter has a finished model under it, and that its initialization is possible."""
     model, adapter = recipe.model, recipe.adapter
     if model.path is None and adapter is not None:
         message = "an adapter is trained beside a finished model: give model.path"
@@ -102,7 +102,7 @@ def classification_reads_no_language_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft", "preference", "reward", "distill"]:
-    """The stage of a recipe for a language model whose rows hold what is trained on.
+    """Returns the stage of a recipe for a language model that trains on the content of its rows.
 
     Raises RecipeError for stages classify and rl, which `reader` (a verb) can do nothing with.
     """

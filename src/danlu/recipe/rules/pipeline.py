@@ -1,4 +1,4 @@
-"""Rules about pipeline parallelism: what goes through stages, and in which schedules."""
+"""Rules about pipeline parallelism: settings that stages support, and in which schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
-    """Each stage can do its part of what the recipe asks, and the schedule is one that can be run."""
+    """Checks that each stage can do its part of the recipe, and that the schedule can be run."""
     section = recipe.parallel.pipeline
     if recipe.log.timeline is not None and (section.stages == 1 or section.updates_each_micro_batch):
         reason = "with one stage nothing waits for another" if section.stages == 1 else "pipedream's steps overlap"
@@ -44,7 +44,7 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """(key, reason, what to do instead) of what needs a whole model in one process."""
+    """Yields (key, reason, remedy) of settings that need a whole model in one process."""
     if recipe.stage == "classify":
         yield "stage", "lenet5 is one chunk, which nothing divides", "Use more data ranks"
     if value_adapter_folder(recipe) is not None:
@@ -60,9 +60,10 @@ def _not_of_stages(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def _not_of_pipedream(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """(key, reason, what to do instead) of what needs all of a step before its update, or one version of the weights.
+    """Yields (key, reason, remedy) of settings that need all of a step before its update, or one version of the
+    weights.
 
-    What only the model can tell is in `plan.pipeline_split.pipedream_problems`.
+    Checks that need the model are in `plan.pipeline_split.pipedream_problems`.
     """
     parallel, batch = recipe.parallel, recipe.batch
     if recipe.stage not in ("pretrain", "sft"):

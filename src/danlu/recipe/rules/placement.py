@@ -9,7 +9,7 @@ from danlu.recipe.sections import Adafactor, AdamW, AdamW8bit, GaLore, Muon, Pag
 from danlu.recipe.yaml_tree import Problem
 
 _WITHOUT_TREES = ("pretrain", "sft")
-"""Stages whose rows are plain documents."""
+"""The stages with rows that are plain documents."""
 
 WHOLE_MATRIX_OPTIMIZERS = (Muon, GaLore, Adafactor)
 """Their updates need all of a matrix, or of all experts' together: its singular vectors, or means of its numbers."""
@@ -59,7 +59,7 @@ def layout_is_supported(recipe: Recipe) -> Iterator[Problem]:
 
 
 def context_is_supported(recipe: Recipe) -> Iterator[Problem]:
-    """What context ranks have of a packed sequence is enough for what the recipe asks of it."""
+    """Checks that a context rank's part of a packed sequence is enough for the recipe's settings."""
     context = recipe.parallel.context
     if context.ulysses > 1 and context.method == "ulysses":
         message = "with method: ulysses all context ranks exchange heads. Leave it out, or use method: ring"
@@ -73,7 +73,7 @@ def context_is_supported(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _not_of_context_ranks(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """(key, reason, what to do instead) of what needs all tokens of a document, or the same tokens on all ranks."""
+    """Yields (key, reason, remedy) of settings that need all tokens of a document, or the same tokens on all ranks."""
     if recipe.stage == "classify":
         yield "stage", "context parallelism cuts documents, and images are not of tokens", "Use parallel.data"
     if recipe.numerics == "exact":
@@ -103,7 +103,9 @@ def _not_of_context_ranks(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def memory_is_consistent(recipe: Recipe) -> Iterator[Problem]:
-    """Recomputation and offload have what they need, and keys that are not read keep their defaults."""
+    """Checks that recomputation and offload have the settings that they need, and that unread keys keep their
+    defaults.
+    """
     memory, recompute, optimizer = recipe.memory, recipe.memory.recompute, recipe.optimizer
     if recompute.kind != "every" and recompute.layers is not None:
         yield Problem("memory.recompute.layers", "only read with kind: every", reads=("memory.recompute.kind",))

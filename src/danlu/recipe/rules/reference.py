@@ -10,7 +10,7 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def reference_is_consistent(recipe: Recipe) -> Iterator[Problem]:
-    """A reference is what the objective compares with, and what the run can have."""
+    """Checks that a reference is one that the objective compares with and that the run can have."""
     reference = recipe.reference
     if recipe.stage == "rl":
         yield from _suits_answers_to_come(recipe)

@@ -1,4 +1,4 @@
-"""What a layout cannot be combined with, as problems of a recipe."""
+"""Settings that cannot be combined with a layout, as problems of a recipe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from danlu.recipe.yaml_tree import Problem
 
 
 def refusals(reasons: Iterable[tuple[str, str, str]], otherwise: str, reads: str) -> Iterator[Problem]:
-    """A problem for each (key, why not, what to do instead). otherwise: what else helps; reads: the deciding key."""
+    """Yields a problem for each (key, reason, remedy). otherwise: another remedy; reads: the deciding key."""
     for key, reason, instead in reasons:
         yield Problem(key, f"{reason}. {instead}, or {otherwise}", reads=(reads,))

@@ -149,7 +149,7 @@ def _reward_problems(key: str, reward: Section) -> Iterator[Problem]:
 
 
 def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
-    """Answers are drawn as the objective needs them, and with what the trainer can compute again."""
+    """Checks that answers are drawn as the objective needs them, and in a way that the trainer can recompute."""
     objective, rollout, data = recipe.policy_gradient, recipe.rollout, recipe.data
     if recipe.stage != "rl":
         return
@@ -245,7 +245,7 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _no_mean_to_divide_by(recipe: Recipe) -> str | None:
-    """Which reward, or what is taken from rewards, may be negative; None where an answer's sum never is."""
+    """Names the reward, or the penalty on rewards, that may be negative; None where an answer's sum never is."""
     objective, environment = recipe.policy_gradient, recipe.environment
     assert objective is not None, "whose scale it is"
     if environment is not None and environment.gives_reward:

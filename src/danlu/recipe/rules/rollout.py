@@ -13,7 +13,7 @@ KEY_BLOCK = 64
 """Keys that the attention routine of `numerics: exact` looks at together."""
 
 REMOTE_KEYS = ("engine", "url", "urls", "server")
-"""What an engine on a server is asked; its cache and its scheduling are its own."""
+"""The keys that an engine on a server reads; its cache and its scheduling are its own."""
 
 
 _ANY_ENGINE_KEYS = (*REMOTE_KEYS, *SAMPLING_KEYS, "routing_replay")
@@ -98,7 +98,9 @@ def resolved_hand_over(recipe: Recipe) -> Literal["group", "folder", "adapter"]:
 
 
 def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
-    """What is handed to a server is trained, and keys of other ways to hand it over keep their defaults."""
+    """Checks that weights sent to a server are trained, and that keys of other ways of weight sync keep their
+    defaults.
+    """
     server, route = recipe.rollout.server, resolved_hand_over(recipe)
     if route == "adapter" and recipe.adapter is None:
         message = "adapter: the whole model is trained here, and there is no adapter to hand over. Use folder or group"

@@ -11,7 +11,7 @@ _READ_WITH = {"rate": ("bias", "step"), "sequence": ("bias", "sequence")}
 
 
 def experts_can_be_balanced(recipe: Recipe) -> Iterator[Problem]:
-    """Each key of `router` is read, and nothing else in the recipe keeps what it asks for from being done."""
+    """Checks that each key of `router` is read, and that nothing else in the recipe prevents its effect."""
     router = recipe.router
     if router is None:
         return

@@ -11,7 +11,7 @@ from danlu.recipe.yaml_tree import Problem
 MAX_PACKS = 2**24
 """Packed sequences of a step: each is a Python object."""
 UNITS = {"preference": ("pairs", "rows"), "reward": ("pairs", "rows"), "rl": ("prompts", "prompts")}
-"""By stage, the key that a step is counted by where it is no packed sequences, and what that is called."""
+"""The key that counts a step and the name of its unit, by stage, where they are not packed sequences."""
 MAX_TRIED = 10_000
 """How many numbers near a `batch.micro` that does not divide the step are tried, to suggest one that does."""
 
@@ -101,7 +101,7 @@ def batch_size_is_divisible(recipe: Recipe) -> Iterator[Problem]:
 
 
 def numbers_are_within_bounds(recipe: Recipe) -> Iterator[Problem]:
-    """No number is beyond what any machine could do."""
+    """Checks that no number is beyond the reach of any machine."""
     for key, largest, unit in _BOUNDS:
         value = value_at(recipe, key)
         if isinstance(value, int | float) and value > largest:

@@ -1,6 +1,6 @@
-"""The sections of a recipe: frozen, strict pydantic models; each field's docstring is what `danlu explain` prints.
+"""The sections of a recipe: frozen, strict pydantic models; `danlu explain` prints each field's docstring.
 
-Variants are told apart by `kind`. A section that has a short form says so in its `short` class variable: the field
+Variants are distinguished by `kind`. A section that has a short form names it in its `short` class variable: the field
 that a bare value fills (`model: folder` means `model: {path: folder}`). Where a field takes a list, a bare value is a
 list of one. Rules that concern more than one field are in `rules/`.
 """
@@ -305,24 +305,26 @@ class Recipe(Section):
     one_of = ("epochs", "steps")
 
     stage: Literal["pretrain", "sft", "classify", "preference", "reward", "distill", "rl"]
-    """What is trained: plain text (pretrain), conversations (sft), a classifier of small images (classify), a policy
-    on preferred answers (preference; dpo, kto, orpo, simpo and cpo name one with its objective), a reward model
+    """The kind of training: plain text (pretrain), conversations (sft), a classifier of small images (classify), a
+    policy on preferred answers (preference; dpo, kto, orpo, simpo and cpo name one with its objective), a reward model
     (reward), a student of other models (distill), or a policy on its own answers and their rewards (rl; grpo, ppo,
-    rloo, gspo, dapo, dr-grpo, remax, reinforce and online-dpo name one with its objective)."""
+    rloo, gspo, dapo, dr-grpo, remax, reinforce and online-dpo name one with its objective).
+    """
     model: Model
-    """Where the weights start."""
+    """The start of the weights."""
     data: Data
-    """What is trained on, and how rows become tokens."""
+    """The rows to train on, and how they become tokens."""
     objective: list[Objective] | None = None
-    """Stages preference, reward and distill: what is minimised, one term or several, whose weighted sum it is then.
-    Stage rl: the policy gradient, and behind it perhaps a divergence from teachers ([grpo, {kind: reverse, weight:
-    0.1}]); or terms of stage preference over the best and the worst of a prompt's answers."""
+    """Stages preference, reward and distill: the loss, one term or a weighted sum of several. Stage rl: the policy
+    gradient, and optionally a divergence from teachers behind it ([grpo, {kind: reverse, weight: 0.1}]); or terms of
+    stage preference over the best and the worst of a prompt's answers.
+    """
     rewards: list[Reward] | None = None
-    """Stage rl: what answers are worth, one reward or several, whose weighted sum it is then."""
+    """Stage rl: the rewards of answers, one or a weighted sum of several."""
     reward_limits: RewardLimits = RewardLimits()
     """Stage rl: how long rewards are waited for, and how many may fail."""
     environment: Environment | None = None
-    """Stage rl: what answers the policy back, turn by turn: a class of yours (my_env.py:Maze), or tools."""
+    """Stage rl: the environment that answers the policy, turn by turn: a class of yours (my_env.py:Maze), or tools."""
     reference: Reference | None = None
     """Stages preference and rl: where the log-probabilities that the policy's are compared with come from: cached
     (not for rl), frozen, adapter-off or none. By default adapter-off with an adapter that starts without effect, else
@@ -330,13 +332,14 @@ class Recipe(Section):
     value: Value | None = None
     """Stage rl with objective ppo: the model of values; by default a head on the policy."""
     teacher: list[Teacher] | None = None
-    """Stage distill, and stage rl with a divergence: whose distribution is learnt."""
+    """Stage distill, and stage rl with a divergence: the models to learn the distribution of."""
     on_policy: Share | bool = False
     """Stage distill: the share of the items that have the policy's own answers in the place of the rows', drawn with
     the weights of the step as `rollout` says (GKD, arXiv:2306.13649); true: all of them."""
     adapter: Adapter | None = None
-    """Train few parameters beside a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera,
-    mora, ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on."""
+    """Train few parameters on a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera, mora,
+    ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on.
+    """
     long_context: LongContext | None = None
     """Train at more tokens than the model was trained at: a scaling of its rotary embedding, lengths in stages."""
     quantization: Quantization | None = None
@@ -346,7 +349,7 @@ class Recipe(Section):
     schedule: Schedule = Schedule()
     """The learning rate over the run."""
     batch: BatchSize = BatchSize(sequences=8)
-    """What one optimizer step sees."""
+    """The batch of one optimizer step."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the data; 1 when neither epochs nor steps is given."""
     steps: PositiveInt | None = None
@@ -357,8 +360,9 @@ class Recipe(Section):
     bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
     is resumed keeps it."""
     numerics: Literal["fast", "exact"] = "fast"
-    """exact: training and rollout give a token the same log-probability to the last bit, whatever is computed beside
-    it; slower. fast takes the quickest kernels for each, which round differently."""
+    """exact: training and rollout give a token the same log-probability to the last bit, whatever else is in the batch;
+    slower. fast takes the quickest kernels for each, which round differently.
+    """
     parallel: Parallel = Parallel()
     """The parallelism strategy: none (DDP), zero1, zero2, zero3 (FSDP), tensor, sequence."""
     memory: Memory = Memory()
@@ -366,27 +370,28 @@ class Recipe(Section):
     loss: LossOptions = LossOptions()
     """Additions to the cross-entropy."""
     router: Router | None = None
-    """Models with experts: what keeps them evenly loaded."""
+    """Models with experts: the method that keeps them evenly loaded."""
     gradient_clipping: NonNegative | None = 1.0
     """Largest global gradient norm, of each model where a run trains several (PPO with a model of values of its own);
     null to leave gradients alone."""
     watch: Watch = Watch()
-    """What to do when a step looks wrong."""
+    """The response when a step looks wrong."""
     ema: Ema | None = None
-    """An average of the weights, kept beside them."""
+    """An average of the weights, kept in addition to them."""
     evaluation: Evaluation = Evaluation()
-    """How often to evaluate, when to stop early, what to generate."""
+    """The interval of evaluations, early stopping, and samples to generate."""
     rollout: Rollout = Rollout()
     """The engine that samples from the model: embedded, vllm or sglang."""
     checkpoint: Checkpoint = Checkpoint()
-    """What is kept to go on from, and how often."""
+    """The checkpoints to resume from, and how often they are saved."""
     log: Log = Log()
-    """What is written down while training."""
+    """The files that are written while training."""
     compile: bool = False
     """torch.compile the model; the first steps are slow, later ones may be faster."""
     deterministic: bool = False
-    """On a GPU, only algorithms that give the same bits each time; by default the backward passes of attention and of
-    the embedding add in any order. Slower; on a CPU nothing changes."""
+    """Use only algorithms that give the same bits each time on a GPU; by default the backward passes of attention and
+    of the embedding add in any order. Slower; on a CPU nothing changes.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPU where there is one."""
     threads: PositiveInt | None = None
@@ -407,7 +412,7 @@ class Recipe(Section):
 
     @property
     def needs_mismatched(self) -> bool:
-        """Whether a term compares each answer with what the policy says of other rows' answers to its prompt."""
+        """Whether a term compares each answer with the log-probabilities of other rows' answers to its prompt."""
         return any(term.needs_mismatched for term in self.answer_terms)
 
     @property
@@ -438,8 +443,9 @@ class Recipe(Section):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """What each reward of an answer is multiplied by, by the name that it has in metrics: the environment's first,
-        where it gives one."""
+        """The weight of each reward of an answer, by its name in metrics: the environment's first, where it
+        gives one.
+        """
         own = (
             {}
             if self.environment is None or not self.environment.gives_reward

@@ -1,4 +1,4 @@
-"""Few parameters, trained beside a frozen base."""
+"""Adapters: few parameters, trained on a frozen base."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from danlu.recipe.sections.base import Beta, PositiveInt, VariantSection
 
 
 class _Targeted(VariantSection):
-    """What every adapter of linear layers is told."""
+    """The settings that every adapter of linear layers has."""
 
     targets: list[str] = ["all-linear"]
-    """Where it sits: all-linear (every linear layer but the head and the matrices of experts), attention, mlp, experts
-    (lora and its relatives alone), names such as q_proj, embed_tokens or experts.down_proj, or a regular expression
-    over full names such as `.*layers.[0-3].*up_proj`."""
+    """The adapted layers: all-linear (every linear layer but the head and the matrices of experts), attention, mlp,
+    experts (lora and its relatives alone), names such as q_proj, embed_tokens or experts.down_proj, or a regular
+    expression over full names such as `.*layers.[0-3].*up_proj`.
+    """
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter: embed_tokens, lm_head, norm, ..."""
 
 
 class LowRank(_Targeted):
-    """What LoRA and its relatives are told."""
+    """The settings that LoRA and its relatives have."""
 
     rank: PositiveInt = 8
     """Width of the bottleneck; trained parameters grow linearly with it."""
@@ -33,18 +34,19 @@ class LowRank(_Targeted):
     """standard divides alpha by the rank; rslora by its root, which keeps large ranks learning (arXiv:2312.03732)."""
     init: Literal["default", "gaussian", "pissa", "olora", "loftq"] = "default"
     """default: A uniform (Kaiming), B zero; gaussian: A normal, B zero; pissa: the principal singular vectors, which
-    leave the base (arXiv:2404.02948); olora: the same by QR (arXiv:2406.01775); loftq: what a quantized base loses
-    (arXiv:2310.08659)."""
+    leave the base (arXiv:2404.02948); olora: the same by QR (arXiv:2406.01775); loftq: the error of a quantized base
+    (arXiv:2310.08659).
+    """
     svd_iterations: PositiveInt | None = None
     """pissa: power iterations of a fast SVD (16 is good); by default the exact one."""
     loftq_iterations: PositiveInt = 1
     """loftq: how often quantization and low-rank rest are improved in turn."""
     rank_pattern: dict[str, PositiveInt] = {}
-    """Another rank for modules whose name ends with (or matches) a key."""
+    """Another rank for modules with a name that ends with (or matches) a key."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Another alpha, likewise."""
     bias: Literal["none", "all", "adapted"] = "none"
-    """Which biases of the base are trained as well: none, all, or those of adapted layers."""
+    """The biases of the base that are trained as well: none, all, or those of adapted layers."""
     freeze_a: bool = False
     """Train B alone, so that no inputs are kept for A (LoRA-FA, arXiv:2308.03303)."""
     rate_ratio: Annotated[float, Field(gt=0)] = 1.0
@@ -82,7 +84,7 @@ class Olora(LowRank):
 
 
 class Loftq(LowRank):
-    """LoRA that starts from what a quantized base loses (arXiv:2310.08659)."""
+    """LoRA that starts from the error of a quantized base (arXiv:2310.08659)."""
 
     kind: Literal["loftq"] = "loftq"
     init: Literal["loftq"] = "loftq"
@@ -98,7 +100,7 @@ class LoraFa(LowRank):
 
 
 class LoraPlus(LowRank):
-    """LoRA whose B learns faster than A (arXiv:2402.12354)."""
+    """LoRA with a higher learning rate for B than for A (arXiv:2402.12354)."""
 
     kind: Literal["lora-plus"] = "lora-plus"
     rate_ratio: Annotated[float, Field(gt=0)] = 16.0
@@ -122,7 +124,7 @@ class Vera(_Targeted):
     dropout: Beta = 0.0
     """Share of the inputs that the adapter's path leaves out while training."""
     initial_d: float = 0.1
-    """What the vector over the rank starts as; the one over the outputs starts at 0."""
+    """The initial value of the vector over the rank; the one over the outputs starts at 0."""
     projection_seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the shared matrices; they are saved as well."""
     save_projection: bool = True
@@ -153,7 +155,7 @@ class Ia3(_Targeted):
 
 
 class Bottleneck(VariantSection):
-    """Small networks behind attention and MLP: down, activation, up, added to what came in (arXiv:1902.00751)."""
+    """Small networks behind attention and MLP: down, activation, up, added to their input (arXiv:1902.00751)."""
 
     kind: Literal["bottleneck"] = "bottleneck"
     placement: Literal["houlsby", "pfeiffer"] = "houlsby"
@@ -161,7 +163,7 @@ class Bottleneck(VariantSection):
     width: PositiveInt = 64
     """Width between down and up."""
     activation: Literal["gelu", "relu", "silu"] = "gelu"
-    """Between down and up."""
+    """The activation between down and up."""
     modules_to_save: list[str] = []
     """Modules trained in full and saved with the adapter: embed_tokens, lm_head, norm, ..."""
 

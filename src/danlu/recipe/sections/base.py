@@ -22,9 +22,9 @@ class Section(BaseModel):
     short: ClassVar[str | None] = None
     """The field that a bare value fills."""
     switch: ClassVar[tuple[str, str] | None] = None
-    """What `true` and `false` mean for `short`, where they mean something."""
+    """The values for `short` that `true` and `false` stand for, where they are allowed."""
     one_of: ClassVar[tuple[str, ...]] = ()
-    """Fields that exclude each other; an override of one of them takes the place of what the file gives."""
+    """Fields that exclude each other; an override of one of them replaces the file's."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 
 class VariantSection(Section):
-    """A section that is one of several, told apart by their `kind`."""
+    """A section that is one of several, distinguished by their `kind`."""
 
     short = "kind"
     short_pattern: ClassVar[str | None] = None
@@ -69,4 +69,6 @@ Steps = Annotated[int, Field(ge=1)] | Annotated[float, Field(ge=0, lt=1)]
 """Optimizer steps (an integer), or a share of the run (below 1)."""
 
 RowType = Literal["preference", "unpaired", "stepwise"]
-"""What rows are trees of: a pair of answers, an answer that is judged alone, or an answer judged step by step."""
+"""The content of rows that are trees: a pair of answers, an answer that is judged alone, or an answer judged step by
+step.
+"""

@@ -1,4 +1,4 @@
-"""What is trained on."""
+"""The data of a recipe: sources of rows, and how they become tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Packing(Section):
 
 
 class Data(Section):
-    """What is trained on, and how rows become tokens."""
+    """The rows to train on, and how they become tokens."""
 
     short = "train"
 
@@ -55,14 +55,15 @@ class Data(Section):
     """Held-out rows: a share (0.02), a number of rows (200), or sources of its own."""
     prompt: str | None = None
     """Stage rl: a template of the prompt over the columns of a row, such as "{Body} {Question}"; {{ and }} are braces.
-    By default the column `prompt` (a text, or messages), the messages before the last answer, or what other known
-    rows ask."""
+    By default the column `prompt` (a text, or messages), the messages before the last answer, or the question of other
+    known rows.
+    """
     max_length: PositiveInt = 1024
     """Longest sample, and length of a packed sequence, in tokens."""
     packing: Packing = Packing()
     """How samples are packed into sequences: true or best-fit, false or none, or concatenate."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
-    """What happens to a row longer than max_length; counted and shown in every case."""
+    """The treatment of a row longer than max_length; counted and shown in every case."""
     train_on: Literal["all", "assistant", "last"] = "assistant"
     """The label mask of conversations: which messages carry loss, every one, every assistant turn, or only the last
     assistant turn."""
@@ -71,10 +72,11 @@ class Data(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read: stop with its file and line, or count and skip it."""
     bad_row_limit: PositiveInt = 100
-    """With on_bad_row: skip, stop after this many."""
+    """The number of bad rows after which on_bad_row: skip stops."""
     share_stem: bool = True
     """Compute the prompt that several answers share once for all of them; false gives each answer a copy of its own.
-    The result is the same. Models whose rotary factors depend on the length repeat the prompt of longer rows always."""
+    The result is the same. Models with rotary factors that depend on the length always repeat the prompt of longer
+    rows."""
     append_eos: bool = True
     """Close each plain-text document and each prompt/completion pair with the end-of-text token."""
     streaming: bool = False
@@ -84,4 +86,4 @@ class Data(Section):
     workers: PositiveInt | Literal["auto"] = "auto"
     """Processes that tokenise; auto takes one per core."""
     cache: str = "~/.cache/danlu"
-    """Where tokenised data is kept, keyed by content, template and settings."""
+    """The folder of tokenised data, keyed by content, template and settings."""

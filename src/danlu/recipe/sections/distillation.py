@@ -11,12 +11,12 @@ from danlu.recipe.sections.model import Quantization
 
 
 class Teacher(Section):
-    """A model whose distribution over the vocabulary is learnt."""
+    """A model with a distribution over the vocabulary to learn."""
 
     short = "model"
 
     model: str
-    """A Hugging Face folder, a hub id, a finished run, or the folder of an adapter, which says what its base is."""
+    """A Hugging Face folder, a hub id, a finished run, or the folder of an adapter, which names its base."""
     quantization: Quantization | None = None
     """Keep its weights in few bits."""
     top_k: PositiveInt | None = None
@@ -29,12 +29,13 @@ class Teacher(Section):
 
 class _Divergence(VariantSection):
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """What the logits of teacher and policy are divided by; the divergence is multiplied by its square."""
+    """The divisor of the logits of teacher and policy; the divergence is multiplied by its square."""
     cross_entropy: Share = 0.0
     """Stage distill: alpha of alpha x cross-entropy of the rows + (1 - alpha) x divergence."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Stage rl: what the divergence, a mean over the tokens that are trained, is multiplied by beside the policy
-    gradient."""
+    """Stage rl: the weight of the divergence, a mean over the tokens that are trained, relative to the policy
+    gradient.
+    """
 
 
 class ForwardKL(_Divergence):
@@ -44,7 +45,7 @@ class ForwardKL(_Divergence):
 
 
 class ReverseKL(_Divergence):
-    """KL(policy || teacher), which keeps to what the teacher is likely to say (arXiv:2306.08543)."""
+    """KL(policy || teacher), which keeps to tokens that are likely under the teacher (arXiv:2306.08543)."""
 
     kind: Literal["reverse"] = "reverse"
     policy_gradient: bool = False
@@ -62,11 +63,12 @@ class JensenShannon(_Divergence):
 
 class HiddenStates(VariantSection):
     """The mean squared error between the teacher's last hidden states and a linear map of the policy's, which is
-    trained with it (arXiv:1909.10351, equation 8); a term beside a divergence."""
+    trained with it (arXiv:1909.10351, equation 8); a term in addition to a divergence.
+    """
 
     kind: Literal["hidden"] = "hidden"
     weight: NonNegative = 1.0
-    """What the term is multiplied by in the sum."""
+    """The weight of the term in the sum."""
     rate_ratio: Annotated[float, Field(gt=0)] = 1.0
     """The linear map learns this many times faster than `optimizer.learning_rate` says."""
 

@@ -1,4 +1,6 @@
-"""What answers the policy back in stage `rl`: an environment of the user's, or tools that the policy may call."""
+"""The environments of stage `rl`, which answer the policy: an environment of the user's, or tools that the policy may
+call.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class EnvironmentSection(VariantSection):
-    """What answers the policy back."""
+    """An environment that answers the policy."""
 
     gives_reward: ClassVar[bool] = True
 
@@ -39,9 +41,9 @@ class PythonEnvironment(EnvironmentSection):
     path: str = Field(json_schema_extra={"pattern": FUNCTION_PATTERN})
     """The class, as in my_env.py:Maze."""
     arguments: dict[str, Any] = {}
-    """What it is called with."""
+    """The arguments of the class or function."""
     weight: float = 1.0
-    """What its reward is multiplied by in the sum with `rewards`."""
+    """The weight of its reward in the sum with `rewards`."""
 
     @property
     def file(self) -> str:
@@ -50,15 +52,16 @@ class PythonEnvironment(EnvironmentSection):
 
 
 class Tools(EnvironmentSection):
-    """Functions of yours that the policy may call, told to it by the chat template. An answer without a call is the
-    last one, and `rewards` judge it."""
+    """Functions of yours that the policy may call, described to it by the chat template. An answer without a call is
+    the last one, and `rewards` judge it.
+    """
 
     gives_reward: ClassVar[bool] = False
     weight: ClassVar[float] = 0.0
 
     kind: Literal["tools"] = "tools"
     tools: list[str] = Field(json_schema_extra={"items": {"type": "string", "pattern": FUNCTION_PATTERN}})
-    """The functions, as in my_tools.py:search. Their names, annotations and docstrings are what the policy is told."""
+    """The functions, as in my_tools.py:search. Their names, annotations and docstrings are described to the policy."""
 
 
 class OpenEnv(EnvironmentSection):
@@ -71,22 +74,22 @@ class OpenEnv(EnvironmentSection):
     """The fields of an action; in their texts `{answer}` stands for the answer. null: an answer is the action, as a
     JSON object."""
     observation: str | None = None
-    """The field of an observation that the policy is told, such as result.text; null tells all of it as JSON."""
+    """The field of an observation that the policy sees, such as result.text; null shows all of it as JSON."""
     reset: dict[str, str] = {}
     """Parameters of the server's reset, and the columns of the row that they are from; seed is there besides."""
     weight: float = 1.0
-    """What its reward is multiplied by in the sum with `rewards`."""
+    """The weight of its reward in the sum with `rewards`."""
 
 
 class AgentSection(EnvironmentSection):
-    """A program that asks the policy over HTTP, as OpenAI's chat completions, and says what that was worth."""
+    """A program that queries the policy over HTTP, as OpenAI's chat completions, and returns a reward."""
 
     weight: float = 1.0
-    """What its reward is multiplied by in the sum with `rewards`."""
+    """The weight of its reward in the sum with `rewards`."""
     host: str = "127.0.0.1"
     """The address at which the policy answers; agents in containers or on other machines need one that they reach."""
     port: Port = 0
-    """Where the policy answers; 0 takes a free one."""
+    """The port where the policy answers; 0 takes a free one."""
     timeout_s: Positive = 300.0
     """Seconds that an agent may take from an answer to its next question or its end. It is ended then, and counted
     with the failures of `reward_limits`."""
@@ -110,10 +113,11 @@ class Agent(AgentSection):
     """A function, as in my_agent.py:solve. It has those parameters that it needs of row, messages, base_url, api_key,
     model and seed, and returns the reward, or None where `rewards` judge its last answer. It may be async."""
     command: str | None = None
-    """In the place of a function: a command of the shell. It finds the policy in OPENAI_BASE_URL, OPENAI_API_KEY and
-    OPENAI_MODEL, and the row and all else as a JSON object in its input; the last line of its output is the reward."""
+    """A command of the shell, instead of a function. It finds the policy in OPENAI_BASE_URL, OPENAI_API_KEY and
+    OPENAI_MODEL, and the row and all else as a JSON object in its input; the last line of its output is the reward.
+    """
     arguments: dict[str, Any] = {}
-    """What it is called with besides."""
+    """Further arguments of the program."""
 
     @property
     def file(self) -> str | None:
@@ -126,7 +130,7 @@ class Verifiers(AgentSection):
 
     kind: Literal["verifiers"] = "verifiers"
     environment: str
-    """The id of the taskset, whose package is installed."""
+    """The id of the taskset; its package is installed."""
     arguments: dict[str, Any] = {}
     """The environment's configuration besides, such as {taskset: {split: train}, agent: {runtime: {type:
     subprocess}}}."""
@@ -137,4 +141,4 @@ class Verifiers(AgentSection):
 Environment = Annotated[PythonEnvironment | Tools | OpenEnv | Agent | Verifiers, Field(discriminator="kind")]
 
 ENVIRONMENT = "environment"
-"""What the reward of an environment is called beside others."""
+"""The name of an environment's reward among others."""

@@ -30,13 +30,13 @@ class LongRopeSearch(Section):
     parents: Annotated[int, Field(ge=2)] = 32
     """The best of all candidates so far, from which new ones are made."""
     mutations: PositiveInt = 16
-    """New candidates of a generation, each a parent with some of its factors drawn anew."""
+    """New candidates of a generation, each a parent with some of its factors redrawn."""
     crossovers: PositiveInt = 16
     """New candidates of a generation, each with factors of two parents."""
     generations: PositiveInt = 40
     """How often new candidates are made and judged."""
     probability: Share = 0.3
-    """With which a mutation draws a factor anew, and a crossover takes it from the second parent."""
+    """The probability with which a mutation redraws a factor, and a crossover takes it from the second parent."""
 
 
 class LongContext(Section):
@@ -50,14 +50,15 @@ class LongContext(Section):
     longrope divides each frequency by a factor of its own; none leaves it as it is. The factor is a stage's length over
     original_length; the result's config.json has that of the longest."""
     original_length: PositiveInt | None = None
-    """Tokens that the model was trained at; by default what its config says (original_max_position_embeddings, or
-    max_position_embeddings)."""
+    """Tokens that the model was trained at; by default its config's (original_max_position_embeddings, or
+    max_position_embeddings).
+    """
     stages: list[LengthStage] = []
     """Lengths one after the other, in one run: [{length: 2048, steps: 200}, {length: 8192, steps: 100}]. They take the
     place of `steps`, and data.max_length is the longest. Evaluations are at the longest length throughout, of the model
     as it would be exported."""
     long_factor: list[Factor] | None = None
-    """longrope: what each frequency is divided by in documents longer than original_length, the fastest first."""
+    """longrope: the divisor of each frequency in documents longer than original_length, the fastest first."""
     short_factor: list[Factor] | None = None
     """longrope: the same for shorter documents; by default 1 for each."""
     search: LongRopeSearch | None = None

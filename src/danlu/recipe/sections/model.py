@@ -1,4 +1,4 @@
-"""What a run starts from: the model, and the quantization of a frozen base."""
+"""The start of a run: the model, and the quantization of a frozen base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from danlu.recipe.sections.base import PositiveInt, Section, VariantSection
 
 
 class Model(Section):
-    """Where the weights start."""
+    """The start of the weights."""
 
     short = "path"
     one_of = ("path", "preset", "config")
@@ -21,7 +21,7 @@ class Model(Section):
     """A model from scratch: Llama-shaped, tiny (about 5M parameters) or small (about 58M), with the vocabulary of the
     tokenizer; for stage classify, lenet5 (61,706 parameters)."""
     config: str | dict[str, Any] | None = None
-    """From scratch: a config.json (path) or its content. Weights are drawn from (seed, parameter name)."""
+    """Train from scratch: a config.json (path) or its content. Weights are drawn from (seed, parameter name)."""
     tokenizer: str | None = None
     """Tokenizer folder or hub id; by default the one in `path`."""
     chat_template: str | None = None

@@ -12,7 +12,7 @@ Decay = Literal["matrices", "all"]
 
 
 class _Moments(VariantSection):
-    """What every optimizer with Adam's two moments is told."""
+    """The settings that every optimizer with Adam's two moments has."""
 
     learning_rate: NonNegative = 3e-4
     """Peak learning rate; `schedule` scales it over the run."""
@@ -83,7 +83,7 @@ class Muon(VariantSection):
 
     kind: Literal["muon"] = "muon"
     learning_rate: NonNegative = 2e-2
-    """For hidden matrices; the rest (embeddings, head, norms, biases) is trained by AdamW."""
+    """The learning rate of hidden matrices; the rest (embeddings, head, norms, biases) is trained by AdamW."""
     weight_decay: NonNegative = 0.01
     """Each step shrinks a weight by learning_rate x weight_decay of itself."""
     momentum: Beta = 0.95
@@ -139,7 +139,7 @@ class GaLore(_Moments):
     update_every: PositiveInt = 200
     """Steps between new projections: the first singular vectors of the gradient of the step's first micro-batch."""
     scale: Annotated[float, Field(gt=0)] = 0.25
-    """What an update is multiplied by when it is projected back."""
+    """The factor of an update when it is projected back."""
     states: Literal["adamw", "adamw8bit"] = "adamw"
     """How moments are kept: in float32, or in 8 bits."""
     decay: Decay = "matrices"

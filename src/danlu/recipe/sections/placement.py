@@ -1,4 +1,4 @@
-"""Where a run computes, and where it keeps what it computes with: parallelism, recomputation and offload."""
+"""The placement of a run: parallelism, recomputation and offload."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Context(Section):
     each rank gathers all of them. ulysses: ranks exchange tokens for attention heads, so that each has some heads of
     all tokens (arXiv:2309.14509)."""
     ulysses: PositiveInt = 1
-    """With ring or gather: so many neighbouring ranks exchange heads, and keys of these heads travel among the others
-    (arXiv:2405.07719). It divides `size`."""
+    """The number of neighbouring ranks that exchange heads, with ring or gather; keys of these heads travel among the
+    others (arXiv:2405.07719). It divides `size`.
+    """
 
 
 class Pipeline(Section):
@@ -34,8 +35,9 @@ class Pipeline(Section):
     stages: PositiveInt = 1
     """Pipeline-parallel degree: ranks among which the layers are distributed."""
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream"] = "1f1b"
-    """In which order each stage does its forward and backward passes: see `danlu schedule`. All compute the same step
-    but pipedream, whose step is one micro-batch, updated while others are in flight."""
+    """The order of each stage's forward and backward passes: see `danlu schedule`. All compute the same step except
+    pipedream; its step is one micro-batch, updated while others are in flight.
+    """
     chunks: PositiveInt | None = None
     """Parts of the model on each stage, which lie one pass through the pipeline apart. By default 1; with interleaved,
     zbv and dualpipev 2."""
@@ -59,7 +61,7 @@ class Pipeline(Section):
 
 
 class Parallel(Section):
-    """The parallelism strategy; what is computed stays the same, and `danlu verify` shows it."""
+    """The parallelism strategy; results stay the same, and `danlu verify` shows it."""
 
     short = "shard"
 
@@ -77,11 +79,13 @@ class Parallel(Section):
     """Sequence parallelism: with tensor, tokens are sharded among the same ranks in norms and residuals
     (arXiv:2205.05198)."""
     pipeline: Pipeline = Pipeline()
-    """Pipeline parallelism, for models whose layers do not fit on one device, over slow networks too. For all
-    stages of language models."""
+    """Pipeline parallelism, for models with layers that do not fit on one device, over slow networks too. All stages of
+    language models have it.
+    """
     context: Context = Context()
-    """Context parallelism, for documents whose activations are too many for one device. Parameters and gradients are
-    sharded among context ranks as among data ranks."""
+    """Context parallelism, for documents with too many activations for one device. Parameters and gradients are sharded
+    among context ranks as among data ranks.
+    """
     expert: PositiveInt = 1
     """Expert-parallel degree: neighbouring data-parallel ranks among which the experts of each layer are distributed;
     tokens travel to the ranks that have their experts (arXiv:2006.16668). It divides the data-parallel degree (with
@@ -94,7 +98,7 @@ class Parallel(Section):
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are reduced over data-parallel ranks; bf16 halves the traffic, and loses digits."""
     prefetch: Annotated[int, Field(ge=0)] = 1
-    """zero3: layers whose parameters are gathered ahead of use."""
+    """zero3: the number of layers that gather parameters ahead of use."""
     device_map: Literal["auto", "balanced"] | dict[str, str | int] | None = None
     """Naive model parallelism in one process: layers lie on several devices, and hidden states go from one to the next.
     balanced: each device has as many parameters; auto: as many as go with its free memory; or a device for each part,
@@ -105,7 +109,7 @@ class Parallel(Section):
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often all processes are restarted from the last checkpoint when one dies."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A collective that takes longer has failed; the processes that wait, and where, are told before."""
+    """Seconds after which a collective has failed; before that the processes that wait, and where, are reported."""
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -115,14 +119,17 @@ class Parallel(Section):
 
 
 class Recompute(Section):
-    """Activation checkpointing: what is dropped in the forward pass and recomputed in the backward pass."""
+    """Activation checkpointing: the activations that are dropped in the forward pass and recomputed in the backward
+    pass.
+    """
 
     short = "kind"
 
     kind: Literal["none", "elementwise", "selective", "full", "every", "planned"] = "none"
     """none; elementwise: norms, gated products, the rows of experts and probabilities of attention, which costs least;
     selective: all of attention, while other matrix products are kept; full: every layer; every: each `layers`-th;
-    planned: what costs least time under `budget`, from sizes and times measured on this model."""
+    planned: the choice with the least time under `budget`, from sizes and times measured on this model.
+    """
     layers: PositiveInt | None = None
     """every: segments of so many layers keep only their input; by default the square root of the number of layers."""
     budget: Annotated[float, Field(gt=0)] | None = None
@@ -130,13 +137,13 @@ class Recompute(Section):
 
 
 class Memory(Section):
-    """What is traded for memory."""
+    """Ways to trade time for memory."""
 
     short = "recompute"
 
     recompute: Recompute = Recompute()
     """Activations that are recomputed instead of being kept."""
     offload: list[Literal["parameters", "gradients", "optimizer", "activations"]] = []
-    """What is kept in the host's memory (or, with `folder`, on its disk) instead of the device's."""
+    """The tensors that are kept in the host's memory (or, with `folder`, on its disk) instead of the device's."""
     folder: str | None = None
     """A folder on a local disk (NVMe): offloaded optimizer state and parameters lie in memory-mapped files there."""

@@ -1,8 +1,8 @@
 """Objectives of stage `rl`: how answers that the policy drew, and their rewards, become gradients.
 
-They are one policy gradient with different settings. A kind is what a paper sets, under its name; each key may be set
-otherwise. A ratio is the probability of a token (or of an answer) under the policy over that under the policy that
-drew it. The names of the choices are those of `objectives/advantages.py` and `objectives/policy_losses.py`.
+They are one policy gradient with different settings. A kind has the settings of a paper, under its name; each key may
+be set otherwise. A ratio is the probability of a token (or of an answer) under the policy over that under the policy
+that drew it. The names of the choices are those of `objectives/advantages.py` and `objectives/policy_losses.py`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ class _KlKeys(Section):
     short = "coefficient"
 
     coefficient: NonNegative = 0.05
-    """What the estimate is multiplied by (beta), in rewards or in the loss; with a target it starts as this."""
+    """The factor of the estimate (beta), in rewards or in the loss; with a target it starts as this."""
     estimator: Literal["k1", "k2", "k3"] | None = None
-    """With x the log-probability under the reference less that under the policy: -x (k1), x^2 / 2 (k2), e^x - x - 1
-    (k3). By default k1 with in: reward, where it alone has the gradient of KL, and k3 with in: loss. As a term of the
-    loss k2 has the gradient of KL, k1 and k3 have it with ratio: true, and k1 has none without it."""
+    """The estimator of KL: -x (k1), x^2 / 2 (k2) or e^x - x - 1 (k3), with x the log-probability under the reference
+    less that under the policy. By default k1 with in: reward, where it alone has the gradient of KL, and k3 with in:
+    loss. As a term of the loss k2 has the gradient of KL, k1 and k3 have it with ratio: true, and k1 has none without
+    it.
+    """
     ratio: bool = False
     """in: loss: multiply by the ratio of each token, as DeepSeek-V3.2 does (arXiv:2512.02556, section 3.1)."""
     target: Positive | None = None
     """in: reward: the KL of an answer, in nats, that the coefficient is raised or lowered for after each rollout
-    (arXiv:1909.08593, section 2.2); null: it stays what it is."""
+    (arXiv:1909.08593, section 2.2); null: it stays the same.
+    """
     horizon: PositiveInt = 10_000
-    """With a target: answers over which the coefficient changes by a fifth at most."""
+    """The number of answers over which the coefficient changes by a fifth at most; read with a target."""
 
     @model_validator(mode="after")
     def _with_estimator(self) -> Self:
@@ -85,13 +88,13 @@ class Importance(Section):
     short = "level"
 
     level: Literal["token", "sequence"] = "token"
-    """Of each token, or the product over an answer."""
+    """The level of w: that of each token, or the product over an answer."""
     low: Positive | None = None
-    """Tokens (answers) whose w is below are left out (IcePop, arXiv:2510.18855)."""
+    """Leave out tokens (answers) with a smaller w (IcePop, arXiv:2510.18855)."""
     high: Positive = 2.0
     """The largest w."""
     masks: bool = False
-    """Leave out what has a larger w; false counts it with `high` (truncated importance sampling)."""
+    """Leave out tokens (answers) with a larger w; false counts them with `high` (truncated importance sampling)."""
 
 
 class Overlong(Section):
@@ -103,7 +106,7 @@ class Overlong(Section):
     margin: PositiveInt
     """Tokens over which it falls."""
     weight: Positive = 1.0
-    """What it is multiplied by."""
+    """The factor of the penalty."""
 
 
 class PolicyGradientSection(VariantSection):
@@ -113,26 +116,31 @@ class PolicyGradientSection(VariantSection):
     """Its advantages come from a value head."""
 
     baseline: Baseline = "group"
-    """What is subtracted from a reward: the mean over the prompt's answers (group) or over its other answers
-    (leave-one-out), the reward of the prompt's greedy answer, which is drawn beside the others (greedy), the mean over
-    the answers of the rollout (batch), or nothing."""
+    """The value subtracted from a reward: the mean over the prompt's answers (group) or over its other answers
+    (leave-one-out), the reward of the prompt's greedy answer, which is drawn in addition to the others (greedy), the
+    mean over the answers of the rollout (batch), or nothing.
+    """
     scale: Scale = "group"
-    """What the difference is divided by: the standard deviation over the prompt's answers (group) or over those of the
+    """The divisor of the difference: the standard deviation over the prompt's answers (group) or over those of the
     rollout (batch), the mean over the prompt's answers, at least 0.1 (mean: MaxRL, arXiv:2602.02710, for rewards that
-    are never below 0: exact, math, code and format), or nothing."""
+    are never below 0: exact, math, code and format), or nothing.
+    """
     rewards_apart: bool = False
-    """With several rewards: advantages of each of them, which are then summed and divided by the deviation of the sum
-    (GDPO, arXiv:2601.05242); false takes the advantages of the sum of rewards."""
+    """Compute advantages of each of several rewards, which are then summed and divided by the deviation of the sum
+    (GDPO, arXiv:2601.05242); false takes the advantages of the sum of rewards.
+    """
     process_supervision: bool = False
-    """Where a reward judges steps: each step's reward is compared with those of all steps of all answers to the prompt,
-    and a token's advantage is the sum over the steps that end with it or later (arXiv:2402.03300, section 4.1.3); each
-    reward by itself. false takes the sum of an answer's steps."""
+    """Compare the rewards of steps, where a reward judges steps: each step's reward is compared with those of all steps
+    of all answers to the prompt, and a token's advantage is the sum over the steps that end with it or later
+    (arXiv:2402.03300, section 4.1.3); each reward by itself. false takes the sum of an answer's steps.
+    """
     ratio: Literal["token", "sequence"] = "token"
-    """Of each token, or the geometric mean over its answer (GSPO)."""
+    """The ratio of each token, or the geometric mean over its answer (GSPO)."""
     loss: Literal["clip", "cispo", "sapo", "vespo"] = "clip"
-    """What keeps updates small: the smaller of clipped and unclipped objective (PPO, arXiv:1707.06347), a clipped
-    weight of the log-probability (CISPO, arXiv:2506.13585), a soft gate (SAPO, arXiv:2511.20347), or a weight of whole
-    answers (VESPO, arXiv:2602.10693)."""
+    """The loss that keeps updates small: the smaller of clipped and unclipped objective (PPO, arXiv:1707.06347), a
+    clipped weight of the log-probability (CISPO, arXiv:2506.13585), a soft gate (SAPO, arXiv:2511.20347), or a weight
+    of whole answers (VESPO, arXiv:2602.10693).
+    """
     clip: Clip = 0.2
     """How far below and above 1 the ratio counts: [low, high], or one number for both. With loss: cispo one number, the
     largest ratio itself, such as 5."""
@@ -148,9 +156,10 @@ class PolicyGradientSection(VariantSection):
     """loss: vespo: lambda of that weight, of both kinds of answers: how fast it falls where the policy has taken an
     answer up."""
     normalise: Normalise = "tokens"
-    """What the sum over tokens is divided by: the tokens of the step, the tokens of each answer and then the number of
-    answers (sequences), rollout.max_new_tokens and the number of answers (constant), or the tokens of all answers to
-    a prompt and then the number of prompts (groups)."""
+    """The divisor of the sum over tokens: the tokens of the step, the tokens of each answer and then the number of
+    answers (sequences), rollout.max_new_tokens and the number of answers (constant), or the tokens of all answers to a
+    prompt and then the number of prompts (groups).
+    """
     kl: Kl | None = None
     """Hold the policy to a reference: a coefficient, or a mapping."""
     entropy: NonNegative = 0.0
@@ -158,15 +167,17 @@ class PolicyGradientSection(VariantSection):
     importance: Importance | None = None
     """Correct for an engine that rounds otherwise than the trainer: token, sequence, or a mapping."""
     off_policy: Positive | None = None
-    """Leave out answers with a negative advantage whose tokens the policy has made less likely by more than so many
-    nats on average (arXiv:2512.02556, section 3.1)."""
+    """Leave out answers with a negative advantage if the policy has made their tokens less likely by more than this
+    many nats on average (arXiv:2512.02556, section 3.1).
+    """
     overlong: Overlong | None = None
     """A punishment of long answers: the tokens over which it falls, or a mapping."""
     mask_truncated: bool = False
     """Leave out answers that were cut off at rollout.max_new_tokens: they count in the baseline, and train nothing."""
     resample: Count = 0
-    """Dynamic sampling (arXiv:2503.14476, section 3.2): how many times prompts whose answers all have the same reward
-    are replaced by the next prompts, before the rest is trained as it is."""
+    """Dynamic sampling (arXiv:2503.14476, section 3.2): how many times prompts are replaced by the next ones if all
+    their answers have the same reward, before the rest is trained as it is.
+    """
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -251,19 +262,20 @@ class Ppo(PolicyGradientSection):
     scale: Scale = "none"
     kl: Kl | None = Kl(coefficient=0.05, **{"in": "reward"})
     discount: Share = 1.0
-    """What the reward of the next token is worth (gamma)."""
+    """The discount of the next token's reward (gamma)."""
     gae: Share = 0.95
     """lambda of generalized advantage estimation (arXiv:1506.02438): 1 takes returns less values, 0 the error of one
     step."""
     value_clip: Positive | None = 0.2
     """How far a value moves from that of the rollout in the loss of values; null: as far as it likes."""
     value_weight: NonNegative = 0.5
-    """What the loss of values, half the squared error, is multiplied by."""
+    """The factor of the loss of values, half the squared error."""
     whiten: bool = True
     """Shift and scale the advantages of the rollout's tokens to a mean of 0 and a deviation of 1."""
     bootstrap_truncated: bool = True
-    """An answer that was cut off at rollout.max_new_tokens goes on in principle: what the value head says of its end
-    is its return from there. false takes 0."""
+    """An answer that was cut off at rollout.max_new_tokens goes on in principle: the value at its end is its return
+    from there. false takes 0.
+    """
 
 
 class Value(Section):
@@ -277,18 +289,20 @@ class Value(Section):
     adapter: Adapter | None = None
     """base: the adapter of the model of values; by default lora. Like the policy's it lies upon `model.adapters`."""
     model: str | None = None
-    """What the model of values starts from, with its score head if it has one, such as a run of stage reward, or what
-    another run of ppo has saved: with share: base an adapter on the same base, with share: none a model, with share:
-    policy one whose score head alone is read; by default what the policy starts from."""
+    """The start of the model of values, with its score head if it has one, such as a run of stage reward, or the model
+    that another run of ppo has saved: with share: base an adapter on the same base, with share: none a model, with
+    share: policy a model of which the score head alone is read; by default the start of the policy.
+    """
     learning_rate: Positive | None = None
-    """That of the model of values, by the same schedule; by default `optimizer.learning_rate`."""
+    """The learning rate of the model of values, by the same schedule; by default `optimizer.learning_rate`."""
     rate_ratio: Positive = 1.0
     """The same as a multiple of `optimizer.learning_rate`."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """base and none: in so many steps at first only values are trained, and the policy is held."""
     save: bool = False
-    """Keep the model of values too: beside the result (model, or adapter), as model-value or adapter-value, a folder of
-    a model that scores, which value.model of another run takes."""
+    """Keep the model of values too: next to the result (model, or adapter), as model-value or adapter-value, a folder
+    of a model that scores, which value.model of another run takes.
+    """
 
 
 PolicyGradientObjective = Grpo | Dapo | DrGrpo | Rloo | Gspo | Remax | Reinforce | Ppo

@@ -1,10 +1,10 @@
-"""Objectives of stage `preference`: what is learnt from answers that were preferred to others, or judged alone.
+"""Objectives of stage `preference`: learning from answers that were preferred to others, or judged alone.
 
 Names and defaults are TRL's (without its `_pair`), or the paper's. In the docstrings, the ratio of an answer is its
-log-probability under the policy less that under the reference, each the sum over the answer's tokens, and delta is
-what the chosen answer's score has over the rejected one's; with the divergence reverse-kl scores are ratios. Losses
-are means over the pairs (or the answers) of a step. A loss whose formula has a margin takes it from the row, where it
-has one; it is 0 elsewhere.
+log-probability under the policy less that under the reference, each the sum over the answer's tokens, and delta is the
+chosen answer's score less the rejected one's; with the divergence reverse-kl scores are ratios. Losses are means over
+the pairs (or the answers) of a step. A loss with a margin in its formula takes it from the row, where it has one; it is
+0 elsewhere.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class PreferenceTerm(VariantSection):
     needs_reference: ClassVar[bool] = True
     """It compares the policy with a reference."""
     reference_free: ClassVar[bool] = False
-    """With `reference: none` it takes the log-probabilities themselves for the ratios."""
+    """Whether the term takes the log-probabilities themselves for the ratios with `reference: none`."""
     needs_mismatched: ClassVar[bool] = False
     """Each row has a branch more: the next row's answer behind this row's prompt."""
     takes_margins: ClassVar[bool] = False
     """Its loss asks for the margin of a row that has one."""
 
     weight: NonNegative = 1.0
-    """What the term is multiplied by in the sum."""
+    """The weight of the term in the sum."""
 
 
 class ReverseKlDivergence(VariantSection):
@@ -205,8 +205,9 @@ class _SortedTerm(PreferenceTerm):
 
 
 class Aot(_SortedTerm):
-    """Alignment via optimal transport (AOT, arXiv:2406.05882), paired: sigmoid's loss between what chosen has over
-    rejected under the policy and under the reference, each sorted over the step; a pass without gradients before."""
+    """Alignment via optimal transport (AOT, arXiv:2406.05882), paired: sigmoid's loss between the differences of chosen
+    and rejected under the policy and under the reference, each sorted over the step; a pass without gradients before.
+    """
 
     kind: Literal["aot"] = "aot"
 
@@ -227,7 +228,7 @@ class Simpo(PreferenceTerm):
     takes_margins = True
 
     beta: Positive = 2.0
-    """What log-probabilities per token are multiplied by."""
+    """The factor of log-probabilities per token."""
     gamma: NonNegative = 0.5
     """The margin that is asked for."""
     label_smoothing: FlipRate = 0.0
@@ -243,7 +244,7 @@ class Cpo(PreferenceTerm):
     takes_margins = True
 
     beta: Positive = 0.1
-    """What log-probabilities are multiplied by."""
+    """The factor of log-probabilities."""
     nll: NonNegative = 1.0
     """Weight of the likelihood of chosen answers."""
     label_smoothing: FlipRate = 0.0
@@ -252,8 +253,9 @@ class Cpo(PreferenceTerm):
 
 class Orpo(PreferenceTerm):
     """Odds ratio preference optimization (ORPO, arXiv:2403.07691, equation 6): the negative log-likelihood of the
-    chosen answers' tokens, a mean over them, - beta log sigmoid(log of the answers' odds ratio), whose probabilities
-    are geometric means over tokens."""
+    chosen answers' tokens, a mean over them, - beta log sigmoid(log of the answers' odds ratio), with geometric means
+    over tokens as probabilities.
+    """
 
     kind: Literal["orpo"] = "orpo"
     needs_reference = False

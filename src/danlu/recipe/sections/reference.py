@@ -25,7 +25,7 @@ class Frozen(VariantSection):
     quantization: Quantization | None = None
     """Keep its weights in few bits; by default they are stored as the policy's base is."""
     every: PositiveInt | None = None
-    """Steps between updates of a moving reference (TR-DPO, arXiv:2404.09656); null: it stays what it is."""
+    """Steps between updates of a moving reference (TR-DPO, arXiv:2404.09656); null: it stays the same."""
     mix: Annotated[float, Field(gt=0, le=1)] = 0.6
     """The policy's share in such an update: reference = mix x policy + (1 - mix) x reference."""
 

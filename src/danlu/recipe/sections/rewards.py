@@ -1,4 +1,4 @@
-"""The rewards of stage `rl`: what an answer is worth. Several are added up, each with its weight."""
+"""The rewards of stage `rl`, which judge answers. Several are added up, each with its weight."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share,
 Positive = Annotated[float, Field(gt=0)]
 
 FUNCTION_PATTERN = r"\.py:"
-"""What a bare text holds that names a function, and no kind."""
+"""The text in a bare value that names a function, and no kind."""
 
 
 class RewardSection(VariantSection):
-    """What judges answers."""
+    """A reward that judges answers."""
 
     weight: float = 1.0
-    """What the reward is multiplied by in the sum."""
+    """The weight of the reward in the sum."""
     name: str | None = None
-    """What its metrics are called, as in reward/NAME; by default its kind, or its function."""
+    """The name of its metrics, as in reward/NAME; by default its kind, or its function."""
 
     @property
     def label(self) -> str:
-        """What the reward's metrics are called."""
+        """The name of the reward's metrics."""
         return self.kind if self.name is None else self.name
 
 
@@ -49,10 +49,11 @@ class NumericReward(RewardSection):
 
 
 class MathReward(RewardSection):
-    r"""1 where what the answer ends with (between its <answer> tags, in its last \boxed, behind its #### or "the answer
-    is"; else its last formula or number) is the same mathematics as a column; else 0. Formulas are compared by the
-    package math-verify, exactly: 0.333 is not 1/3. A unit may be left out, and a unit that differs is wrong. What takes
-    more than half a second to compare is wrong, and counted in `reward/NAME/late`."""
+    r"""1 where the final answer (between its <answer> tags, in its last \boxed, behind its #### or "the answer is";
+    else its last formula or number) is the same mathematics as a column; else 0. Formulas are compared by the package
+    math-verify, exactly: 0.333 is not 1/3. A unit may be left out, and a unit that differs is wrong. An answer that
+    takes more than half a second to compare is wrong, and counted in `reward/NAME/late`.
+    """
 
     kind: Literal["math"] = "math"
     column: str
@@ -96,8 +97,9 @@ class CodeReward(RewardSection):
     processes: PositiveInt = 2
     """Answers that are judged at a time."""
     sandbox: Literal["auto", "bubblewrap", "unshare", "none"] = "auto"
-    """What keeps programs from the machine: bubblewrap, or the same namespaces without it (unshare); auto takes the
-    first that works, and none runs them with limits alone."""
+    """The sandbox that keeps programs from the machine: bubblewrap, or the same namespaces without it (unshare); auto
+    takes the first that works, and none runs them with limits alone.
+    """
 
 
 class FunctionReward(RewardSection):
@@ -118,7 +120,7 @@ class FunctionReward(RewardSection):
 
     @property
     def label(self) -> str:
-        """What the reward's metrics are called."""
+        """The name of the reward's metrics."""
         return self.path.rpartition(":")[2] if self.name is None else self.name
 
 
@@ -129,8 +131,9 @@ class ModelReward(RewardSection):
     path: str
     """A Hugging Face folder, a hub id or a finished run."""
     per_step: bool = False
-    """Of a model that judges steps (objective stepwise): each step earns, at its last token, the probability that it is
-    right; false: the answer earns the least of them."""
+    """Reward each step, for a model that judges steps (objective stepwise): each step earns, at its last token, the
+    probability that it is right; false: the answer earns the least of them.
+    """
 
 
 class JudgeReward(RewardSection):
@@ -138,14 +141,15 @@ class JudgeReward(RewardSection):
 
     kind: Literal["judge"] = "judge"
     url: str
-    """Where the server listens, such as http://localhost:8000/v1."""
+    """The URL of the server, such as http://localhost:8000/v1."""
     model: str
     """The name that the server knows it by."""
     prompt: str
-    """What it is asked: a template over {prompt}, {completion} and the columns of the row."""
+    """The request: a template over {prompt}, {completion} and the columns of the row."""
     pattern: str | None = None
-    """A regular expression whose first group is the mark in what it says, where it matches last; null takes the last
-    number that is no bound of a scale: 3 of 3/10. A reply that is cut off has no mark, nor have thoughts."""
+    """A regular expression; its first group is the mark in the reply, where it matches last; null takes the last number
+    that is no bound of a scale: 3 of 3/10. A reply that is cut off has no mark, nor have thoughts.
+    """
     max_new_tokens: PositiveInt = 512
     """The longest that it says."""
     temperature: NonNegative = 0.0

@@ -1,4 +1,4 @@
-"""The rollout engine: what answers prompts with the model while it is trained."""
+"""The rollout engine, which answers prompts with the model while it is trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Varian
 
 
 class Ngram(VariantSection):
-    """Prompt lookup: what followed the last few tokens where they occurred before."""
+    """Prompt lookup: proposes the tokens that followed the last few ones at an earlier place."""
 
     kind: Literal["ngram"] = "ngram"
     tokens: PositiveInt = 4
@@ -58,8 +58,9 @@ class Server(Section):
     group_address: str = "127.0.0.1"
     """hand_over: group: where the server reaches this machine."""
     canary_tolerance: NonNegative = 0.05
-    """After each hand-over the server is asked for the log-probabilities of fixed tokens. A mean difference from the
-    trainer's above this, in nats, stops the run."""
+    """The largest mean difference from the trainer's log-probabilities of fixed tokens, in nats, that the server may
+    have after each weight sync; a larger one stops the run.
+    """
 
 
 SAMPLING_KEYS = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "staleness")
@@ -80,7 +81,7 @@ class Rollout(Section):
     max_new_tokens: PositiveInt = 256
     """Stage rl: the longest answer. The prompt has the rest of data.max_length."""
     temperature: NonNegative = 1.0
-    """Stage rl: what logits are divided by, both where answers are drawn and in the policy that is trained."""
+    """Stage rl: the divisor of logits, both where answers are drawn and in the policy that is trained."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Stage rl: draw from the likeliest tokens that together have this probability (arXiv:1904.09751). With this or
     another filter the policy that is trained has the same tokens to choose from."""
@@ -89,31 +90,34 @@ class Rollout(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Stage rl: draw from tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)."""
     stop_strings: list[str] = []
-    """Stage rl: texts that end an answer, beside the end tokens of the model."""
+    """Stage rl: texts that end an answer, in addition to the end tokens of the model."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
-    processes beside the trainer, or by servers that one such process asks, and go on with new weights after each
-    update. 0: answers are drawn, then trained on."""
+    processes next to the trainer, or by servers that one such process asks, and go on with new weights after each
+    update. 0: answers are drawn, then trained on.
+    """
     processes: PositiveInt = 1
     """staleness above 0: how many processes answer, each with a copy of the policy, on GPUs that no trainer has where
     there are some."""
     routing_replay: bool | None = None
-    """Stage rl, of a policy with experts: whether each token goes to the experts in training that it went to in the
-    rollout (R3, arXiv:2510.11370), the weights of which are computed anew. By default it does with policy gradients,
-    and with pairs of answers (online-dpo) it does not, where the engine says which experts these were: embedded and
-    danlu serve do, vLLM and SGLang do not."""
+    """Stage rl, for a policy with experts: whether each token goes to the same experts in training as in the rollout
+    (R3, arXiv:2510.11370), with recomputed weights. By default it does with policy gradients, and with pairs of answers
+    (online-dpo) it does not, where the engine reports these experts: embedded and danlu serve do, vLLM and SGLang do
+    not.
+    """
     engine: Literal["embedded", "http", "vllm", "sglang"] = "embedded"
     """embedded answers in this process, with the trainer's own tensors; the others are servers that run elsewhere and
-    are handed the weights. http: one or several at `urls`, of any kind (danlu serve --rollouts, vLLM, SGLang); what one
-    that dies was asked the others answer."""
+    receive the weights. http: one or several at `urls`, of any kind (danlu serve --rollouts, vLLM, SGLang); the others
+    take over the requests of one that dies.
+    """
     url: str | None = None
     """vllm, sglang: where the server listens, such as http://localhost:8000."""
     urls: list[str] = []
-    """http: where servers listen. Each is asked of what kind it is."""
+    """http: the URLs of the servers. danlu asks each for its kind."""
     server: Server = Server()
     """http, vllm, sglang: how the server is spoken to."""
     block: PositiveInt = 16
-    """Tokens whose keys and values are kept together (the page size)."""
+    """The page size: tokens with keys and values that are kept together."""
     cache_gib: Annotated[float, Field(gt=0)] = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
     packed_gib: NonNegative = 2.0
@@ -124,13 +128,13 @@ class Rollout(Section):
     sequences: PositiveInt = 256
     """The most answers that grow at a time."""
     prefix_sharing: bool = True
-    """Read prompts that begin alike once, and share the keys and values of what they have in common."""
+    """Read prompts that begin alike once, and share the keys and values of their common prefix."""
     draft: Draft | None = None
     """Speculative decoding: ngram or model proposes tokens, which the policy checks in one pass."""
     preempt: Literal["recompute", "swap"] = "recompute"
-    """What becomes of an answer that has to make room for others: read again later, or copied to the host's memory."""
+    """The treatment of an answer that has to make room for others: read again later, or copied to the host's memory."""
     swap_gib: NonNegative = 4.0
-    """preempt: swap: host memory for what was swapped out, in GiB."""
+    """preempt: swap: host memory for swapped-out answers, in GiB."""
     gather: Literal["auto", "all", "layer"] = "auto"
     """zero3: all gathers the weights of the whole model on each process for as long as it is sampled from; layer
     gathers them layer by layer in each forward pass, in which all ranks take part. auto: all where they fit."""

@@ -1,4 +1,4 @@
-"""The steps of a run, and what is looked at, saved and written down on the way."""
+"""The steps of a run: evaluations, checkpoints and logs on the way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Schedule(Section):
         return _in_steps(self.decay, total) if self.kind == "wsd" else 0
 
     def problems(self, total: int | None) -> list[tuple[str, str]]:
-        """(field, message) of what does not fit into a run of `total` steps; None: known only once rows are counted."""
+        """Returns (field, message) of settings that do not fit into a run of `total` steps; None: known only once rows
+        are counted.
+        """
         shares = isinstance(self.warmup, float) and isinstance(self.decay, float)
         if self.kind == "wsd" and shares and self.warmup + self.decay > 1:
             return [
@@ -57,7 +59,7 @@ def _in_steps(setting: float, total: int) -> int:
 
 
 class BatchSize(Section):
-    """The global batch: what one optimizer step sees, whatever the world size, strategy or micro-batch size."""
+    """The global batch of one optimizer step, whatever the world size, strategy or micro-batch size."""
 
     short = "sequences"
     one_of = ("tokens", "sequences", "pairs", "prompts")
@@ -79,7 +81,7 @@ class BatchSize(Section):
     `memory`. Where a step is counted in pairs or prompts, as many rows go through at once as fit in so many x
     data.max_length tokens."""
     memory: Annotated[float, Field(gt=0)] | None = None
-    """Budget in GiB for auto; by default most of what is free."""
+    """Budget in GiB for auto; by default most of the free memory."""
 
     def packs(self, max_length: int) -> int:
         """Packs in a step (rows, without packing or counted in pairs or prompts), each of `max_length` tokens."""
@@ -103,7 +105,7 @@ class LossOptions(Section):
 
 
 class Watch(Section):
-    """What to do when a step looks wrong. A non-finite loss always stops the run."""
+    """The response when a step looks wrong. A non-finite loss always stops the run."""
 
     short = "policy"
 
@@ -121,7 +123,7 @@ class Watch(Section):
 
 
 class Ema(Section):
-    """An exponential moving average of the weights, evaluated and exported beside them."""
+    """An exponential moving average of the weights, evaluated and exported in addition to them."""
 
     short = "decay"
 
@@ -163,8 +165,9 @@ class Evaluation(Section):
     early_stop: EarlyStop | None = None
     """End the run when evaluations no longer get better."""
     metric: str = "loss"
-    """What early stop and `checkpoint.keep_best` judge by: a number that evaluations of the stage report, such as
-    `accuracy`, `margin`, or `loss/NAME` of the rows of one source."""
+    """The metric by which early stop and `checkpoint.keep_best` judge: a number that evaluations of the stage report,
+    such as `accuracy`, `margin`, or `loss/NAME` of the rows of one source.
+    """
     samples: Samples | None = None
     """Texts generated at each evaluation, to read."""
 
@@ -175,9 +178,10 @@ class Router(Section):
     short = "balance"
 
     balance: Literal["bias", "sequence", "step", "none"] = "bias"
-    """bias: what is added to the scores that experts are chosen by moves after each update by `rate`, up for those
-    with fewer tokens than the mean (for families that keep it: DeepSeek-V3, GLM-4 MoE, MiniMax-M2). sequence: a loss of
-    each document (DeepSeek-V3). step: a loss of the load that the whole step before had. none: nothing."""
+    """bias: a bias on the scores that choose experts moves after each update by `rate`, up for those with fewer tokens
+    than the mean (for families that keep it: DeepSeek-V3, GLM-4 MoE, MiniMax-M2). sequence: a loss of each document
+    (DeepSeek-V3). step: a loss of the load in the whole step before. none: nothing.
+    """
     rate: NonNegative = 0.001
     """bias: how far a bias moves in an update. step: the coefficient of its loss."""
     sequence: NonNegative = 0.0001
@@ -185,12 +189,13 @@ class Router(Section):
     z: NonNegative = 0.0
     """The coefficient of a loss that keeps the router's logits small, the square of their logsumexp."""
     capacity: Annotated[float, Field(gt=0)] | None = None
-    """How many times its even share of a packed sequence an expert takes at most in training; what comes later in the
-    sequence passes it by. By default no token is dropped."""
+    """The largest multiple of its even share of a packed sequence that an expert takes in training; later tokens of the
+    sequence pass it by. By default no token is dropped.
+    """
 
 
 class Checkpoint(Section):
-    """What is kept to go on from, and how often."""
+    """The checkpoints to resume from, and how often they are saved."""
 
     short = "every"
 
@@ -199,7 +204,7 @@ class Checkpoint(Section):
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
     keep_every: PositiveInt | None = None
-    """Also keep every checkpoint whose step is a multiple of this."""
+    """Also keep every checkpoint at a step that is a multiple of this."""
     keep_best: bool = False
     """Also keep the best one by `evaluation.metric`, saved as soon as it is seen, and export it at the end."""
     background: bool = True
@@ -207,15 +212,16 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    """What is written down while training."""
+    """The files that are written while training."""
 
     short = "every"
 
     every: PositiveInt = 1
     """Steps between lines of metrics.jsonl and of the console."""
     timeline: PositiveInt | None = None
-    """With a pipeline: steps between those of which each rank writes when it did what (timeline-RANK.jsonl), which
-    `danlu schedule --run` draws. On a GPU such a step waits for each pass, and takes longer."""
+    """The interval of steps, with a pipeline, for which each rank writes its timeline (timeline-RANK.jsonl), which
+    `danlu schedule --run` draws. On a GPU such a step waits for each pass, and takes longer.
+    """
     tensorboard: bool = True
     """Write TensorBoard events to the run folder."""
     wandb: str | None = None
