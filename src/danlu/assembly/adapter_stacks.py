@@ -17,13 +17,13 @@ class AdapterStacks:
     def __init__(self, adapters: AdapterSet) -> None:
         self.adapters = adapters
         self.names: list[tuple[str, ...]] = []
-        """For each stack the names of its adapters in the set, lowest first."""
+        """The names of each stack's adapters in the set, lowest first."""
         self._opened: dict[Path, str] = {}
 
     def add(self, folders: Sequence[AdapterFolder]) -> int:
         """Loads one more stack, lowest adapter first, and returns its number. No stack is active afterwards.
 
-        Raises ModelError for what does not fit the base.
+        Raises ModelError for adapters that do not fit the base.
         """
         names = []
         for folder in folders:

@@ -1,4 +1,4 @@
-"""The model of a recipe that has adapters: which base, what lies below, what is trained; and its result as a folder."""
+"""The model of a recipe with adapters: its base, the adapters below, the trained one; and its result as a folder."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def write_result(
     name: str = TRAINED,
     task: Task | None = None,
 ) -> None:
-    """Writes a trained adapter as a PEFT folder with the tokenizer beside it; it appears whole or not at all.
+    """Writes a trained adapter as a PEFT folder with the tokenizer in it; it appears whole or not at all.
 
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
-    quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used.
-    value, writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes.
-    score_head, pad_token, stop_ids: as `models.saving.save` has them.
-    name: of the adapter in the set. task: what it is for, where that is not what the model is for.
+    quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used. value,
+    writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes. score_head, pad_token,
+    stop_ids: as `models.saving.save` has them. name: the adapter's name in the set. task: the adapter's, where that is
+    not the model's.
     """
     model = adapters.model
     assert isinstance(model, Decoder)

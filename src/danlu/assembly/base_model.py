@@ -22,7 +22,7 @@ _SNAPSHOTS = "snapshots"
 
 @dataclass(frozen=True)
 class Base:
-    """The model that adapters are trained on: what the recipe calls it, its folder, and its fingerprint."""
+    """The model that adapters are trained on: its name in the recipe, its folder, and its fingerprint."""
 
     named: str
     folder: Path
@@ -47,8 +47,7 @@ def find_base(path: str | Path) -> Base:
 def base_of(stack: Sequence[AdapterFolder], given: str | Path | None, option: str) -> Base:
     """Resolves the base of a stack of adapters: `given`, or else the one that the top adapter names.
 
-    option: what the command line calls the given one, for messages.
-    Raises ModelError where it is not there.
+    option: the command line's option for the given one, for messages. Raises ModelError where it is not there.
     """
     adapter = stack[-1]
     if given is not None:

@@ -2,8 +2,8 @@
 
 The base is read only for an adapter whose start PEFT takes out of it (PiSSA, OLoRA). `cat` puts factors side by side,
 which is exactly the weighted sum of changes. `linear` sums the As and the Bs, as PEFT does under that name, and so has
-cross terms. What ties (arXiv:2306.01708) and dare (arXiv:2311.03099) make of the changes has full rank, and the adapter
-holds its largest singular directions.
+cross terms. The combinations of ties (arXiv:2306.01708) and dare (arXiv:2311.03099) have full rank, and the adapter
+holds their largest singular directions.
 
 O, I outputs and inputs of a layer · r rank
 """
@@ -50,7 +50,8 @@ from danlu.models.saving import copy_tokenizer, write_stop_ids
 from danlu.numerics.relative_error import RelativeErrors
 
 _LARGE, _POWER_ITERATIONS = 16, 16
-"""From so many times the rank on, a whole singular value decomposition takes minutes, a few directions seconds."""
+"""The multiple of the rank from which on a whole singular value decomposition takes minutes, a few directions seconds;
+and the power iterations of these."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Combined:
 
     adapters: tuple[Path, ...]
     errors: RelativeErrors
-    """By module: ||s B A - D|| / ||D||, Frobenius norms, where D is what the changes combine to; empty for cat."""
+    """The error of each module: ||s B A - D|| / ||D||, Frobenius norms, where D is the combined change; empty for
+    cat."""
 
 
 @torch.no_grad()
@@ -73,8 +75,8 @@ def combine(
 ) -> Combined:
     """Combines several LoRA folders into one.
 
-    rank: of what ties and dare leave; by default the sum of the ranks. into: the base, if not the one they name; its
-    weights are read only for an adapter whose start PEFT takes out of them.
+    rank: the rank of the result of ties and dare; by default the sum of the ranks. into: the base, if not the one they
+    name; its weights are read only for an adapter whose start PEFT takes out of them.
 
     Raises ModelError for adapters that are not plain LoRA, or not of one base, and for `linear` of unequal ranks;
     ResourceError if `target` holds anything.
@@ -116,7 +118,7 @@ def combine(
 
 
 def _exact_change(name: str, parts: Sequence[Factors | None], combination: Combination) -> Tensor:
-    """What the changes themselves combine to, of the shape of the weight, of whatever rank."""
+    """Combines the changes themselves to one of the shape of the weight, of any rank."""
     known = [None if part is None else _change(part) for part in parts]
     shape = next(change.shape for change in known if change is not None)
     changes = [torch.zeros(shape) if change is None else change for change in known]
@@ -139,7 +141,8 @@ def concatenated(parts: Sequence[tuple[Factors, float]]) -> Factors:
 def summed_apart(name: str, parts: Sequence[tuple[Factors, float]]) -> Factors:
     """PEFT's `linear`: the As and the Bs are summed, each times the root of weight x scale; the sign goes to A.
 
-    The product of the sums has cross terms, each A with the B of another adapter, beside the sum of the products.
+    The product of the sums has cross terms, each A with the B of another adapter, in addition to the sum of the
+    products.
     """
     ranks = sorted({factors.rank for factors, _ in parts})
     if len(ranks) > 1:
@@ -168,7 +171,7 @@ def refactored(change: Tensor, rank: int, generator: torch.Generator, *, embeddi
 def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | None) -> dict[str, Factors]:
     """Reads the factors of a plain LoRA, by module.
 
-    PEFT writes the base's embedding beside an adapter of it; it goes into `embeddings`, where it must be the same.
+    PEFT writes the base's embedding with an adapter of it; it goes into `embeddings`, where it must be the same.
     """
     where = str(folder.path)
     if folder.kind != "LORA":

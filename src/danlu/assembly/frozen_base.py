@@ -42,7 +42,7 @@ class Adapted:
 
 
 class LayerHook(Protocol):
-    """What is done with a model while its weights come."""
+    """A hook that processes a model while its weights are loaded."""
 
     @property
     def boxes(self) -> Mapping[str, ShardBox]: ...  # of parameters of which only that box is read
@@ -51,7 +51,7 @@ class LayerHook(Protocol):
 
 
 LayerHookFactory = Callable[[Adapted], LayerHook]
-"""Makes the hook of a model whose weights are still to come."""
+"""Makes the hook of a model before its weights are loaded."""
 
 
 def adapters_of(
@@ -62,7 +62,7 @@ def adapters_of(
     encode: Callable[[str], Sequence[int]] | None = None,
     quantization: Any = None,
 ) -> AdapterSet:
-    """An empty AdapterSet for a decoder, whose parameters it freezes.
+    """Makes an empty AdapterSet for a decoder, and freezes its parameters.
 
     encode: text to token ids, for prompts that start as a text. quantization: section of the base's, for LoftQ.
     """
@@ -97,8 +97,8 @@ def load_frozen(
     each product. Peak memory is the result plus one weight as it is stored.
 
     Args:
-        quantization: section of the recipe for the linear layers (not the head), experts' among them, of which each
-            is quantized by itself; None keeps what is stored.
+        quantization: section of the recipe for the linear layers (not the head), experts included, each of which is
+            quantized by itself; None keeps the stored form.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
         saved_factors: the tensors that an earlier run saved of some of the new adapters, by name.
         layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
@@ -120,7 +120,7 @@ def load_frozen(
     linears = {site.name: site.module for site in adapters.sites if site.layer is not None}
 
     def take(parameter: str, value: Tensor) -> Tensor | None:
-        """For `load_into`: quantizes the value, converts it, or keeps it in float32."""
+        """Takes a value for `load_into`: quantizes it, converts it, or keeps it in float32."""
         owner, _, attribute = parameter.rpartition(".")
         if attribute == "weight" and value.ndim == 2:
             value = adapters.prepare_weight(owner, value)

@@ -1,7 +1,7 @@
-"""What a training step is expected to hold in memory, by part, before there is one; and the micro-batch that fits.
+"""The expected memory of a training step, by part, before there is one; and the micro-batch that fits.
 
-A run asks with the model that it has placed; `danlu preview` from a config alone (`memory_preview`). Parameters are
-counted byte by byte, activations and logits by the formulas of `plan.activation_memory`.
+A run estimates with the model that it has placed; `danlu preview` from a config alone (`memory_preview`). Parameters
+are counted byte by byte, activations and logits by the formulas of `planning.activation_memory`.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
 MAX_CPU_TOKENS = 4096
 _FREE_SHARE = 0.8
-"""Of the free memory that the rest of a step leaves, the share that `batch.micro: auto` gives to activations."""
+"""The share that `batch.micro: auto` gives to activations of the free memory that the rest of a step leaves."""
 _FLOAT32 = 4
 
 
 def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) -> None:
-    """Refuses a model of which not even the weights fit into this machine, before anything is made of it.
+    """Refuses a model with weights that alone do not fit into this machine, before anything is made of it.
 
-    where: what names the model, for the message. Raises ModelError. What training needs beside the weights is many
-    times more, and `MemoryEstimate.lines` says so.
+    where: the model's name in the message. Raises ModelError. Training needs many times more than the weights, which
+    `MemoryEstimate.lines` reports.
     """
     offload = recipe.memory.offload
     if "parameters" in offload and recipe.memory.folder is not None:
@@ -73,7 +73,8 @@ def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) 
 
 
 def _room_of_devices(section: str | ByHand, *, on_gpu: bool) -> tuple[int | None, str]:
-    """(bytes of all memory of the devices of a map, what has them, for a message); None where nothing tells."""
+    """Returns (bytes of all memory of a map's devices, their description for a message); None where a size is
+    unknown."""
     if isinstance(section, str):
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if on_gpu else ["cpu"]
     else:
@@ -96,12 +97,13 @@ class CriticPass(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a step of one process is expected to hold."""
+    """The expected memory of a step of one process."""
 
     recipe: Recipe
     config: ModelConfig
     plan: Sequence[LayerPlan]
-    """What each layer recomputes; empty where that is not known (`recompute: planned`, before layers are measured)."""
+    """The recomputation of each layer; empty where it is not known (`recompute: planned`, before layers are
+    measured)."""
     parts: MemoryParts
     """Bytes on the device that computes."""
     offloaded_bytes: int
@@ -112,15 +114,15 @@ class MemoryEstimate:
     device_type: str
     critic: CriticPass | None = None
     in_flight: float = 1.0
-    """Micro-batches whose activations a stage of a pipeline keeps at once."""
+    """The number of micro-batches that a stage of a pipeline keeps activations of at once."""
     device: str = ""
-    """Where a model lies on several devices, the one that this is about, with the layers on it."""
+    """The device that this is about, with the layers on it, where a model lies on several devices."""
     has_head: bool = True
     """Whether the loss is computed there."""
     lengths: np.ndarray | None = field(default=None, compare=False)
     """[rows] int: tokens of each row that is trained on; None where rows are not known."""
     by_device: tuple[MemoryEstimate, ...] = ()
-    """Of such a model, what each device is expected to hold."""
+    """The estimate of each device of such a model."""
 
     @property
     def resident_bytes(self) -> int:
@@ -130,7 +132,8 @@ class MemoryEstimate:
     def available(self, resident_bytes: int) -> int | None:
         """Bytes that tensors of one process may take; None where the system does not tell.
 
-        resident_bytes: what its tensors take already. Processes of one machine share the host's memory, not devices.
+        resident_bytes: bytes that its tensors take already. Processes of one machine share the host's memory, not
+        devices.
         """
         device = torch.device(self.device or self.device_type)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -141,9 +144,9 @@ class MemoryEstimate:
         return resident_bytes + (free if self.device_type == "cuda" else free // processes_here(self.processes))
 
     def lines(self, available: int | None) -> list[str]:
-        """For the console: the parts, and what to set where they are more than there is.
+        """Lines for the console: the parts, and advice where they are more than the available memory.
 
-        available: bytes that tensors may take, what the model takes already included; None where nobody knows.
+        available: bytes that tensors may take, those of the model included; None where it is not known.
         """
         each = f" on {self.device}" if self.device else " in each process" if self.processes > 1 else ""
         parts = " + ".join(f"{name} {format_bytes(value)}" for name, value in vars(self.parts).items() if value)
@@ -194,11 +197,12 @@ def estimate_of(
     has_head: bool = True,
     lengths: np.ndarray | None = None,
 ) -> MemoryEstimate:
-    """The estimate of a step from what it holds whatever goes through the model, and from its micro-batch.
+    """Estimates a step from its fixed part, which does not depend on the data, and from its micro-batch.
 
-    fixed: without activations and logits. micro: packed sequences of full length. critic: the pass of a model of
-    values, whose activations are kept beside the policy's. config, in_flight: of a stage of a pipeline the layers that
-    it has, and how many micro-batches it keeps activations of. device, has_head, lengths: as in `MemoryEstimate`.
+    fixed: without activations and logits. micro: packed sequences of full length. critic: the pass of a value model,
+    with activations that are kept together with the policy's. config, in_flight: for a stage of a pipeline, the layers
+    that it has, and the number of micro-batches that it keeps activations of. device, has_head, lengths: as in
+    `MemoryEstimate`.
     """
     sequences = max(micro, _most_paths(recipe))
     logits = _loss_workspace(recipe, config, sequences, device_type) if has_head else 0
@@ -226,16 +230,16 @@ def estimate_of(
 
 @dataclass(frozen=True)
 class BytesByDevice:
-    """What of a model lies where, by device."""
+    """The bytes of a model's parts on each device."""
 
     weights: Counter[str] = field(default_factory=Counter)
-    """Of all models, with adapters."""
+    """Bytes of all models, with adapters."""
     adapter: Counter[str] = field(default_factory=Counter)
-    """Of the adapter that is trained."""
+    """Bytes of the adapter that is trained."""
     trained: Counter[str] = field(default_factory=Counter)
 
     def part_of(self, parts: MemoryParts, device: str) -> MemoryParts:
-        """What one device has of parts of all of them together, without activations and logits."""
+        """One device's part of `parts` of all devices together, without activations and logits."""
         weights, adapter, trained = (
             counted[device] / max(1, counted.total())
             for counted in (self.weights - self.adapter, self.adapter, self.trained)
@@ -304,8 +308,8 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
     """Packed sequences in a micro-batch: as the recipe says, or the most that fit into memory.
 
     estimate: of a step with any micro-batch. per_step: packed sequences of a step on this data rank, the upper bound.
-    resident_bytes: what this process's tensors take of the estimate already.
-    Raises RecipeError where `batch.memory` does not hold the smallest micro-batch, with the recomputation that would.
+    resident_bytes: bytes of the estimate that this process's tensors take already. Raises RecipeError where
+    `batch.memory` does not hold the smallest micro-batch, with the recomputation that would.
     """
     batch, length = estimate.recipe.batch, estimate.recipe.data.max_length
     if batch.micro != "auto":
@@ -331,7 +335,8 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
 
 
 def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
-    """What would make the smallest micro-batch fit: the recomputation that costs least time, or more memory."""
+    """Advice for the smallest micro-batch that does not fit: the recomputation that costs least time, or more
+    memory."""
     need = estimate.step_memory().of_smallest
     kinds: tuple[Kind, ...] = ("selective", "full")
     for kind in kinds:
@@ -422,9 +427,10 @@ def _with_critic(
 
 
 def keeps_scores(device_type: str) -> KeepsScores:
-    """For which documents `models.attend` keeps attention's probabilities: those that no flash kernel attends.
+    """Returns whether `models.attend` keeps attention's probabilities of a document: it does where no flash kernel
+    attends it.
 
-    For a GPU that this machine does not have, the usual kernels are taken for granted.
+    A GPU that this machine does not have counts as having the usual kernels.
     """
     if device_type == "cpu":
         short = kernels_of(torch.device("cpu")).short_document
@@ -440,7 +446,7 @@ def _is_windowed(length: int, mixer: Mixer) -> bool:
 
 
 def _loss_workspace(recipe: Recipe, config: ModelConfig, micro: int, device_type: str) -> int:
-    """Bytes that the fused head and loss take beside their inputs, if every token is trained."""
+    """Bytes that the fused head and loss take in addition to their inputs, if every token is trained."""
     if config.task != "causal-lm":
         return 0
     return workspace_bytes(
@@ -462,7 +468,7 @@ def activation_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
-    """(bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
+    """Returns (bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
     return gathered_at_a_time(
         {
             name: (parameter.numel() * gathered_element_bytes(recipe, parameter), _trained_elements(parameter))
@@ -484,7 +490,8 @@ def _trained_elements(parameter: torch.Tensor) -> int:
 
 
 def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[int, int]:
-    """As `gathered_parameters`; sharded: by a parameter's name its bytes as gathered, and its trained elements."""
+    """Computes `gathered_parameters` from a mapping; sharded: a parameter's name to its gathered bytes and trained
+    elements."""
     section = recipe.parallel
     if not sharded:
         return 0, 0

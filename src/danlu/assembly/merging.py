@@ -34,12 +34,12 @@ from danlu.models.saving import boxes_of, save
 from danlu.numerics.relative_error import RelativeErrors
 
 _CHUNK_ELEMENTS = 1 << 22
-"""Elements of a matrix whose rounding error is measured at a time: no second matrix is made."""
+"""The number of elements of a matrix in which rounding errors are measured at a time: no second matrix is made."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The report of a merge: what was merged into which base, and what rounding cost."""
+    """The report of a merge: the adapters, their base, and the rounding errors."""
 
     base: Path
     adapters: tuple[Path, ...]
@@ -47,8 +47,8 @@ class Merged:
     """Whether the base is stored in 4 or 8 bits."""
     dtype: torch.dtype
     rounding: RelativeErrors
-    """Of rounding each merged matrix to the written dtype: ||rounded - W|| / ||W||, Frobenius norms; empty where
-    nothing was rounded. W is base and adapters in float32; of a base in 4 bits, what its codes stand for."""
+    """The errors of rounding each merged matrix to the written dtype: ||rounded - W|| / ||W||, Frobenius norms; empty
+    where nothing was rounded. W is base and adapters in float32; for a base in 4 bits, the values of its codes."""
     trained_over: str | None
     """The kind of quantization ("nf4") under which the last adapter was trained, if any."""
 
@@ -71,11 +71,12 @@ def merge(
     Args:
         sources: adapter folders, or runs that ended with one, each with its change of the same base.
         into: the base, if not the one they name; force: also another one than they were trained on.
-        dtype: in which weights are written; by default that of the base.
-        combination: how several become one; by default their sum.
+        dtype: the type in which weights are written; by default that of the base.
+        combination: the rule by which several become one; by default their sum.
         quantization: section of a recipe; the base is quantized and dequantized by it first, as QLoRA trains over.
 
-    Raises ModelError for what is no adapter, does not fit the base or is no change of weights, and ResourceError if
+    Raises ModelError for sources that are no adapters, do not fit the base or are no change of weights, and
+    ResourceError if
     `target` holds anything.
     """
     refuse_existing(target)

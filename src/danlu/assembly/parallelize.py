@@ -1,8 +1,8 @@
-"""From a recipe to what is trained, placed on the processes of a run: the order of `place` is the documentation.
+"""Makes the trained model of a recipe, placed on the processes of a run: the order of `place` is the documentation.
 
 In a single process this is a model in float32, or a frozen one with adapters. With several, each has its part: the
-model is made on the meta device, cut and sharded, and only then are weights drawn or read, each process its boxes.
-A frozen base is read layer by layer, each of which is cut and sharded (`LayerPlacer`) before the next one is read.
+model is made on the meta device, cut and sharded, and only then are weights drawn or read, each process its boxes. A
+frozen base is read layer by layer, each of which is cut and sharded (`LayerPlacer`) before the next one is read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: a model, or the adapters of one that is frozen."""
+    """The trained subject: a model, or the adapters of one that is frozen."""
 
     model: Decoder
     adapters: AdapterSet | None = None
@@ -72,14 +72,14 @@ class Placed:
     subject: Subject
     parallel: ParallelContext
     notes: tuple[str, ...] = ()
-    """For the console."""
+    """Lines for the console."""
     plan: recompute.Plan = ()
-    """What each layer recomputes in the backward pass."""
+    """The recomputation of each layer in the backward pass."""
     device_map: DeviceMap | None = None
-    """Of a model that lies on several devices of one process."""
+    """The device map of a model on several devices of one process; None elsewhere."""
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What optimizers and averages work on, by name: this process's part of each parameter."""
+        """The parameters of optimizers and averages, by name: this process's part of each."""
         if not self.parallel.local_parameters:
             return list(self.subject.model.named_parameters())
         return [(name, parameter.local) for name, parameter in self.parallel.local_parameters.items()]
@@ -179,7 +179,7 @@ class LayerPlacer:
             )
 
     def layer_loaded(self, name: str) -> None:
-        """Leaves of a layer whose weights have been read the part of this process."""
+        """Reduces a layer with loaded weights to this process's part."""
         self.cut_layer(name)
         self.shard_layer(name)
         if self.device_map is not None:
@@ -227,8 +227,8 @@ def layer_by_layer(recipe: Recipe, ranks: Ranks) -> bool:
 
 
 def loading_device(recipe: Recipe, ranks: Ranks, device: torch.device) -> torch.device:
-    """Where a model is put while it is read: with a device map that is not known layer by layer on the host, for no
-    device may have room for all of it."""
+    """The device on which a model is loaded: the host for a model with a device map that is not loaded layer by layer,
+    since no device may have room for all of it."""
     is_divided = recipe.parallel.device_map is not None and not layer_by_layer(recipe, ranks)
     return torch.device("cpu") if is_divided else device
 
@@ -386,7 +386,8 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
 def check_updated_alone(stage: StageParameters, local: Mapping[str, LocalParameter]) -> None:
     """Raises RecipeError for trained parameters that several stages have, where each updates its own (PipeDream).
 
-    A tied embedding is told before, by the model's config; what adapters share or train in full is only known here.
+    A tied embedding is refused earlier, by the model's config; parameters that adapters share or train in full are only
+    known here.
     """
     everywhere = {**stage.elsewhere, **local}
     if names := sorted(name for name in stage.shared if everywhere[name].parameter.requires_grad):
@@ -397,7 +398,7 @@ def check_updated_alone(stage: StageParameters, local: Mapping[str, LocalParamet
 
 
 def pipedream_note(recipe: Recipe) -> str:
-    """What is not as usual in a run whose stages update after each micro-batch, for the console."""
+    """Describes the peculiarities of a run with updates of stages after each micro-batch, for the console."""
     clipping = recipe.gradient_clipping
     clips = "" if clipping is None else f"; each stage clips its own gradient to a norm of {clipping:g}"
     return (
@@ -493,10 +494,9 @@ def token_shares(recipe: Recipe, ranks: Ranks) -> int:
 def optimizer_of(
     parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, device: torch.device, *, objective_rate: float = 1.0
 ) -> Optimizers:
-    """The optimizer of a recipe over this process's part of the parameters, its state where `memory` says.
+    """Builds the optimizer of a recipe over this process's part of the parameters, its state placed as in `memory`.
 
-    objective_rate: what the learning rate of the objective's own parameters is multiplied by, and that of a model of
-        values.
+    objective_rate: factor on the learning rate of the objective's own parameters and of a value model.
     """
     memory = recipe.memory
     # LoRA+: what B's rate is multiplied by.

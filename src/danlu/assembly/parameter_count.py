@@ -1,4 +1,4 @@
-"""How many parameters a placed model has in all, how many of them are trained, and how many bytes a process holds."""
+"""Counts of a placed model's parameters: all, the trained ones, and the bytes that a process holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_bytes(model: Decoder) -> int:
 def parameters_of(model: nn.Module, local: Mapping[str, LocalParameter] = MappingProxyType({})) -> int:
     """All parameters of the whole model and its adapters, quantized ones included; a tied matrix counts once.
 
-    local: what this process has of each parameter, where several share them.
+    local: this process's shard of each parameter, where several share them.
     """
     counts = _counts(model, local)
     if isinstance(model, Decoder):  # a quantized or cut matrix does not say how large it was

@@ -1,24 +1,24 @@
-"""What the adapters that a run trains are called, and of which model of a run a parameter is, by its name."""
+"""The names of adapters that a run trains, and the model of a run that a parameter belongs to, by its name."""
 
 from __future__ import annotations
 
 from danlu.core.types import Role
 
 TRAINED = "default"
-"""What the adapter that is trained is called, as in PEFT."""
+"""The name of the trained adapter, as in PEFT."""
 VALUE: Role = "value"
-"""PPO's model of values: its role, what its adapter is called, and what the names of its own parameters begin with."""
+"""PPO's value model: its role, the name of its adapter, and the prefix of its own parameters' names."""
 _SCORE_HEAD = "objective.score."
 
 
 def role_of(name: str) -> Role:
-    """The model that a trained parameter is of: that of values, or the policy.
+    """The model that a trained parameter belongs to: the value model, or the policy.
 
-    Of values are the score head, what begins with `value.`, and what the adapter `value` has in any module.
+    The value model has the score head, names that begin with `value.`, and the adapter `value` of any module.
     """
     return VALUE if name.startswith(_SCORE_HEAD) or VALUE in name.split(".") else "policy"
 
 
 def own_name(name: str) -> str:
-    """What a parameter of a decoder of values is called in optimizer and checkpoints."""
+    """The name of a value decoder's parameter in optimizer and checkpoints."""
     return f"{VALUE}.{name}"

@@ -27,7 +27,7 @@ class QuantizationError:
 
     elements: int = 0
     bytes: int = 0
-    """Of codes and constants."""
+    """Bytes of codes and constants."""
     worst: float = 0.0
     """The largest ||W - Q|| / ||W|| of one layer, Frobenius norms."""
     worst_layer: str = ""
@@ -70,7 +70,8 @@ class QuantizationError:
 def quantization_errors(
     folder: Path, formats: Mapping[str, QuantizationSection], progress: Callable[[int, int], None] | None = None
 ) -> dict[str, QuantizationError]:
-    """By name of the format, the error it makes in the linear layers of attention and MLP; each expert counts as one.
+    """The error that each format, by its name, makes in the linear layers of attention and MLP; each expert counts as
+    one.
 
     Raises ModelError for a model that is quantized already, or that cannot be read.
     """

@@ -37,7 +37,7 @@ from danlu.recipe import sections
 
 ADVICE = "Name the model it was made from"
 _LEFT = ("lm_head",)
-"""Modules that stay as they are, beside embeddings and norms."""
+"""Modules that stay as they are, in addition to embeddings and norms."""
 
 Progress = Callable[[int, int], None]
 """Called with how many tensors are written, and how many there are."""
@@ -45,15 +45,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Quantized:
-    """The sizes of what `quantize` wrote."""
+    """The sizes of the folder that `quantize` wrote."""
 
     parameters: int
     quantized: int
     """Parameters that are in 4 bits."""
     quantized_bytes: int
-    """Of their codes and constants."""
+    """Bytes of their codes and constants."""
     bytes: int
-    """Of all weights and constants."""
+    """Bytes of all weights and constants."""
 
     @property
     def bits(self) -> float:
@@ -73,13 +73,13 @@ def quantize(
 ) -> Quantized:
     """Writes a copy of `folder` with its linear layers in 4 bits; embedding, head, norms and routers stay as they are.
 
-    dtype: of what stays, and of products; by default the one it is stored in. Codes are made of what is stored.
-    experts: whether they are quantized too, each by itself; those that share tensors on the disk, for which
+    dtype: the type of unquantized weights, and of products; by default the stored one. Codes are made of the stored
+    weights. experts: whether they are quantized too, each by itself; those that share tensors on the disk, for which
     bitsandbytes has no layout, stay as they are.
 
     The folder appears whole or not at all. Raises ModelError for a model that is quantized already, for one with parts
-    beside the language model and for weights that are not finite, and ResourceError if `target` holds anything or the
-    disk is full.
+    outside of the language model and for weights that are not finite, and ResourceError if `target` holds anything or
+    the disk is full.
     """
     refuse_existing(target)
     refuse_quantized(folder, ADVICE)
@@ -146,7 +146,7 @@ class _Writer:
     waiting: dict[str, Tensor] = field(default_factory=dict)  # parameters
 
     def take(self, parameter: str, value: Tensor) -> None:
-        """For `load_into`: writes the value and returns None, so that nothing stays in the model."""
+        """Takes a value for `load_into`: writes it and returns None, so that nothing stays in the model."""
         self.waiting[parameter] = value
         for tensor in self.tensors_of[parameter]:
             if not all(name in self.waiting for name in tensor.parameters):
@@ -194,5 +194,5 @@ def _size_bytes(tensor: HFTensor, in_four_bits: set[str], dtype: torch.dtype) ->
 
 
 def refuse_four_bit(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:
-    """For `load_into` of a folder that is not quantized: raises ModelError at a weight in 4 bits."""
+    """Raises ModelError at a weight in 4 bits, for `load_into` of a folder that is not quantized."""
     raise ModelError(f"{where}: {name} is in 4 bits, though config.json does not say so")

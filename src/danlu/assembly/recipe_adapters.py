@@ -110,8 +110,8 @@ def _virtual_tokens(model: sections.Model, adapter: Any) -> int:
 
 
 def base_identity(model: sections.Model) -> dict[str, Any]:
-    """What a trained adapter lies upon, as JSON for its checkpoints: the base's fingerprint, the revision of a hub id,
-    what its config.json computes, and the adapters below.
+    """Identifies the base of a trained adapter, as JSON for its checkpoints: the base's fingerprint, the revision of a
+    hub id, the computation by its config.json, and the adapters below.
 
     The first and last bytes of each tensor are looked at, not all of them.
     """

@@ -29,7 +29,7 @@ def score_head_of(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear 
 
 
 def score_head_shape(folder: Path, adapters: Sequence[AdapterFolder]) -> tuple[int, ...] | None:
-    """The shape [labels, D] of what `score_head_of` would read, from the headers of files alone."""
+    """The shape [labels, D] of the head that `score_head_of` would read, from the headers of files alone."""
     for adapter in reversed(adapters):
         if adapter.task != "causal-lm":
             header = read_header(adapter.path / WEIGHTS)
@@ -40,7 +40,7 @@ def score_head_shape(folder: Path, adapters: Sequence[AdapterFolder]) -> tuple[i
 
 
 def required_score_head(folder: Path, adapters: Sequence[AdapterFolder]) -> nn.Linear:
-    """The same of a model whose config says that it classifies. Raises ModelError where it has none."""
+    """Returns the head of a model with a config that says that it classifies. Raises ModelError where it has none."""
     head = score_head_of(folder, adapters)
     if head is None:
         raise ModelError(f"{folder}: its config.json is of a model that classifies, and its weights have no {SCORE}")

@@ -25,7 +25,7 @@ def stored_quantization(folder: Path) -> sections.Nf4 | sections.Fp4 | None:
 
 
 def refuse_quantized(folder: Path, advice: str) -> None:
-    """Raises ModelError for a folder whose weights are quantized already; advice: what to do about it."""
+    """Raises ModelError for a folder with weights that are quantized already; advice: the message's last sentence."""
     stored = stored_quantization(folder)
     if stored is not None:
         raise ModelError(

@@ -16,7 +16,7 @@ from danlu.recipe.value import value_adapter, value_section, value_share
 
 
 def value_on_base(recipe: Recipe) -> AdapterSection | AdapterFolder | None:
-    """The section of the adapter that is made anew, or the folder of the one it starts as; None where there is none.
+    """The section of a new adapter, or the folder of the one it starts as; None where there is none.
 
     Raises ModelError for a folder that is no adapter, or of another base; RecipeError for one that was trained upon
     other adapters than the policy's lies upon.

@@ -31,9 +31,9 @@ class ActionTimes:
     input: Seconds = 1.0
     weight: Seconds = 1.0
     backward: Seconds | None = None
-    """Of a whole backward pass; None: input and weight gradient together."""
+    """The time of a whole backward pass; None: input and weight gradient together."""
     send: Seconds = 0.0
-    """Of a message, until it has arrived; by the chunk that sends."""
+    """The time of a message, until it has arrived; by the chunk that sends."""
     reduce: Seconds = 0.0
     update: float = 0.0
 

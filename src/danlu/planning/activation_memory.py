@@ -1,7 +1,7 @@
 """Activations of a training step in bytes, in closed form. Imports no torch.
 
-The counts follow what the decoder's operations keep for the backward pass; tests compare them with the tensors that
-autograd really keeps, and with the measured peak of a step.
+The counts follow the tensors that the decoder's operations keep for the backward pass; tests compare them with the
+tensors that autograd really keeps, and with the measured peak of a step.
 
 T tokens of a micro-batch · D model width · Q all query heads · K all key/value heads · F inner width
 """
@@ -17,24 +17,27 @@ from danlu.models.layer_spec import LayerSpec, Mixer
 from danlu.planning.flops import attention_pairs
 
 KeepsScores = Callable[[int, Mixer], bool]
-"""(tokens of a document, attention) -> whether it keeps its probabilities for the backward pass."""
+"""Maps (tokens of a document, attention) to whether it keeps its probabilities for the backward pass."""
 
 _IN_FLIGHT = 10
 """Tensors of an offloaded forward pass that are on the device at a time: being copied out, and prefetched back."""
 _BASE_WIDTHS = 3
-"""[T, D] tensors beside the layers: the embedding's output, the final norm's, and the gradient that runs backwards."""
+"""The number of [T, D] tensors outside of layers: the embedding's output, the final norm's, and the gradient that runs
+backwards."""
 _BLOCK_ROWS = 128
-"""Queries whose probabilities are there at a time where attention computes them again (`models.block_attention`)."""
+"""The number of queries with probabilities in memory at a time where attention computes them again
+(`models.block_attention`)."""
 _COMPUTES_SCORES_AGAIN = ("elementwise", "selective")
-"""Kinds of recomputation whose layers keep no probabilities, and have only a block's in the backward pass."""
+"""Kinds of recomputation in which layers keep no probabilities, and have only a block's in the backward pass."""
 _SLACK_CPU = 1.3
-"""Blocks of attention reach over the diagonal, and the backward pass of a layer has temporaries of its own. A GPU keeps
-no scores, and what is counted was 1.06 to 1.09 of the peak there already (LoRA and QLoRA on 8B, nothing recomputed)."""
+"""The factor on kept activations on CPU: blocks of attention reach over the diagonal, and the backward pass of a layer
+has temporaries of its own. A GPU keeps no scores, and the count was 1.06 to 1.09 of the peak there already (LoRA and
+QLoRA on 8B, nothing recomputed)."""
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What decides which activations are kept, beside the model's config."""
+    """The settings that decide which activations are kept, in addition to the model's config."""
 
     recompute: Sequence[tuple[str, int | None]] = ()
     """Kind of recomputation of each layer (none, elementwise, selective, full), and the number of the segment of which
@@ -47,7 +50,7 @@ class ActivationPlan:
     tensor: int = 1
     """Tensor-parallel degree, by which heads and inner width are cut."""
     slack: float = _SLACK_CPU
-    """What activations that are kept from the forward pass on are multiplied by."""
+    """The factor on activations that are kept from the forward pass on."""
     sequence: bool = False
     """Whether tokens are cut among the tensor ranks outside of attention and MLP (sequence parallelism)."""
 
@@ -62,16 +65,17 @@ def slack_of(device_type: str) -> float:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """What the activations of a micro-batch take, by when they take it."""
+    """The bytes of a micro-batch's activations, by the time when they are in memory."""
 
     kept: int
-    """From the forward pass on, while the loss is computed too."""
+    """Bytes from the forward pass on, while the loss is computed too."""
     recomputed: int = 0
-    """Beside `kept`, while one layer is in its backward pass: what it recomputes, or fetches back from where it was
-    offloaded. The workspace of the loss is free by then, so the two are never there together."""
+    """Bytes in addition to `kept`, while one layer is in its backward pass: activations that it recomputes, or fetches
+    back from the offload. The workspace of the loss is free by then, so the two never coincide."""
 
     def peak(self, loss_workspace: int) -> int:
-        """The most bytes at a time; loss_workspace: what the loss takes beside its inputs (its slices of logits)."""
+        """The most bytes at a time; loss_workspace: bytes that the loss takes in addition to its inputs (its slices of
+        logits)."""
         return self.kept + max(self.recomputed, loss_workspace)
 
 

@@ -1,9 +1,8 @@
 """Bytes that one context rank sends in a step, in closed form: keys around a ring or gathered, and tokens for heads.
 Imports no torch.
 
-Where documents are cut decides what is sent: of the tokens of documents that stay whole, nothing is. So the formulas
-take the rows of chunks that each context rank has of each micro-batch (`data.context_sharding`), in the order of the
-ranks.
+The traffic depends on where documents are cut: tokens of documents that stay whole are not sent. So the formulas take
+the rows of chunks that each context rank has of each micro-batch (`data.context_sharding`), in the order of the ranks.
 
 t rows of this rank · S rows of its Ulysses group, of U ranks · R groups, whose ranks are rings
 """
@@ -31,46 +30,47 @@ class TokenTensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a row."""
+        """Bytes of a row."""
         return self.width * self.element_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a row's gradient where several ranks add to it: in float32 or wider."""
+        """Bytes of a row's gradient where several ranks add to it: in float32 or wider."""
         return self.width * max(4, self.element_bytes)
 
 
 @dataclass(frozen=True)
 class ContextLayer:
-    """What of one layer travels between context ranks, and how often a micro-batch has it sent forward."""
+    """The tensors of one layer that travel between context ranks, and how often a micro-batch sends them forward."""
 
     inputs: tuple[TokenTensor, ...]
-    """What Ulysses exchanges before attention: queries, keys and values, of as many heads as can be dealt."""
+    """The tensors that Ulysses exchanges before attention: queries, keys and values, of as many heads as can be
+    dealt."""
     output: TokenTensor
-    """What it exchanges behind attention; without a gradient nothing is sent backward."""
+    """The tensor that Ulysses exchanges after attention; without a gradient nothing is sent backward."""
     keys: tuple[TokenTensor, ...]
-    """What goes around the ring, or is gathered, of the heads that one rank of an Ulysses group has: keys and values,
-    or what both are made of."""
+    """The tensors that go around the ring, or are gathered, for the heads of one rank of an Ulysses group: keys and
+    values, or the tensor that both are made of."""
     runs: int = 1
     """Once, and once more for each time that attention is recomputed."""
     output_runs: int = 1
-    """Of the output's exchange, which is not repeated where nothing has saved it."""
+    """The number of runs of the output's exchange, which is not repeated where nothing has saved it."""
 
 
 def context_traffic(
     layers: Sequence[ContextLayer], rows: Sequence[Sequence[int]], layout: Layout, index: int, transport: Transport
 ) -> Iterator[CollectiveTraffic]:
-    """What context rank `index` sends in a step. rows: of each micro-batch those of each context rank.
+    """Yields the traffic of context rank `index` in a step. rows: the rows of each context rank, for each micro-batch.
 
     In a layer and a micro-batch, of tensors of w bytes a token:
 
-        ulysses   forward (U-1)/U·t·w of queries, keys and values, and (S-t)/U·w of what attention gives; backward their
+        ulysses   forward (U-1)/U·t·w of queries, keys and values, and (S-t)/U·w of attention's output; backward their
                   gradients, the other way: (S-t)/U·w and (U-1)/U·t·w
         ring      of keys w times all rows but those of the next group, forward and backward, where they travel again;
                   of their gradients w times all rows but this group's own, backward
         gather    (R-1)·w times the most rows of a group, all-gathered forward and reduce-scattered backward
 
-    A pass that is recomputed sends once more what it sent forward.
+    A pass that is recomputed repeats its forward traffic.
     """
     axis, _ = axis_along(layout, "context")
     sent_bytes: dict[tuple[Kind, str], Fraction] = defaultdict(Fraction)
@@ -87,8 +87,8 @@ def context_traffic(
 
 
 def document_load_traffic(numbers: int, layout: Layout) -> Iterator[CollectiveTraffic]:
-    """What a context rank sends for the load of each expert by each document, so many numbers in a step: float32 sums
-    over its Ulysses group, then over its ring."""
+    """Yields the traffic of a context rank for the load of each expert by each document, `numbers` numbers in a step:
+    float32 sums over its Ulysses group, then over its ring."""
     axis, _ = axis_along(layout, "context")
     sizes = (layout.ulysses, layout.context // layout.ulysses)
     sent_bytes = sum(ring_bytes("all-reduce", size, 4 * numbers) for size in sizes)
@@ -97,7 +97,7 @@ def document_load_traffic(numbers: int, layout: Layout) -> Iterator[CollectiveTr
 
 
 def _exchanged(layer: ContextLayer, rows: Sequence[int], place: int) -> Fraction:
-    """Bytes of one layer's exchanges in an Ulysses group whose ranks have so many rows."""
+    """Bytes of one layer's exchanges in an Ulysses group with these rows on its ranks."""
     size = len(rows)
     to_heads = Fraction((size - 1) * rows[place], size)
     to_tokens = Fraction(sum(rows) - rows[place], size)

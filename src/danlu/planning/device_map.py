@@ -1,4 +1,4 @@
-"""On which device each part of a model goes: by hand, or in equal or fitting shares of its parameters. No torch."""
+"""The device of each part of a model: by hand, or in equal or fitting shares of its parameters. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Device(NamedTuple):
 
 
 def device_map_problems(section: Literal["auto", "balanced"] | ByHand | None, config: ModelConfig) -> Iterator[str]:
-    """Why a map that is given by hand does not fit a model."""
+    """Yields the reasons why a map that is given by hand does not fit a model."""
     if section is None or isinstance(section, str):
         return
     key, count, entries = "parallel.device_map", len(config.layers), entries_of(section)
@@ -56,15 +56,15 @@ def device_map_of(
     *,
     loss_device: str | None = None,
 ) -> DeviceMap:
-    """The map of a model, which `device_map_problems` has nothing against.
+    """Makes the map of a model, for a section without `device_map_problems`.
 
     `balanced` gives each device a run of layers, with as many parameters as can be made equal; `auto` with as many as
     go with its free memory. The embedding counts on the first device, the head on the last; a tied head is the
     embedding, on the first.
 
     devices: those that torch sees, in the order in which layers are dealt to them. Where there are more than layers,
-    the last ones are left out. loss_device: of the head of a model beside another one, whose loss is computed there;
-    by default the map decides.
+    the last ones are left out. loss_device: the device of the head, for a model of another role with its loss computed
+    there; by default the map decides.
     """
     from danlu.models.device_map import DeviceMap
 
@@ -91,7 +91,7 @@ def device_map_of(
 
 
 def layer_parameters(config: ModelConfig) -> list[int]:
-    """Parameters of each layer, all experts' among them: what it takes of memory."""
+    """Parameters of each layer, all experts' included, which decide its memory."""
     of_kind = {
         kind: sum(math.prod(shape) for shape in kind.parameter_shapes(config.hidden_size).values())
         for kind in config.kinds

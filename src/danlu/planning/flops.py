@@ -22,7 +22,8 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in documents; a query sees itself and `window` - 1 tokens before it."""
+    """Counts (query, key) pairs of causal attention in documents; a query sees itself and `window` - 1 tokens before
+    it."""
     pairs = 0
     for length in lengths:
         reach = length if window is None else min(length, window)
@@ -39,9 +40,8 @@ def forward_flops(config: ModelConfig, lengths: Sequence[int], targets: int) -> 
 
 
 def training_flops(config: ModelConfig, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:
-    """Forward and backward with every weight trained; the gather of the embedding costs no products.
+    """Counts FLOPs of forward and backward with every weight trained; the gather of the embedding costs no products.
 
-    frozen: gradients of inputs alone, as for adapters, whose own products are not counted: they are the price paid for
-    what is saved.
+    frozen: gradients of inputs alone, as for adapters; their own products are not counted, as the price of the savings.
     """
     return (_FROZEN if frozen else _TRAINING) * forward_flops(config, lengths, targets)

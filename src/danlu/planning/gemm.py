@@ -1,4 +1,4 @@
-"""The matrix-product speed this machine really reaches: what utilisation (MFU) is measured against."""
+"""The matrix-product speed this machine really reaches, which utilisation (MFU) is measured against."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _SIZES_CUDA = (2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Peak:
-    """What utilisation is measured against: FLOP/s of one process's matrix products."""
+    """The peak that utilisation is measured against: FLOP/s of one process's matrix products."""
 
     dtype: torch.dtype
     measured: float
     specified: float | None
-    """By the maker's data sheet; None where this file does not know the device."""
+    """The peak of the maker's data sheet; None where this file does not know the device."""
     processes: int = 1
 
     @property
@@ -68,7 +68,7 @@ class Peak:
         return f"{line}, and not by the device's specification, {_format_flops(self.specified)}"
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json of a run."""
+        """Returns the fields for summary.json of a run."""
         return {
             "dtype": _name(self.dtype),
             "measured_flops": self.measured,
@@ -112,7 +112,8 @@ def measured_peak(
     """FLOP/s of square matrix products of `dtype` on `device` with the present number of threads.
 
     Measured once per machine, about `seconds` long, and then read from `gemm.json` in `cache` (unless `fresh`). A cache
-    that cannot be read is measured anew; one that cannot be written costs the next run the same time again.
+    that cannot be read is replaced by a new measurement; one that cannot be written costs the next run the same time
+    again.
     """
     file = Path(cache).expanduser() / "gemm.json"
     key = machine_key(dtype, torch.device(device))

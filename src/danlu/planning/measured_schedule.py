@@ -1,4 +1,4 @@
-"""Which schedule a measured timeline is of, from the order in which its ranks computed. Imports no torch."""
+"""The schedule of a measured timeline, from the order in which its ranks computed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMUNICATION = ("send", "receive", "reduce")  # whose place in the order depen
 
 @dataclass(frozen=True)
 class ScheduleShape:
-    """Which schedule it is: the arguments of `schedule`. `kind` is None for an order that is none of ours."""
+    """A recognized schedule: the arguments of `schedule`. `kind` is None for an order of none of these schedules."""
 
     kind: str | None
     stages: int
@@ -23,7 +23,7 @@ class ScheduleShape:
 
     @property
     def lists(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank does. Raises RecipeError where there is no such schedule."""
+        """The actions of each rank. Raises RecipeError where there is no such schedule."""
         assert self.kind is not None, "an unknown order has no lists"
         return schedule(self.kind, self.stages, self.chunks, self.micro_batches)
 

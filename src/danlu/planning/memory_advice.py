@@ -1,4 +1,4 @@
-"""What of a recipe would make a training step take less memory, for messages. Imports no torch."""
+"""Advice for messages: settings of a recipe by which a training step would take less memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from danlu.recipe import Recipe
 
 
 def advice(recipe: Recipe, parts: Mapping[str, int], *, device_type: str, micro: int) -> str:
-    """`Set batch.micro: 2 (...); or memory: {recompute: full} (...)`: what saves most comes first.
+    """Returns advice such as `Set batch.micro: 2 (...); or memory: {recompute: full} (...)`: the settings that save
+    most come first.
 
     parts: bytes of a step by part, as `MemoryParts` names them; empty where they are not known. micro: packed sequences
     in a micro-batch.
@@ -27,7 +28,7 @@ def advice(recipe: Recipe, parts: Mapping[str, int], *, device_type: str, micro:
 
 
 def _less_by_tokens(recipe: Recipe, micro: int, device_type: str) -> Iterator[str]:
-    """What lessens activations and logits, cheapest first, each as one would write it."""
+    """Yields settings that lessen activations and logits, cheapest first, each as one would write it."""
     if micro > 1:
         yield f"batch.micro: {micro // 2} (is {micro}; the result is the same)"
     match recipe.memory.recompute.kind:
@@ -44,7 +45,7 @@ def _less_by_tokens(recipe: Recipe, micro: int, device_type: str) -> Iterator[st
 
 
 def _less_by_weights(recipe: Recipe, parts: Mapping[str, int], device_type: str) -> Iterator[str]:
-    """What lessens weights, gradients and optimizer state, each as one would write it."""
+    """Yields settings that lessen weights, gradients and optimizer state, each as one would write it."""
     if recipe.stage == "classify":
         return
     if recipe.adapter is None and recipe.model.path is not None:

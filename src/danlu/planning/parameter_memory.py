@@ -10,7 +10,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections.model import Int4, Int8, QuantizationSection
 
 _NESTED_BLOCK = 256
-"""Blocks of four-bit numbers whose scales share one float32 under double quantization."""
+"""Blocks of four-bit numbers that share one float32 for their scales under double quantization."""
 
 
 def least_weight_bytes(recipe: Recipe, config: ModelConfig, processes: int) -> float:

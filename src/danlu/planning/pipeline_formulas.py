@@ -11,10 +11,10 @@ def bubble_formula(kind: str, stages: int, chunks: int, micro_batches: int) -> t
     """The bubble of a schedule, idle time over busy time of all ranks, and its formula; None where there is none.
 
     naive p - 1; gpipe (arXiv:1811.06965), 1f1b and pipedream, between two flushes (arXiv:1806.03377) (p - 1)/m;
-    interleaved (p - 1)/vm (arXiv:2104.04473, section 2.2.2); zb-h1 (p - 1)/3m (arXiv:2401.10241, table 1: (p - 1)(F +
-    B - W) of m(F + B + W)); zbv (p - 1)/6m, all of it before a rank's first action or behind its last, and dualpipev
-    (p - 1)/6m, both from m = 2p on. Terms for fewer micro-batches than ranks are derived here: then the first
-    micro-batch's way there and back is what all wait for.
+    interleaved (p - 1)/vm (arXiv:2104.04473, section 2.2.2); zb-h1 (p - 1)/3m (arXiv:2401.10241, table 1: (p - 1)(F + B
+    - W) of m(F + B + W)); zbv (p - 1)/6m, all of it before a rank's first action or after its last, and dualpipev (p -
+    1)/6m, both from m = 2p on. Terms for fewer micro-batches than ranks are derived here: then all wait for the first
+    micro-batch's way there and back.
     """
     p, v, m = stages, chunks, micro_batches
     match kind:
@@ -36,11 +36,11 @@ def bubble_formula(kind: str, stages: int, chunks: int, micro_batches: int) -> t
 
 
 def in_flight_formula(kind: str, rank: int, stages: int, chunks: int, micro_batches: int) -> tuple[str, int]:
-    """The most (chunk, micro-batch) pairs whose activations a rank keeps at once, and the formula.
+    """The most (chunk, micro-batch) pairs that a rank keeps activations of at once, and the formula.
 
-    A chunk is 1/v of what a rank has of the model: 2p chunks of zbv are as much memory as p micro-batches of 1f1b.
+    A chunk is 1/v of a rank's part of the model: 2p chunks of zbv are as much memory as p micro-batches of 1f1b.
     interleaved: 1 + (p - 1)/pv times the memory of 1f1b on the first rank (arXiv:2104.04473), counted on each rank.
-    dualpipev: PP + 1 chunks (arXiv:2412.19437, table 2), whose PP is our 2p. Minima with m are those of short steps.
+    dualpipev: PP + 1 chunks (arXiv:2412.19437, table 2), where PP is our 2p. Minima with m are those of short steps.
     """
     p, v, m, r = stages, chunks, micro_batches, rank
     match kind:

@@ -1,4 +1,4 @@
-"""How long a pipeline's step takes: the lists that run, with a time for each action. Imports no torch."""
+"""The duration of a pipeline's step: simulates the lists that run, with a time for each action. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bubble:
     busy_s: float
     idle_s: float
     inner_idle_s: tuple[float, ...]
-    """Of each rank, idle time between its own first and last computation."""
+    """Idle time of each rank between its own first and last computation."""
 
     @property
     def ratio(self) -> float:
@@ -64,7 +64,7 @@ def simulate(lists: Sequence[Sequence[Action]], times: ActionTimes | None = None
 
 
 class _Simulation:
-    """Where each rank is in its list, and what is where since when."""
+    """The state of a simulation: each rank's position in its list, and the times of results."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], times: ActionTimes) -> None:
         self.events: list[TimelineEvent] = []
@@ -94,7 +94,7 @@ class _Simulation:
         return bool(waiting)
 
     def _take(self, rank: int, action: Action) -> bool:
-        """Takes one action; False where what it needs is not there yet."""
+        """Takes one action; False where its inputs are not there yet."""
         match action.kind:
             case "send":
                 return self._send(rank, action)

@@ -1,4 +1,4 @@
-"""How many layers each chunk of a pipeline gets: the same number, the same cost, or as the recipe says. No torch."""
+"""The number of layers of each pipeline chunk: the same number, the same cost, or as in the recipe. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def num_chunks(section: Pipeline) -> int:
 
 
 def split_problems(section: Pipeline, config: ModelConfig) -> Iterator[str]:
-    """Why the layers of a model cannot be split among the chunks of a pipeline."""
+    """Yields the reasons why the layers of a model cannot be split among the chunks of a pipeline."""
     if section.stages == 1:
         return
     layers, count = len(config.layers), num_chunks(section)
@@ -37,7 +37,8 @@ def split_problems(section: Pipeline, config: ModelConfig) -> Iterator[str]:
 
 
 def pipedream_problems(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
-    """Why a model cannot be trained by updates of each stage after each micro-batch, where a recipe asks for that."""
+    """Yields the reasons why a model cannot be trained by updates of each stage after each micro-batch, where a recipe
+    asks for that."""
     if not recipe.parallel.pipeline.updates_each_micro_batch:
         return
     key, instead = "parallel.pipeline.schedule", "use 1f1b"
@@ -66,15 +67,15 @@ def chunk_sizes(section: Pipeline, config: ModelConfig) -> list[int]:
 
 
 def layer_costs(config: ModelConfig) -> list[int]:
-    """Of each layer the weights that a token is multiplied with: what its products cost."""
+    """The cost of each layer's products: the number of weights that a token is multiplied with."""
     return [layer.product_weights(config.hidden_size) for layer in config.layers]
 
 
 def even_in_cost(costs: Sequence[int], extras: Sequence[int], shares: Sequence[float] | None = None) -> list[int]:
-    """The sizes of runs of layers, none empty, of which the most expensive is as cheap as can be.
+    """The sizes of runs of layers, none empty, such that the most expensive run is as cheap as can be.
 
-    extras: of each run, what is added to the cost of its layers. shares: of each run, what its cost is divided by
-    before it is compared; by default 1. Of equal splits, the one with fewer layers in earlier runs.
+    extras: for each run, the cost in addition to its layers. shares: for each run, the divisor of its cost before it is
+    compared; by default 1. Of equal splits, the one with fewer layers in earlier runs.
     """
     before = list(itertools.accumulate(costs, initial=0))
     count = len(extras)

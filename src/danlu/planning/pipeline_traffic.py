@@ -1,9 +1,9 @@
-"""Bytes that one stage of a pipeline sends in a step, in closed form: activations, their gradients, and what it shares.
-Imports no torch.
+"""Bytes that one stage of a pipeline sends in a step, in closed form: activations, their gradients, and shared
+gradients. Imports no torch.
 
-A rank sends the activation behind each of its chunks whose next one is elsewhere, and the gradient of what goes into
-each of its chunks whose predecessor is elsewhere; where two chunks that follow each other are on one rank, as at the
-turn of a V, nothing is sent. Which schedule it is decides when, and not how much.
+A rank sends the activation after each of its chunks that has its next one elsewhere, and the gradient of the input of
+each of its chunks that has its predecessor elsewhere; where two chunks that follow each other are on one rank, as at
+the turn of a V, nothing is sent. The schedule decides when, and not how much.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from danlu.parallel.layout import Layout
 
 
 def messages_by_stage(chunks_of: Sequence[Sequence[int]]) -> list[int]:
-    """How many messages each stage sends for one micro-batch. chunks_of: the numbers of each stage's chunks.
+    """The number of messages of each stage for one micro-batch. chunks_of: the numbers of each stage's chunks.
 
-    Of p stages in a loop with v chunks each, those in between send 2v, the first and the last 2v - 1.
+    With p stages in a loop with v chunks each, those in between send 2v, the first and the last 2v - 1.
     """
     stage_of = {chunk: stage for stage, chunks in enumerate(chunks_of) for chunk in chunks}
     messages = [0] * len(chunks_of)
@@ -37,14 +37,14 @@ def pipeline_traffic(
     activation_bytes: Sequence[int],
     shared_bytes: Mapping[int, int],
 ) -> Iterator[CollectiveTraffic]:
-    """What the rank of a stage sends others in a step.
+    """Yields the traffic of a stage's rank in a step.
 
     Args:
         chunks_of: the numbers of each stage's chunks (`parallel.schedules.placement`).
-        activation_bytes: of each micro-batch, those of what passes between two chunks: T·D numbers, of tokens as they
-            are filled up; under sequence parallelism a tensor rank's share of them. Gradients are as large.
+        activation_bytes: for each micro-batch, the bytes that pass between two chunks: T·D numbers, of tokens with
+            padding; under sequence parallelism a tensor rank's share of them. Gradients are as large.
         shared_bytes: by the number of stages that have them, the bytes of gradients that are summed over stages: of a
-            tied embedding, and of what adapters share.
+            tied embedding, and of parameters that adapters share.
     """
     axis, _ = axis_along(layout, "pipeline")
     messages = messages_by_stage(chunks_of)[stage] * sum(activation_bytes)

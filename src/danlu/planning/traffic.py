@@ -1,9 +1,9 @@
 """Bytes that one process sends in a step, in closed form: a record for each axis and collective. Imports no torch.
 
-Ψ counts what is communicated. fully_shard shards a tensor by rows and pads the last shards, so a tensor of 10 rows is
+Ψ counts the communicated bytes. fully_shard shards a tensor by rows and pads the last shards, so a tensor of 10 rows is
 sent as 12 among 4 (`padded_elements`); parameters that tensor parallelism cuts count with their local shard. The
-formulas follow a ring (`collective_traffic.ring_bytes`): of N, each sends (N-1)/N of what is gathered or scattered,
-twice that of what is summed for all. Tests compare them with what is counted (`parallel.traffic_counter`).
+formulas follow a ring (`collective_traffic.ring_bytes`): of N, each sends (N-1)/N of gathered or scattered bytes, twice
+that of all-reduced ones. Tests compare them with counts (`parallel.traffic_counter`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Weight:
     gathered_bytes: int = 4
     """Bytes of one element when it is gathered: 2 where fully_shard's policy computes in bf16, 1 of quantized codes."""
     of_experts: bool = False
-    """Whether it is of experts [E, ..], those of this rank: sharded and summed among ranks that have the same ones."""
+    """Whether this is a weight of experts [E, ..], those of this rank: sharded and summed among ranks that have the
+    same ones."""
     gathers: int = 2
-    """How often zero3 gathers it in a micro-batch: for the forward and the backward pass, with or without recompute;
-    once what lies outside of layers, which is kept, for the backward pass begins with it. Each backward pass ends by
-    freeing that, so a stage with several chunks gathers it once for each."""
+    """The number of times that zero3 gathers it in a micro-batch: for the forward and the backward pass, with or
+    without recompute; once for parameters outside of layers, which are kept, for the backward pass begins with them.
+    Each backward pass ends by freeing them, so a stage with several chunks gathers them once for each."""
 
 
 def padded_elements(shape: Sequence[int], shards: int, dim: int = 0) -> int:
@@ -53,20 +54,20 @@ def padded_elements(shape: Sequence[int], shards: int, dim: int = 0) -> int:
 def data_traffic(
     weights: Sequence[Weight], layout: Layout, section: Parallel, *, micro_batches: int
 ) -> Iterator[CollectiveTraffic]:
-    """What data ranks send each other in a step of so many micro-batches: gradients and parameters.
+    """Yields the traffic between data ranks in a step of `micro_batches` micro-batches: gradients and parameters.
 
     With Ψ bytes in each type, N data ranks, M micro-batches:
 
         none             2(N-1)/N·Ψ          gradients are summed, once (as in DDP)
         zero1            2(N-1)/N·Ψ          gradients are scattered, and parameters gathered, once
         zero2            (M+1)(N-1)/N·Ψ      gradients are scattered after each micro-batch, parameters gathered once
-        zero3            3M(N-1)/N·Ψ         parameters are gathered forward and backward, gradients scattered
-                         (less M(N-1)/N of embedding and head, which stay from forward to backward)
+        zero3            3M(N-1)/N·Ψ         parameters are gathered forward and backward, gradients scattered (less
+                         M(N-1)/N of embedding and head, which stay from forward to backward)
         replicate: R     the above among N/R shards, and 2(R-1)/R·ΨR/N of gradients' shares, once
 
     `accumulate: local` scatters once where zero2 and zero3 do so M times, and `sharded` M times where zero1 does once.
-    Gradients of parameters that are not sharded are summed over all data ranks in float32, once. Of experts that are
-    distributed, N is the number of ranks that have the same ones, and Ψ counts those of this rank.
+    Gradients of parameters that are not sharded are summed over all data ranks in float32, once. For distributed
+    experts, N is the number of ranks that have the same ones, and Ψ counts those of this rank.
     """
     for of_experts in (False, True):
         own = [weight for weight in weights if weight.of_experts == of_experts]
@@ -105,7 +106,7 @@ def _among_data_ranks(
 
 
 class Crossings(NamedTuple):
-    """How often all activations [T, D] cross the borders of a region."""
+    """The number of times that all activations [T, D] cross the borders of a region."""
 
     entrances: int = 0
     exits: int = 0
@@ -113,9 +114,9 @@ class Crossings(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """A part of a decoder that tensor ranks compute together, and what crosses its borders in a step.
+    """A part of a decoder that tensor ranks compute together, and the crossings of its borders in a step.
 
-    Behind its exit partial results are summed (`g` of Megatron, arXiv:1909.08053, section 3), before its entrance
+    After its exit partial results are summed (`g` of Megatron, arXiv:1909.08053, section 3), before its entrance
     gradients are (`f`). With sequence parallelism tokens are gathered at one border and scattered at the other.
     """
 
@@ -141,13 +142,14 @@ def decoder_regions(
     Halves of layers are numbered: attention of layer 0, its MLP, attention of layer 1, and so on.
 
     recompute: kind and number of segment of each layer, as `memory.recompute.LayerPlan` has them.
-    first_with_gradient: the first half whose input needs a gradient: something is trained in front of its entrance.
+    first_with_gradient: the first half with an input that needs a gradient: something is trained in front of its
+    entrance.
     trained_between: whether that lies behind the exit of the region before (a norm, a bottleneck), so that no gradient
         goes back through that exit; otherwise it lies within that region.
-    gathered_again: with sequence parallelism, halves in layers that are not recomputed as a whole of which a product
-        wants its input once more in the backward pass, where it is gathered again instead of being kept.
-    to_the_end: whether what a layer recomputes last lies behind the MLP's exit: norms behind the halves of a layer, or
-        bottlenecks. Otherwise recomputation ends before it.
+    gathered_again: with sequence parallelism, halves in layers that are not recomputed as a whole, with a product that
+    needs its input once more in the backward pass, where it is gathered again instead of being kept.
+    to_the_end: whether the last recomputed operation of a layer lies after the MLP's exit: norms after the halves of a
+    layer, or bottlenecks. Otherwise recomputation ends before it.
     has_embedding, has_head: whether the stage has them.
     """
     # The region before the first half with a gradient still has one at its exit, if something in it is trained.
@@ -175,7 +177,7 @@ def decoder_regions(
 
 @dataclass(frozen=True)
 class TensorStep:
-    """What of a model, and of a step on it, decides what tensor ranks send each other."""
+    """The facts of a model, and of a step on it, that decide the traffic between tensor ranks."""
 
     tokens: int  # that one process takes through the model in a step, over all micro-batches
     targets: int  # of them, with a loss
@@ -183,11 +185,11 @@ class TensorStep:
     element_bytes: int  # of activations
     regions: Sequence[TensorRegion]
     partial: Mapping[int, int] = field(default_factory=dict)
-    """Processes of a sum -> local elements whose gradients are parts of such a sum: norms of queries and keys; with
-    `sequence` all norms and biases behind rows; of adapters the matrix that is whole; keys and values of a head that
-    several processes hold, among these."""
+    """Maps the number of processes of a sum to the local elements with gradients that are parts of such a sum: norms of
+    queries and keys; with `sequence` all norms and biases behind rows; of adapters the matrix that is whole; keys and
+    values of a head that several processes hold, among these."""
     row_norms: int = 0
-    """Numbers that DoRA on matrices whose rows are cut sums for the norms of whole rows."""
+    """The number of sums that DoRA on matrices with sharded rows makes for the norms of whole rows."""
     head_norms: int = 0
     """Numbers that norms over all queries and keys sum: for each token one forward, one backward, and one where the
     norm is recomputed."""
@@ -197,13 +199,13 @@ class TensorStep:
 
 
 def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Iterator[CollectiveTraffic]:
-    """What tensor ranks send each other in a step: activations (Megatron, arXiv:1909.08053, section 3).
+    """Yields the traffic between tensor ranks in a step: activations (Megatron, arXiv:1909.08053, section 3).
 
     Where everything is trained and kept, that is forward two sums of [T, D] a layer (behind attention and MLP) and one
     behind the embedding; backward, two a layer (at their entrances) and one before the head: 4L + 2 all-reduces of T·D.
     With `sequence` each becomes an all-gather and a reduce-scatter of the same size, at entrance and exit: the same
-    bytes; and 2L all-gathers more, of what would otherwise be kept for the backward pass (arXiv:2205.05198, section
-    4.2.2). The cross-entropy sends a few numbers for each target, never logits.
+    bytes; and 2L all-gathers more, of tensors that would otherwise be kept for the backward pass (arXiv:2205.05198,
+    section 4.2.2). The cross-entropy sends a few numbers for each target, never logits.
     """
     once = step.tokens * step.hidden_size * step.element_bytes
     along = ("tensor",)
@@ -223,7 +225,8 @@ def tensor_traffic(step: TensorStep, layout: Layout, section: Parallel) -> Itera
 
 @dataclass(frozen=True)
 class RowExchange:
-    """What ranks with other experts exchange in one layer of a step, over all its micro-batches, seen from one rank."""
+    """The exchange between ranks with other experts in one layer of a step, over all its micro-batches, seen from one
+    rank."""
 
     sent_rows: int  # of its own tokens, to experts that are elsewhere
     received_rows: int  # of others' tokens, to its experts
@@ -237,12 +240,13 @@ class RowExchange:
 def expert_traffic(
     exchanges: Sequence[RowExchange], layout: Layout, *, hidden_size: int, element_bytes: int
 ) -> Iterator[CollectiveTraffic]:
-    """What ranks that have other experts send each other: rows of D numbers to the experts and back, and gradients.
+    """Yields the traffic between ranks that have other experts: rows of D numbers to the experts and back, and
+    gradients.
 
-    Four all-to-alls in a layer (two forward, two backward; two more where the layer is recomputed). A rank of whose
-    tokens n rows go elsewhere, and to which m come, sends n and gives back m; of gradients it sends n, of what the
-    experts gave, and gives back m. Before, ranks tell each other how many rows of each of E experts come: E numbers of
-    8 bytes, once, also where the layer is recomputed.
+    Four all-to-alls in a layer (two forward, two backward; two more where the layer is recomputed). A rank that sends n
+    rows of its tokens elsewhere, and receives m, sends n and gives back m; it likewise sends n rows of gradients of the
+    experts' outputs, and gives back m. Before, ranks tell each other how many rows of each of E experts come: E numbers
+    of 8 bytes, once, also where the layer is recomputed.
     """
     rows = counts = 0
     for each in exchanges:

@@ -1,1 +1,1 @@
-"""What people look at: tables, plots and pages made of data, never of live objects."""
+"""Reports for people: tables, plots and pages made of data, never of live objects."""

@@ -1,7 +1,7 @@
-"""HTML pages from the Jinja templates beside this file: one frame, no script, no font, no image from outside.
+"""HTML pages from the Jinja templates next to this file: one frame, no script, no font, no image from outside.
 
-The template engine escapes every value, and the frame's Content-Security-Policy forbids scripts and requests besides.
-A page begins with a comment that names its kind, so that danlu writes over earlier pages of that kind and nothing else.
+The template engine escapes every value, and the frame's Content-Security-Policy forbids scripts and requests besides. A
+page begins with a comment that names its kind, so that danlu writes over earlier pages of that kind and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class HtmlPage:
-    """A kind of page, "preview", "verification" or "report", whose template is `templates/KIND.html.j2`."""
+    """A kind of page, "preview", "verification" or "report", with the template `templates/KIND.html.j2`."""
 
     kind: str
     flag: str = "--html"
@@ -29,7 +29,8 @@ class HtmlPage:
         return f"<!doctype html>\n<!-- danlu {self.kind} -->\n"
 
     def render(self, **values: Any) -> str:
-        """The whole page. `values` are what the template names, among them `title` and `heading` of the frame."""
+        """Renders the whole page. `values` are the names in the template, among them `title` and `heading` of the
+        frame."""
         # Here, not at the top: only --html needs the 60 ms that loading Jinja takes.
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -104,7 +104,7 @@ def token_runs(sample: PreviewSample, max_tokens: int | None) -> Iterator[TokenR
 
 
 def describe_branch(branch: PreviewBranch) -> str:
-    """`chosen: 40 tokens`."""
+    """Formats a branch: `chosen: 40 tokens`."""
     return f"{branch.title}: {quantity(branch.stop - branch.start, 'token')}"
 
 
@@ -132,7 +132,8 @@ def escape_invisible(text: str) -> str:
 
 
 def _escape_character(character: str) -> str:
-    """A sign for a newline or tab, the code point (`‹E9›`) of what has no shape of its own, else the character."""
+    """A sign for a newline or tab, the code point (`‹E9›`) of a character without a shape of its own, else the
+    character."""
     if unicodedata.category(character)[0] in "CZ":  # controls, formats, unassigned; separators
         return {" ": " ", "\n": "↵", "\t": "⇥"}.get(character, f"‹{ord(character):04X}›")
     return character
@@ -153,7 +154,7 @@ def row_title(row: PreviewRow, data: Data) -> str:
 
 
 def row_remarks(row: PreviewRow, data: Data) -> list[str]:
-    """Why a row cannot be used, was dropped or shortened; nothing for a row that is trained on as it is."""
+    """The reasons why a row cannot be used, was dropped or shortened; none for a row that is trained on as it is."""
     if row.bad:
         columns = escape_invisible(row.columns)
         cut = f"{columns[:MAX_COLUMN_CHARACTERS]}…" if len(columns) > MAX_COLUMN_CHARACTERS else columns
@@ -176,7 +177,7 @@ def shown_samples(row: PreviewRow, max_tokens: int | None) -> tuple[PreviewSampl
 
 
 def describe_sample(sample: PreviewSample, number: int, of: int) -> str:
-    """`sample 2 of 3: 160 tokens, 87 trained`."""
+    """Formats a sample: `sample 2 of 3: 160 tokens, 87 trained`."""
     which = f"sample {number} of {of}: " if of > 1 else ""
     return f"{which}{quantity(len(sample.tokens), 'token')}, {int(np.count_nonzero(sample.weights)):,} trained"
 
@@ -185,7 +186,7 @@ def describe_sample(sample: PreviewSample, number: int, of: int) -> str:
 
 
 def describe_packs(packed: PackingSummary, data: Data) -> str:
-    """`10 packed sequences of 64 tokens (best-fit), 87.5% full: 40 samples, 560 tokens`."""
+    """Formats packs: `10 packed sequences of 64 tokens (best-fit), 87.5% full: 40 samples, 560 tokens`."""
     kind = data.packing.kind
     if kind == "none":
         return f"{quantity(packed.packs, 'sample')}, each a sequence of its own (packing: none)"
@@ -197,7 +198,7 @@ def describe_packs(packed: PackingSummary, data: Data) -> str:
 
 
 def describe_document(sample: Sample) -> str:
-    """`160 alpaca.json:17`."""
+    """Formats a document: `160 alpaca.json:17`."""
     return f"{len(sample.tokens):,} {sample.row}"
 
 
@@ -326,7 +327,7 @@ def splits(overview: DatasetSummary, data: Data) -> list[tuple[str, SplitSummary
 
 
 def warnings(overview: DatasetSummary, recipe: Recipe) -> Iterator[str]:
-    """What to know before a run: rows that the token cache holds otherwise, a tokenizer that loses text, ..."""
+    """Yields warnings before a run: rows that the token cache holds otherwise, a tokenizer that loses text, ..."""
     if overview.changed:
         yield (
             f"{', '.join(overview.changed)}: the token cache holds other tokens than those shown, and a run trains on "
@@ -344,5 +345,5 @@ def warnings(overview: DatasetSummary, recipe: Recipe) -> Iterator[str]:
 
 
 def quantity(number: int, what: str) -> str:
-    """`1 pack`, `2,000 packs`."""
+    """Formats a count with its noun: `1 pack`, `2,000 packs`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -40,7 +40,7 @@ def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary
 
 
 def prompts_as_json(recipe: Recipe, rows: Sequence[PreviewRow], lines: Sequence[str]) -> str:
-    """The same of prompts of stage rl. lines: what becomes of all rows, as a run says it."""
+    """Returns the prompts of stage rl as JSON. lines: the fate of all rows, as a run reports it."""
     return json.dumps(
         {
             "stage": recipe.stage,
@@ -53,7 +53,7 @@ def prompts_as_json(recipe: Recipe, rows: Sequence[PreviewRow], lines: Sequence[
 
 
 def _row(row: PreviewRow, recipe: Recipe) -> dict[str, Any]:
-    """A row: where it is from, what became of it, its samples."""
+    """A row: its place, its fate, its samples."""
     return {
         "row": row.where,
         "source": row.source,
@@ -90,7 +90,7 @@ def _pack(pack: Pack, number: int) -> dict[str, Any]:
 
 
 def _steps(recipe: Recipe, packed: PackingSummary, block: bool) -> dict[str, Any]:
-    """Of a stream nothing is known of an epoch."""
+    """The steps of packs, of an epoch and of the run; a stream has no known epoch."""
     per_step = recipe.batch.packs(recipe.data.max_length)
     total = recipe.steps
     if total is None:

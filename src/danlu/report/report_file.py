@@ -11,16 +11,16 @@ from danlu.core.errors import RecipeError, ResourceError
 
 @dataclass(frozen=True)
 class ReportFile:
-    """A kind of file, which is known again by what it begins with."""
+    """A kind of file, which is recognized by its beginning."""
 
     kind: str
-    """What it is called in messages: danlu report, danlu schedule, ..."""
+    """The kind's name in messages: danlu report, danlu schedule, ..."""
     start: str
     flag: str
     """The option that names the file, for messages."""
 
     def write(self, file: Path, text: str) -> None:
-        """Writes a file, whose text begins with `start`. Raises ResourceError if it cannot be written."""
+        """Writes a file; its text must begin with `start`. Raises ResourceError if it cannot be written."""
         assert text.startswith(self.start), f"a danlu {self.kind} that would not be known again"
         try:
             write_atomically(file, text.encode())

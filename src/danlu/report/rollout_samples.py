@@ -18,7 +18,7 @@ from danlu.report.run_record import ROLLOUTS, lines_of, number
 SHOWN = 3
 """Samples at either end of a rollout."""
 MAX_CHARACTERS = 2000
-"""Of a prompt or an answer; of a longer text both ends are shown."""
+"""The most characters of a prompt or an answer; both ends of a longer text are shown."""
 MAX_REASON = 300
 """Characters of the reason why a reward has no number."""
 MAX_REASONS = 1000
@@ -37,7 +37,7 @@ class RolloutSample:
     finish: str
     tokens: int
     rewards: Mapping[str, float | None]
-    """By the part's name, before weights; None where there is none."""
+    """Rewards by the part's name, before weights; None where there is none."""
     total: float
     """The weighted sum of the parts; NaN where no part has a number."""
 
@@ -53,7 +53,7 @@ class RolloutExtremes:
 
 @dataclass
 class RolloutSamples:
-    """What is shown of a run's rollouts."""
+    """The rollouts of a run that its report shows."""
 
     rollouts: list[RolloutExtremes] = field(default_factory=list)
     """The first one, and the last where it is another."""

@@ -16,9 +16,9 @@ WIDTH, HEIGHT = 400, 210
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 10, 24
 """Margins of the plot in the chart."""
 MAX_POINTS = 400
-"""Of a line; more of them are drawn as means over as many steps as it takes."""
+"""The most points of a line; more of them are drawn as means over several steps."""
 MAX_LINES = 8
-"""Of a chart; further metrics are in charts of their own."""
+"""The most lines of a chart; further metrics are in charts of their own."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Line:
     mean_over: int
     """Steps that a point is the mean of."""
     dashed: bool
-    """Of evaluations."""
+    """Whether the line is of evaluations."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class Chart:
     unit: str
     lines: Sequence[Line]
     x_ticks: Sequence[tuple[str, str]]
-    """(coordinate, label)"""
+    """Ticks as (coordinate, label)."""
     y_ticks: Sequence[tuple[str, str]]
 
 
 def charts(record: RunRecord) -> list[Chart]:
-    """Charts of all metrics of a run: first those of stage rl where it is one, then what all runs have, then others."""
+    """Charts of all metrics of a run: first those of stage rl if it is one, then those of all runs, then others."""
     kinds = [*REINFORCEMENT, *COMMON] if "reward" in record.steps else [*COMMON, *REINFORCEMENT]
     drawn, shown = [], set(UNSHOWN)
     for kind in (*kinds, *_others(record, kinds)):
@@ -122,7 +122,7 @@ def _others(record: RunRecord, kinds: Sequence[ChartKind]) -> Iterator[ChartKind
 
 
 def _curves(record: RunRecord, kind: ChartKind) -> Iterator[tuple[str, Curve, bool]]:
-    """(name, curve, whether it is of evaluations) of a kind's metrics that are there."""
+    """Yields (name, curve, whether it is of evaluations) for a kind's present metrics."""
     for dashed, curves in ((False, record.steps), (True, record.evaluations if kind.evaluated else {})):
         for metric in kind.metrics:
             for name, curve in curves.items():
@@ -174,7 +174,7 @@ def _means(curve: Curve) -> tuple[list[tuple[float, float]], int]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About four round numbers that lie around a range."""
+    """About four round numbers that enclose a range."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
         margin = abs(low) / 2 or 1.0
         low, high = low - margin, high + margin

@@ -14,7 +14,7 @@ MAX_EVENTS = 100
 
 
 def page(report: RunReport) -> str:
-    """The whole page."""
+    """Renders the whole page of a report."""
     record = report.record
     name = printable(record.folder.resolve().name)
     headings, *rows = table(report)
@@ -37,7 +37,7 @@ def page(report: RunReport) -> str:
 
 
 def _facts(report: RunReport) -> str:
-    """`stage rl · finished · step 200 · 1,600 prompts, 12,800 answers · danlu 0.9`."""
+    """Formats a run's facts: `stage rl · finished · step 200 · 1,600 prompts, 12,800 answers · danlu 0.9`."""
     record, samples = report.record, report.samples
     facts = [] if record.recipe is None else [f"stage {record.recipe.stage}"]
     facts += [report.state, f"step {record.last_step:,}"]
@@ -47,7 +47,7 @@ def _facts(report: RunReport) -> str:
 
 
 def _event(event: object) -> tuple[str, str, str]:
-    """(step, event, its values) as texts of bounded length."""
+    """Returns (step, event, its values) as texts of bounded length."""
     assert isinstance(event, dict), "read as an object"
     values = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("step", "event"))
     return f"{event['step']:,}", shortened(str(event["event"]), 100), shortened(values, 300)

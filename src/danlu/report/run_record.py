@@ -1,4 +1,4 @@
-"""What a run has written down, read for its report: while it is being written, too, and with torn or damaged lines.
+"""The record of a run, read for its report: while it is being written, too, and with torn or damaged lines.
 
 Numbers and texts are other people's: only numbers become curves, and a line that is no JSON object is counted and left
 out.
@@ -37,11 +37,11 @@ class RunRecord:
     recipe: Recipe | None
     """None where this danlu cannot read the run's recipe any more."""
     steps: dict[str, Curve] = field(default_factory=dict)
-    """By the metric's name."""
+    """Curves of steps by the metric's name."""
     evaluations: dict[str, Curve] = field(default_factory=dict)
-    """By the metric's name, without `eval_`."""
+    """Curves of evaluations by the metric's name, without `eval_`."""
     events: list[Mapping[str, Any]] = field(default_factory=list)
-    """Without samples."""
+    """Events, without samples."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     """Empty until the run is finished."""
     damaged_lines: int = 0
@@ -73,8 +73,8 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def lines_of(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a file with one in each line, None for a line that is none; what follows the last newline, which
-    is being written perhaps, is left out. Nothing where there is no such file. Raises ResourceError."""
+    """Yields the objects of a file with one in each line, None for a line that is none; text after the last newline,
+    which is perhaps being written, is left out. Nothing where there is no such file. Raises ResourceError."""
     try:
         with file.open("rb") as handle:
             for line in handle:
@@ -117,7 +117,8 @@ def _add(record: RunRecord, step: int, line: Mapping[str, Any]) -> None:
 
 
 def _add_times(record: RunRecord) -> None:
-    """Adds `step_s`, the seconds of each step, and `update_s`, what a step of stage rl takes beside its rollout.
+    """Adds `step_s`, the seconds of each step, and `update_s`, the seconds of a step of stage rl apart from its
+    rollout.
 
     The times of a rollout are in the lines of all its steps, and are kept for the first of them, which made it.
     """

@@ -21,7 +21,7 @@ REASONS = 20
 
 @dataclass(frozen=True)
 class Trend:
-    """How a metric went."""
+    """The course of a metric."""
 
     name: str
     first: float
@@ -53,7 +53,7 @@ class RunReport:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be known of how complete the report is."""
+        """Notes on the completeness of the report."""
         notes = []
         if self.record.recipe is None:
             notes.append("recipe.yaml cannot be read by this danlu: parts of rewards are summed without weights")
@@ -116,7 +116,7 @@ def _with_texts(value: Any) -> Any:
 
 
 def _table_metrics(record: RunRecord) -> Iterator[tuple[str, Curve]]:
-    """What steps say of each metric of the table, then what evaluations say of it; then all else of evaluations."""
+    """Yields each metric of the table from steps, then from evaluations; then all others of evaluations."""
     wanted = [name for kind in REINFORCEMENT for name in kind.metrics] if "reward" in record.steps else []
     shown: list[str] = []
     for wanted_name in (*wanted, *COMMON):

@@ -1,4 +1,4 @@
-"""The pictures of a study: loss against what varies, cost against it, and the curves of all runs.
+"""The pictures of a study: loss against the varied keys, cost against them, and the curves of all runs.
 
 Figures are made and drawn without pyplot: no window, no state that is left behind. This is the only file that loads
 matplotlib.
@@ -120,12 +120,12 @@ def _x_axis(study: Study) -> XAxis | None:
 
 
 def _label(group: SeedGroup, keys: Sequence[str]) -> str:
-    """`rank 4, learning_rate 1e-4`."""
+    """Formats a group's values: `rank 4, learning_rate 1e-4`."""
     return ", ".join(f"{short} {group.values[key]}" for short, key in zip(short_keys(keys), keys, strict=True))
 
 
 def _losses(study: Study, x_axis: XAxis) -> Figure:
-    """Evaluation loss against what varies, last and best; training loss where no run was evaluated."""
+    """Draws evaluation loss against the varied keys, last and best; training loss where no run was evaluated."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     if study.evaluated:
@@ -143,7 +143,7 @@ def _losses(study: Study, x_axis: XAxis) -> Figure:
 
 
 def _cost(x_axis: XAxis) -> Figure:
-    """Speed and peak memory against what varies."""
+    """Draws speed and peak memory against the varied keys."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, memory = figure.subplots(1, 2)
     _lines(speed, x_axis, lambda run: run.tokens_per_second, about="", style="-o")

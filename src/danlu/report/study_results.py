@@ -5,7 +5,7 @@
     runs/rank_study/
       study.json                    the keys that vary; each run's name and its values, as they were written
       rank-4.yaml                   the run's recipe in full
-      rank-4.log                    what it printed
+      rank-4.log its output
       rank-4/                       its run folder
       ...
 """
@@ -81,7 +81,8 @@ class SeedGroup:
 
 @dataclass(frozen=True)
 class Study:
-    """What a study folder holds, in the order of the values: numbers rising, texts in the order they were given."""
+    """The contents of a study folder, in the order of the values: numbers rising, texts in the order they were
+    given."""
 
     keys: tuple[str, ...]
     results: tuple[RunResult, ...]

@@ -21,7 +21,7 @@ ENOUGH = {"bytes": 1, "time": 5}  # how many of a unit the smallest value of a c
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: what it takes from a summary, and in which unit (the same for all its cells)."""
+    """A column of the table: its value from a summary, and its unit (the same for all its cells)."""
 
     heading: str
     value: Callable[[RunSummary], float | None]
@@ -90,7 +90,7 @@ def _unit(kind: str, values: Sequence[float]) -> tuple[str, int]:
 
 
 def _decimals(values: Sequence[float], size: int) -> int:
-    """How many decimals show three digits of the smallest value, at most four."""
+    """The number of decimals that show three digits of the smallest value, at most four."""
     smallest = min((value / size for value in values if value > 0), default=1)
     return min(4, max(0, 2 - math.floor(math.log10(smallest))))
 
@@ -103,7 +103,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def remarks(study: Study) -> Iterator[str]:
-    """What the table does not show: the lowest loss, what ± means, which runs are missing."""
+    """Yields facts that the table does not show: the lowest loss, the meaning of ±, the missing runs."""
     if study.evaluated and study.varied and len(study.groups) > 1:
         best = min(study.groups, key=_best)
         named = ", ".join(f"{key} {value}" for key, value in best.values.items())
@@ -121,7 +121,7 @@ def _best(group: SeedGroup) -> float:
 
 
 def markdown(study: Study, title: str, pictures: Sequence[str]) -> str:
-    """The page study.md: the table, the remarks, the pictures (names of files beside it)."""
+    """Makes the page study.md: the table, the remarks, the pictures (names of files next to it)."""
     headings, *lines = (["\\|".join(cell.split("|")) for cell in line] for line in table(study))
     rows = [headings, ["--:"] * len(headings), *lines]
     parts = [

@@ -23,7 +23,7 @@ NAMES = {
     "idle": "idle",
     "communication": "communication",
 }
-"""What the legend calls each colour."""
+"""The legend's name of each colour."""
 COMMUNICATION = ("send", "receive", "reduce")
 
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 78, 34
@@ -50,9 +50,9 @@ STYLE = """
 
 
 def timeline_svg(events: Sequence[TimelineEvent], title: str, subtitle: str, unit: str) -> str:
-    """The picture of a timeline.
+    """Draws a timeline.
 
-    unit: behind numbers of the time axis and in tooltips: "units" of a simulation, "s" of what was measured.
+    unit: the unit of the time axis and in tooltips: "units" of a simulation, "s" of measured times.
     """
     ranks = sorted({event.rank for event in events})
     begin, end = min(event.start_s for event in events), max(event.end_s for event in events)
@@ -73,7 +73,7 @@ def timeline_svg(events: Sequence[TimelineEvent], title: str, subtitle: str, uni
 
 
 def _width(events: Sequence[TimelineEvent], duration: float) -> int:
-    """So that half of all boxes have room for a number."""
+    """The width with which half of all boxes have room for a number."""
     durations = sorted(event.end_s - event.start_s for event in events if event.kind in NAMES)
     durations = [duration for duration in durations if duration > 0]
     if not durations:

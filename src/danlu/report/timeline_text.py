@@ -1,6 +1,6 @@
-"""A pipeline's timeline as text, two lines for each rank: what it computes, and of which micro-batch.
+"""A pipeline's timeline as text, two lines for each rank: its actions, and their micro-batches.
 
-Only for timelines whose actions all last a whole number of units, as those of simulations do.
+Only for timelines in which all actions last a whole number of units, as those of simulations do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a verification found, as plain data, and as text for a terminal. Imports no torch."""
+"""The results of a verification, as plain data, and as text for a terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Check:
 
     @property
     def error_text(self) -> str:
-        """The error, or what else is wrong where the error itself is allowed."""
+        """The error, or the fault where the error itself is allowed."""
         within = math.isfinite(self.error) and self.error <= self.allowed
         return "copies differ" if self.copies_differ and within else format_error(self.error)
 
@@ -106,7 +106,7 @@ def lines(verification: Verification, *, width: int = 160) -> Iterator[str]:
 
 
 def verdict(verification: Verification) -> Iterator[str]:
-    """The closing lines: the largest error, or the first thing that is wrong and what usually causes it."""
+    """Yields the closing lines: the largest error, or the first fault and its usual cause."""
     if verification.finding is None:
         worst = max(verification.checks, key=lambda check: check.error / check.allowed)
         where = f", {worst.where}" if worst.where else ""
@@ -124,7 +124,7 @@ def verdict(verification: Verification) -> Iterator[str]:
 
 
 def modules_table(modules: Sequence[Module]) -> Table:
-    """By module: the worst relative error over steps, beside what is allowed."""
+    """The worst relative error over steps and the allowed one, by module."""
     table = _table("module", "parameters", "gradients", "allowed", "weights", "allowed", "")
     for module in modules:
         gradients = module.gradients.error_text, format_error(module.gradients.allowed)
@@ -135,7 +135,7 @@ def modules_table(modules: Sequence[Module]) -> Table:
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """What is compared of the model as a whole: loss, gradient norm, all gradients and weights."""
+    """The compared quantities of the model as a whole: loss, gradient norm, all gradients and weights."""
     table = _table("compared", "worst error", "allowed", "", "at")
     for check in checks:
         cells = check.what, check.error_text, format_error(check.allowed), "" if check.holds else "WRONG", check.where
@@ -144,7 +144,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
 
 
 def traffic_table(rows: Sequence[Row]) -> Table:
-    """What one process sends in a step by collectives: counted beside computed."""
+    """The traffic of one process in a step by collectives: counted and computed."""
     table = _table(*TRAFFIC_HEADINGS, text_columns=(0, 1, 2))
     for row in rows:
         table.add_row(*row.cells(), style=None if row.agrees else "red")
@@ -163,7 +163,7 @@ def _table(*headings: str, text_columns: Sequence[int] = ()) -> Table:
 
 
 def rendered(renderable: ConsoleRenderable, width: int) -> list[str]:
-    """What `rich` makes of a table on a terminal of `width` columns without colours, line by line."""
+    """Renders a table with `rich` for a terminal of `width` columns without colours, line by line."""
     console = Console(width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(renderable)
