@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-
 import pytest
 import torch
 from builders.remote_engines import KINDS, adapter_writer, answer_in_part, hand_over_of, scores, serving
@@ -16,7 +13,7 @@ from danlu.models.hf_config import read_config_values
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
-from danlu.remote_engines.hand_over import AdapterHandOver, buckets, folder_weights, shared
+from danlu.remote_engines.hand_over import AdapterHandOver, buckets, folder_weights
 
 GREEDY = SamplingOptions(temperature=0)
 REQUEST = Request(0, (3, 9, 4), GREEDY, 8)
@@ -101,11 +98,7 @@ def test_answers_follow_the_weights_that_were_handed_over(small_decoder, tmp_pat
             assert (before.versions, after.versions) == ([0] * 8, [version] * 8)
         for name, parameter in new.named_parameters():
             assert torch.equal(parameter, stand_in.served.parameter(name))
-        report = engine.hand_over_report
-    assert (report.route, report.tensors) == (route, len(hf_tensors(old.config)))
-    assert report.size_bytes == sum(4 * math.prod(tensor.shape) for tensor in hf_tensors(old.config))
-    assert set(report.seconds) == {"write" if route == "folder" else "send", "load", "drop_prefix_cache"}
-    assert report.total_s == pytest.approx(sum(report.seconds.values()))
+        assert engine.hand_over.route == route
     assert list(tmp_path.iterdir()) == []  # deleted with the engine
 
 
@@ -249,7 +242,6 @@ def test_an_adapter_alone_is_handed_over_and_answers_by_default(small_decoder, t
         assert list(stand_in.served.loaded) == ["policy"]
     assert answers[0].logprobs != answers[1].logprobs != base.logprobs
     assert [answer.versions for answer in answers] == [[1] * 8, [2] * 8]
-    assert engine.hand_over_report.size_bytes > 0
 
 
 @both
@@ -267,8 +259,6 @@ def test_shared_tensors_need_no_more_than_a_word(small_decoder):
     engine = EmbeddedEngine(model)
     (before,) = engine.generate([REQUEST])
     model.load_state_dict(small_decoder(seed=1).state_dict())
-    report = shared(engine, 5)
+    engine.update(5)
     (after,) = engine.generate([REQUEST])
-    assert (report.route, report.size_bytes, set(report.seconds)) == ("shared", 0, {"update"})
     assert after.versions == [5] * 8 and after.logprobs != before.logprobs
-    assert json.dumps(report.seconds)

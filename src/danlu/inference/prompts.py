@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from danlu.core.errors import DataError
 from danlu.models.config import ModelConfig
 
 _ROWS = (".json", ".jsonl")
@@ -22,13 +21,6 @@ def has_rows(file: Path) -> bool:
     from danlu.data.compressed_files import DECOMPRESSORS
 
     return file.suffix.lower() in DECOMPRESSORS
-
-
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], virtual_tokens: int = 0) -> None:
-    """Raises DataError for a prompt that the model cannot continue; each follows so many virtual tokens."""
-    for index, prompt in enumerate(prompts):
-        if problem := prompt_problem(config, prompt, virtual_tokens):
-            raise DataError(f"prompt {index} {problem}")
 
 
 def prompt_problem(config: ModelConfig, prompt: Sequence[int], virtual_tokens: int = 0) -> str | None:

@@ -49,11 +49,6 @@ def enable() -> None:
         _library = _override()
 
 
-def is_enabled() -> bool:
-    """Whether products are batch-invariant in this process."""
-    return _library is not None
-
-
 @contextmanager
 def batch_invariant() -> Iterator[None]:
     """A context in which products are batch-invariant."""

@@ -28,7 +28,7 @@ from danlu.remote_engines.hand_over import folder_weights
 from danlu.remote_engines.server_interface import Continuation, RolloutServer, seed_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 Score = Callable[[Sequence[Sequence[int]], Sequence[int], str | None], list[list[float]]]
 """(sequences of prompt and answer, tokens of each prompt, adapter or "none") -> the trainer's log-probabilities of the
@@ -211,19 +211,6 @@ def compare_with_server(
             return server.differing(dict(folder_weights(config, weights, complete=False)))
 
         return from_first(ask)
-
-    return differing
-
-
-def compare_with_model(model: nn.Module, config: ModelConfig, value: Callable[[str], Tensor]) -> Differing:
-    """Likewise with the parameters of an engine within the process, where it has tensors of its own."""
-
-    def differing(version: int | None) -> list[str]:
-        import torch
-
-        sampled = _sampled_parameters(config, version)
-        pairs = [(name, model.get_parameter(name), value(name)) for name in sampled]
-        return [name for name, own, whole in pairs if own.shape != whole.shape or not torch.equal(own, whole.to(own))]
 
     return differing
 

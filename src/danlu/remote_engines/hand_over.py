@@ -1,20 +1,16 @@
 """How new weights reach an engine: not at all, in buckets over a process group, as a folder, or the adapter alone.
 
-An engine within the process has the trainer's tensors (`shared`): it is told that they changed. A server has its own.
-It takes them over a process group that it joins (`GroupHandOver`), or from files on a disk that both sides see
-(`FolderHandOver`, `AdapterHandOver`). Each way is timed.
+An engine within the process has the trainer's tensors. A server has its own. It takes them over a process group that it
+joins (`GroupHandOver`), or from files on a disk that both sides see (`FolderHandOver`, `AdapterHandOver`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from safetensors.torch import save_file
 
@@ -31,34 +27,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from danlu.inference.engine import RolloutEngine
 
 Weights = Iterable[tuple[str, "Tensor"]]
 
 _MIB = 1 << 20
-
-
-@dataclass
-class HandOverReport:
-    """What moved at one update, and how long each part of it took."""
-
-    route: Route | Literal["shared"]
-    tensors: int = 0
-    size_bytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds.values())
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Adds what the block takes to a phase."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 class HandOver(Protocol):
@@ -70,17 +42,9 @@ class HandOver(Protocol):
     @property
     def adapter(self) -> str | None: ...  # what requests without an adapter's name are answered with; None: the base
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport: ...
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None: ...
 
     def close(self) -> None: ...
-
-
-def shared(engine: RolloutEngine, version: int) -> HandOverReport:
-    """Tells an engine that has the trainer's own tensors that they changed."""
-    report = HandOverReport("shared")
-    with report.timed("update"):
-        engine.update(version)
-    return report
 
 
 class FolderHandOver:
@@ -97,21 +61,17 @@ class FolderHandOver:
         self._bucket_bytes = bucket_mib * _MIB
         self._last: Path | None = None
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport:
-        report = HandOverReport(self.route)
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None:
         folder = _fresh_folder(self._folder / f"weights-{label}")
-        tensors = _counted(folder_weights(self._config, _required(weights), self._dtype), report)
-        with report.timed("write"):
-            for number, bucket in enumerate(buckets(tensors, self._bucket_bytes), start=1):
-                file = folder / f"model-{number:05d}.safetensors"
-                _write(file, {name: tensor.detach().to("cpu").contiguous() for name, tensor in bucket})
-            _write_index(folder)
-        with report.timed("load"):
-            server.load_folder(folder, label)
+        tensors = folder_weights(self._config, _required(weights), self._dtype)
+        for number, bucket in enumerate(buckets(tensors, self._bucket_bytes), start=1):
+            file = folder / f"model-{number:05d}.safetensors"
+            _write(file, {name: tensor.detach().to("cpu").contiguous() for name, tensor in bucket})
+        _write_index(folder)
+        server.load_folder(folder, label)
         if self._last is not None and self._last != folder:
             shutil.rmtree(self._last)
         self._last = folder
-        return report
 
     def close(self) -> None:
         """Deletes what lies on the exchange disk."""
@@ -133,23 +93,18 @@ class GroupHandOver:
         self._bucket_bytes = bucket_mib * _MIB
         self._group: WeightGroup | None = None
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport:
-        report = HandOverReport(self.route)
-        tensors = _counted(folder_weights(self._config, _required(weights), self._dtype), report)
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None:
+        tensors = folder_weights(self._config, _required(weights), self._dtype)
         if self._group is None:
-            with report.timed("connect"):
-                self._group = server.open_group(self._address)
-        with report.timed("send"):
-            try:
-                server.begin_update()
-                for bucket in buckets(tensors, self._bucket_bytes):
-                    server.send_bucket(self._group, bucket)
-            except BaseException:
-                self.close()  # the members may wait for different tensors now: the next update makes a new group
-                raise
-        with report.timed("load"):
-            server.finish_update(label)
-        return report
+            self._group = server.open_group(self._address)
+        try:
+            server.begin_update()
+            for bucket in buckets(tensors, self._bucket_bytes):
+                server.send_bucket(self._group, bucket)
+        except BaseException:
+            self.close()  # the members may wait for different tensors now: the next update makes a new group
+            raise
+        server.finish_update(label)
 
     def close(self) -> None:
         """Leaves the group."""
@@ -171,24 +126,19 @@ class AdapterHandOver:
         self._name, self._folder, self._write_adapter = name, folder, write
         self._last: Path | None = None
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> HandOverReport:
+    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None:
         assert weights is None, "the adapter is written as a folder; the base stays as it is"
-        report = HandOverReport(self.route)
         # A folder of its own for each version: servers know what they have loaded by its path.
         folder = _fresh_folder(self._folder / f"{self._name}-{label}")
-        with report.timed("write"):
-            self._write_adapter(folder)
-            files = [file for file in folder.rglob("*") if file.is_file()]
-            for file in files:
+        self._write_adapter(folder)
+        for file in folder.rglob("*"):
+            if file.is_file():
                 sync_file(file)
-        report.size_bytes = sum(file.stat().st_size for file in files)
-        with report.timed("load"):
-            server.load_adapter(self._name, folder)
-            server.label_version(label)
+        server.load_adapter(self._name, folder)
+        server.label_version(label)
         if self._last is not None and self._last != folder:
             shutil.rmtree(self._last)
         self._last = folder
-        return report
 
     def close(self) -> None:
         """Deletes what lies on the exchange disk."""
@@ -246,13 +196,6 @@ def buckets(tensors: Weights, bucket_bytes: int) -> Iterator[list[tuple[str, Ten
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _counted(tensors: Weights, report: HandOverReport) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        report.tensors += 1
-        report.size_bytes += tensor.nbytes
-        yield name, tensor
 
 
 def _required(weights: Weights | None) -> Weights:

@@ -23,7 +23,7 @@ from danlu.inference.prompts import prompt_problem
 from danlu.inference.request import Completion, OnToken, Request
 from danlu.inference.stopping import Decode
 from danlu.models.config import ModelConfig
-from danlu.remote_engines.hand_over import HandOver, HandOverReport
+from danlu.remote_engines.hand_over import HandOver
 from danlu.remote_engines.requests_in_flight import Outcome, RequestsInFlight
 from danlu.remote_engines.server_interface import RolloutServer, ServerAnswer, ServerOptions
 
@@ -67,7 +67,6 @@ class HTTPEngine:
         self.server, self.options, self.config = server, options, config
         self.version = version
         self.hand_over = hand_over
-        self.hand_over_report: HandOverReport | None = None  # of the last update
         self._decode = decode
         if not server.wait_until_there(options.reconnect_s):
             raise ResourceError(
@@ -171,10 +170,9 @@ class HTTPEngine:
             self.server.pause("abort" if interrupts else "keep")
             if interrupts:
                 self._interrupted()
-        self.hand_over_report = report = self.hand_over(self.server, str(version), weights)
+        self.hand_over(self.server, str(version), weights)
         if not self._is_asleep:  # when it has no cache
-            with report.timed("drop_prefix_cache"):
-                self.server.drop_prefix_cache()
+            self.server.drop_prefix_cache()
         self.version = version
         if not self._is_paused:
             self.server.resume()

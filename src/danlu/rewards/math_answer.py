@@ -85,14 +85,6 @@ def match_answer(answer: str, reference: str) -> Match:
         return _match(answer, reference, symbolic.equal)
 
 
-def same_answer(answer: str, reference: str) -> bool:
-    """Whether two answers are the same mathematics; False where the time does not suffice to see it."""
-    try:
-        return match_answer(answer, reference).is_equal
-    except symbolic.TooLate:
-        return False
-
-
 @functools.lru_cache(maxsize=4096)
 def is_number(reference: str) -> bool:
     """Whether a reference is a number, perhaps with a unit: other answers are looked for among numbers then."""
