@@ -1,4 +1,4 @@
-"""What answers a policy back: environments, for stage rl. A file of a user's imports `Turn` and `Done` from here.
+"""Environments for stage rl, which answer the policy. A file of a user's imports `Turn` and `Done` from here.
 
 from danlu.environment import Done, Turn
 
@@ -24,15 +24,15 @@ TurnRole = Literal["user", "tool"]
 
 @dataclass(frozen=True)
 class Turn:
-    """What the environment says to an answer; the policy goes on behind it."""
+    """The environment's reply to an answer; the policy goes on behind it."""
 
     text: str
     role: TurnRole = "user"
-    """Who says it, for the chat template."""
+    """The role of the reply, for the chat template."""
     reward: float | None = None
-    """What the answer earned already. The rewards of an episode are added up."""
+    """The reward earned so far by the answer. The rewards of an episode are added up."""
     name: str | None = None
-    """Of a tool, for templates that write it."""
+    """The name of a tool, for templates that write it."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class Done:
     """The episode is over."""
 
     reward: float | None = None
-    """What the last answer earned; None where nothing can be said: without a reward of an earlier turn the episode then
-    has none."""
+    """The reward of the last answer.
+
+    None where there is none: without a reward of an earlier turn the episode then has none.
+    """
 
 
 Step = Turn | Sequence[Turn] | Done
-"""What comes of an answer."""
+"""The result of an answer."""
 
 
 class Environment(Protocol):
@@ -56,7 +58,7 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begins with the columns of a row. What is returned stands behind the last message of the row's prompt."""
+        """Begins with the columns of a row. The returned text stands behind the last message of the row's prompt."""
 
     def step(self, answer: str) -> Step | Awaitable[Step]:
-        """What comes of an answer."""
+        """Returns the environment's reply to an answer."""

@@ -1,4 +1,5 @@
-"""The names that danlu looks up at run time, as strings: the table of contents of what is imported only when used.
+"""The names that danlu looks up at run time, as strings: the table of contents of modules that are imported only when
+used.
 
 One broken or missing module hurts only its own name. `stages/table.py` names the parts of stages in the same way.
 """

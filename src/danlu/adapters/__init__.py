@@ -1,1 +1,1 @@
-"""Adapters: few trained parameters beside a frozen model, in slots that the model leaves open for them."""
+"""Adapters: few trained parameters on a frozen model, in slots that the model leaves open for them."""

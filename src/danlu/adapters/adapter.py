@@ -1,4 +1,4 @@
-"""What the adapters of linear layers, of those of experts and of embeddings have in common.
+"""The base classes of adapters of linear layers, of experts' layers and of embeddings.
 
 T tokens · O, I outputs and inputs of the layer · V vocabulary · D model width · E experts · N rows of their tokens
 """
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from danlu.core.layer_types import Axis, EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed
 
 TensorAxes = Mapping[str, tuple[Axis | None, ...]]
-"""For tensor parallelism: for each dimension of a parameter, whether it is cut with the outputs or the inputs of its
-layer. A parameter that is not named is whole on every process, and its gradient there is one term of a sum over them.
+"""Whether tensor parallelism cuts each dimension of a parameter with the outputs or the inputs of its layer.
+
+A parameter that is not named is whole on every process, and its gradient there is one term of a sum over them.
 """
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -25,7 +26,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 @dataclass(frozen=True)
 class DenseLinear:
-    """The weight and bias of a linear layer with nothing packed and no adapter beside it; float32 or wider."""
+    """The weight and bias of a linear layer without quantization or adapter; float32 or wider."""
 
     weight: Tensor  # [O, I]; of experts [E, O, I]
     bias: Tensor | None  # [O]; of experts [E, O]
@@ -46,21 +47,21 @@ class ShardableModule(nn.Module):
 class Adapter(ShardableModule):
     """The adapter of one linear layer. Its parameters are float32, whatever the type of activations.
 
-    Where the layer is cut over processes by its inputs, the adapter sees only the inputs of this process, and what it
-    returns is one term of a sum over the processes.
+    Where the layer is cut over processes by its inputs, the adapter sees only the inputs of this process, and its
+    result is one term of a sum over the processes.
     """
 
     def adapt_input(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
-        """x [T, I] -> what the layer below this adapter gets as its input, [T, I]; x itself unless overridden."""
+        """x [T, I] -> the input of the layer below this adapter, [T, I]; x itself unless overridden."""
         return x
 
     @abstractmethod
     def adapt_output(self, x: Tensor, y: Tensor, linear: LinearLayer, recomputed: Recomputed | None = None) -> Tensor:
-        """[T, O]: the layer's output with this adapter.
+        """Returns the layer's output with this adapter, [T, O].
 
         Args:
             x: [T, I], the input of layer and adapter together.
-            y: [T, O], what the layer below this adapter computes of `adapt_input(x)`.
+            y: [T, O], the output of the layer below this adapter for `adapt_input(x)`.
             recomputed: how to compute x again in the backward pass instead of keeping it.
         """
 
@@ -70,13 +71,17 @@ class Adapter(ShardableModule):
 
 
 class GroupedLinearAdapter(ShardableModule):
-    """The adapter of the stacked linear layers of experts. Its parameters [E, ..] are float32 and distributed with the
-    experts; where the layers are cut over processes by their inputs, what it returns is a term of a sum."""
+    """The adapter of the stacked linear layers of experts.
+
+    Its parameters [E, ..] are float32 and distributed with the experts; where the layers are cut over processes by
+    their inputs, its result is a term of a sum.
+    """
 
     @abstractmethod
     def adapt_output(self, x: Tensor, y: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor:
-        """x [N, I] by expert, counts [E] of each, and y [N, O], what the layers below this adapter make of x -> [N, O]
-        with this adapter."""
+        """x [N, I] by expert, counts [E] of each, and y [N, O], the output of the layers below this adapter -> [N, O]
+        with this adapter.
+        """
 
     @abstractmethod
     def merged_into(self, dense: DenseLinear) -> DenseLinear:
@@ -88,7 +93,7 @@ class EmbeddingAdapter(ShardableModule):
 
     @abstractmethod
     def adapt_output(self, tokens: Tensor, y: Tensor, embedding: EmbeddingLayer) -> Tensor:
-        """tokens [T] and y [T, D], what the embedding below this adapter gives for them -> [T, D] with this adapter."""
+        """tokens [T] and y [T, D], the output of the embedding below this adapter -> [T, D] with this adapter."""
 
     @abstractmethod
     def merged_into(self, weight: Tensor) -> Tensor:
@@ -101,7 +106,9 @@ def in_float32(tensor: Tensor) -> Tensor:
 
 
 def saved_inputs(x: Tensor, recomputed: Recomputed | None) -> tuple[Tensor, ...]:
-    """What an operation saves to have x in its backward pass: x, or what x is computed from again."""
+    """Returns the tensors that an operation saves to have x in its backward pass: x, or the inputs that
+    recompute it.
+    """
     return (x,) if recomputed is None else recomputed.inputs
 
 

@@ -38,12 +38,12 @@ _KEYS = {
     "VERA": _TARGETED + "bias d_initial init_weights projection_prng_key r save_projection vera_dropout",
 }
 KNOWN_KEYS = {kind: frozenset(keys.split()) for kind, keys in _KEYS.items()}
-"""Keys of PEFT's configs (0.21.2) by peft_type. What of them danlu cannot compute is refused where it is read."""
+"""Keys of PEFT's configs (0.21.2) by peft_type. Settings that danlu cannot compute are refused where they are read."""
 _TASKS: dict[str, Task] = {"SEQ_CLS": "sequence-classification", "TOKEN_CLS": "token-classification"}
 TASK_TYPES: dict[Task, str] = {"causal-lm": "CAUSAL_LM", **{task: name for name, task in _TASKS.items()}}
-"""By task, PEFT's name of it (`task_type`)."""
+"""PEFT's name of each task (`task_type`)."""
 ROTATED = "rotated"
-"""Key of danlu.json: whether config.json beside it has another rotary embedding than the base."""
+"""The key of danlu.json that says whether the folder's config.json has another rotary embedding than the base."""
 _MODEL_CONFIG = "config.json"
 _RUN_RESULT = "adapter"
 # Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
@@ -94,13 +94,13 @@ class AdapterFolder:
 
     @property
     def task(self) -> Task:
-        """What the model with this adapter is for."""
+        """The task of the model with this adapter."""
         return _TASKS.get(str(self.values.get("task_type")), "causal-lm")
 
     @property
     def rotation_folder(self) -> Path | None:
-        """The folder whose config.json says how the base is rotated under this adapter: its own, if it was trained
-        with `long_context`; None where the base's rotation stays.
+        """Returns the folder with the config.json for the base's rotation under this adapter: its own, if it was
+        trained with `long_context`; None where the base's rotation stays.
 
         Raises ModelError where that config.json is missing.
         """
@@ -171,9 +171,11 @@ def open_adapter(path: Path) -> AdapterFolder:
 
 
 def init_taken_from_base(values: Mapping[str, Any], where: str) -> str | None:
-    """The initialisation whose factors PEFT subtracts from the base as it loads the adapter: "pissa", "olora", or None.
+    """Returns the initialisation with factors that PEFT subtracts from the base as it loads the adapter: "pissa",
+    "olora", or None.
 
-    Raises ModelError for those whose factors cannot be computed again (random, from data, dependent on a quantization):
+    Raises ModelError for those with factors that cannot be computed again (random, from data, dependent on a
+    quantization):
     the base that the adapter belongs to is not known then.
     """
     init = values.get("init_lora_weights", True)

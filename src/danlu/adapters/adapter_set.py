@@ -63,7 +63,7 @@ class AddedAdapter:
 
 @dataclass(eq=False)
 class AdapterSet:
-    """All adapters of a model by name, of which some are active, stacked one on top of the other.
+    """All adapters of a model by name; some are active, stacked one on top of the other.
 
     The order of calls where weights are still to be loaded: `add`, then `prepare_weight` for each weight as it comes
     (an initialisation may subtract its factors from it), then `finish_loading`. On a model that has its weights `add`
@@ -73,7 +73,7 @@ class AdapterSet:
         model: its parameters are frozen from now on.
         sites: every module of the model where an adapter may sit.
         hf_name: from the name of a module or parameter to its name in Hugging Face folders.
-        build_context: what building modules takes.
+        build_context: the arguments for building modules.
         head_as_linear: gives a head that is tied to the embedding a linear layer of its own, and returns that.
         quantize_dequantize: a matrix as it comes back from the quantization of the base; for LoftQ.
     """
@@ -127,9 +127,9 @@ class AdapterSet:
             raise
 
     def remove(self, name: str) -> None:
-        """Takes an adapter out, and adds what its initialisation subtracted to the base again.
+        """Removes an adapter, and adds the factors that its initialisation subtracted to the base again.
 
-        Raises ModelError where that base is packed: the sum would have to be quantized anew.
+        Raises ModelError where that base is packed: the sum would have to be quantized again.
         """
         added = self.added[name]
         changed = added.base_changing_sites()
@@ -149,7 +149,7 @@ class AdapterSet:
         del self.added[name]
 
     def load_initial_factors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Before weights are loaded: sets an adapter's initial factors to those of the run that is resumed.
+        """Sets an adapter's initial factors to those of the run that is resumed; called before weights are loaded.
 
         tensors: the run's saved tensors by name; other tensors, and adapters without initial factors, are ignored.
         """
@@ -159,7 +159,7 @@ class AdapterSet:
                 module.set_initial_factors(a, b)
 
     def prepare_weight(self, site_name: str, weight: Tensor) -> Tensor:
-        """A weight [O, I] as it was loaded -> what initialisations leave of it, float32; or the weight itself.
+        """A weight [O, I] as it was loaded -> the weight less initial factors, float32; or the weight itself.
 
         Raises ModelError where a resumed run's LoftQ gets other factors than before.
         """
@@ -194,9 +194,10 @@ class AdapterSet:
         return weight
 
     def finish_loading(self, within: str = "") -> None:
-        """Does what needs the loaded weights: norms for DoRA, the start of soft prompts, copies of trained parameters.
+        """Finishes everything that needs the loaded weights: norms for DoRA, the start of soft prompts, copies of
+        trained parameters.
 
-        within: the prefix of the modules whose weights have been loaded ("layers.3."), where others have not.
+        within: the prefix of the modules with loaded weights ("layers.3."), where others have none yet.
         """
         present = {name for name, _ in self.model.named_modules()}  # of a pipeline, other stages have the others
         for added in self.added.values():
@@ -296,7 +297,7 @@ class AdapterSet:
         return TrainedCopy(name, owner, attribute, original, Parameter(in_float32(original.detach()).clone()))
 
     def refresh_copies(self) -> None:
-        """After the model's parameters were replaced (sharded, moved): takes the active copies from their places."""
+        """Takes the active copies from their places after the model's parameters were replaced (sharded, moved)."""
         highest = {copy.name: copy for name in self.active for copy in self.added[name].copies}
         for copy in highest.values():
             copy.trained = getattr(copy.owner, copy.attribute)
@@ -353,7 +354,7 @@ class AdapterSet:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within it the model is its base, bit for bit.
+        """Makes the model its base, bit for bit, within the block.
 
         Where an initialisation subtracted its factors from the base (PiSSA, OLoRA, LoftQ), it is the base plus these
         factors, which is the original model up to rounding; the base without them never was a model.
@@ -363,7 +364,7 @@ class AdapterSet:
 
     @contextmanager
     def without(self, name: str) -> Iterator[None]:
-        """Within it one adapter is switched off, with its copies of parameters, and those stacked below it stay on.
+        """Switches one adapter off within the block, with its copies of parameters; those stacked below it stay on.
 
         It is the model that an adapter which starts without effect was put on: the reference of preference and
         reinforcement learning.
@@ -373,7 +374,7 @@ class AdapterSet:
 
     @contextmanager
     def switched_to(self, names: Sequence[str]) -> Iterator[None]:
-        """Within it exactly these adapters are active, lowest first."""
+        """Makes exactly these adapters active within the block, lowest first."""
         active = self.active
         if active != tuple(names):
             self.activate(*names)

@@ -50,7 +50,7 @@ class Bottleneck(nn.Module):
 
 
 def slot_keys(sites: Sequence[Site], placement: str) -> dict[str, str]:
-    """By the name of each slot that a placement (houlsby, pfeiffer) fills: the prefix of its keys on disk."""
+    """Returns the prefix of keys on disk by the name of each slot that a placement (houlsby, pfeiffer) fills."""
     # From the name of each layer (`layers.0`) to its name in Hugging Face folders (`model.layers.0`).
     layers = {
         _through_layer(site.name, site.layer): _through_layer(site.hf_name, site.layer)

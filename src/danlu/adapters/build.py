@@ -1,4 +1,4 @@
-"""From an adapter's section of the recipe to its modules, on sites that `targets.choose` found to fit."""
+"""Building an adapter's modules from its section of the recipe, on sites that `targets.choose` found to fit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from danlu.recipe import sections
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What building an adapter's modules takes beside its section."""
+    """The arguments for building an adapter's modules, besides its section."""
 
     generator: Callable[[str], torch.Generator]
-    """From the name of a parameter to a CPU generator: first values depend on the seed and this name alone."""
+    """Returns a CPU generator for the name of a parameter: first values depend on the seed and this name alone."""
     dropout_state: DropoutState
     device: torch.device
     encode: Callable[[str], Sequence[int]] | None = None
@@ -146,7 +146,7 @@ def mora(site: Site, section: sections.Mora, name: str, context: BuildContext) -
 
 
 def ia3(layers: TargetLayers, feedforward: set[str], context: BuildContext) -> dict[str, nn.Module]:
-    """(IA)^3 on all its sites; those whose names are in `feedforward` rescale the inputs of their layer."""
+    """Builds (IA)^3 on all its sites; those named in `feedforward` rescale the inputs of their layer."""
     modules: dict[str, nn.Module] = {}
     for layer, parts in layers:
         scaling_inputs = [site for site in parts if site.name in feedforward]

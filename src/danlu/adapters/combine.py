@@ -25,14 +25,14 @@ class Combination:
     """How the changes of several adapters are combined."""
 
     weights: tuple[float, ...]
-    """What each adapter's change is multiplied by."""
+    """The factor of each adapter's change."""
     method: Method = "linear"
     density: float = 1.0
     """Fraction of each change's numbers that ties and dare keep."""
     majority: Majority = "total"
     """How ties elects a sign: by the sum of the changes, or by how many have it."""
     seed: int = 0
-    """Of dare's random choice."""
+    """The seed of dare's random choice."""
 
     def __post_init__(self) -> None:
         assert self.method in METHODS and self.majority in MAJORITIES, f"{self.method}, {self.majority}"

@@ -1,4 +1,5 @@
-"""Dropout whose mask is a function of (seed, step, site in the model, pack of the step, its token, feature) alone.
+"""Dropout with a mask that is a function of (seed, step, site in the model, pack of the step, its token, feature)
+alone.
 
 So it does not depend on how a step is cut into micro-batches or distributed over devices, a resumed run draws the masks
 that an uninterrupted one would have, and the backward pass computes a mask again instead of keeping it.
@@ -50,7 +51,7 @@ class DropoutState:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within it dropout is switched off, in the middle of a micro-batch."""
+        """Switches dropout off within the block, in the middle of a micro-batch."""
         key, self._key = self._key, None
         try:
             yield
@@ -122,7 +123,7 @@ class Dropout:
 
 
 def _mix(h: Tensor) -> Tensor:
-    """A bijection of int32 whose outputs look random; products wrap on overflow.
+    """A bijection of int32 with outputs that look random; products wrap on overflow.
 
     Bits that a right shift fills with the sign are cleared: left alone they would turn every negative number positive.
     """

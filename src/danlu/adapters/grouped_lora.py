@@ -48,8 +48,8 @@ class GroupedLowRank(GroupedLinearAdapter):
     def reset_parameters(self, generator: torch.Generator, *, gaussian: bool = False) -> None:
         """Draws A at random and sets B to zero, so that training starts at the base.
 
-        A is what `LowRank` draws for one layer, U(-1, 1) / sqrt(I), or N(0, 1) / r with `gaussian`, as in PEFT. It is
-        drawn on the CPU, so that the values do not depend on the device.
+        A is drawn as `LowRank` draws it for one layer: U(-1, 1) / sqrt(I), or N(0, 1) / r with `gaussian`, as in PEFT.
+        It is drawn on the CPU, so that the values do not depend on the device.
         """
         values = torch.empty(self.lora_A.shape)
         _, rank, inputs = values.shape

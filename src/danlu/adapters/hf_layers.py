@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Rows = slice | list[int]
-"""Of a matrix, as an index of its first dimension."""
+"""The rows of a matrix, as an index of its first dimension."""
 
 
 @dataclass(frozen=True)

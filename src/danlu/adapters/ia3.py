@@ -1,4 +1,4 @@
-"""(IA)^3: outputs of a layer, or what goes into it, times a trained vector (arXiv:2205.05638).
+"""(IA)^3: outputs or inputs of a layer times a trained vector (arXiv:2205.05638).
 
 T tokens · O, I outputs and inputs of a layer
 """
@@ -67,7 +67,8 @@ def _scaled(x: Tensor, vector: Tensor, recomputed: Recomputed | None) -> Tensor:
 class _Scaled(torch.autograd.Function):
     """x [T, F] * vector [F] in x's dtype, multiplied in float32: near one, bfloat16 has steps of 1/128.
 
-    For the backward pass x is saved in its own type, or what it is recomputed from; autograd would save it in float32.
+    For the backward pass x is saved in its own type, or the inputs that recompute it; autograd would save it in
+    float32.
     """
 
     @staticmethod

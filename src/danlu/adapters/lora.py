@@ -24,13 +24,13 @@ class LowRank(Adapter):
 
     Where the initial factors A0, B0 were subtracted from the base (PiSSA, OLoRA, LoftQ), they are kept as the frozen
     parameters initial_A and initial_B: the original weight is the base's plus s B0 A0. While such an adapter is not
-    active (`restores_base`), it adds s B0 A0 alone, so that the model computes what it did before.
+    active (`restores_base`), it adds s B0 A0 alone, so that the model computes the same as before.
 
     Args:
         shape: (O, I) of the layer.
         rank: r.
         scale: s.
-        dropout: of x on its way into the low-rank path.
+        dropout: the dropout of x on its way into the low-rank path.
         magnitude: DoRA.
         exact_norm: whether DoRA's gradient goes through the norm |V| too.
         freeze_a: keep lora_A at its initial values (LoRA-FA, arXiv:2308.03303).
@@ -65,7 +65,7 @@ class LowRank(Adapter):
         self.register_parameter("initial_B", None)
         self.register_buffer("base_row_squares", None, persistent=False)
         self.tensor_group: ReduceGroup | None = None
-        """The tensor ranks among which the layer's inputs are cut, and with them the rows whose norms DoRA takes."""
+        """The tensor ranks among which the layer's inputs are cut, and with them the rows that DoRA takes norms of."""
 
     @property
     def rank(self) -> int:
@@ -74,7 +74,7 @@ class LowRank(Adapter):
 
     @property
     def dropout(self) -> Dropout | None:
-        """That of the low-rank path; None while the adapter only restores the base, which has none."""
+        """The dropout of the low-rank path; None while the adapter only restores the base, which has none."""
         return None if self.restores_base else self._dropout
 
     @property
@@ -108,7 +108,7 @@ class LowRank(Adapter):
 
     @torch.no_grad()
     def measure_base(self, linear: LinearLayer) -> None:
-        """For DoRA: stores |W|^2 of each row of the base, and sets the magnitudes m to |V|, to start at V x."""
+        """Stores |W|^2 of each row of the base for DoRA, and sets the magnitudes m to |V|, to start at V x."""
         if self.lora_magnitude_vector is None:
             return
         dense = linear.dense_weight(torch.float32)
@@ -138,7 +138,7 @@ class LowRank(Adapter):
             self.base_row_squares = self.base_row_squares[shard.outputs].clone()
 
     def factors(self) -> LowRankFactors:
-        """What this adapter adds now: s B A, or s B0 A0 while it only restores the base."""
+        """Returns the factors that this adapter adds now: s B A, or s B0 A0 while it only restores the base."""
         if self.restores_base:
             assert self.initial_A is not None and self.initial_B is not None, "this adapter did not change the base"
             return LowRankFactors(self.initial_A, self.initial_B, self.scale)

@@ -97,7 +97,9 @@ class _Direction:
 
 
 def _forward(x: Tensor, call: _Call) -> tuple[Tensor, list[tuple[Tensor, _Direction | None]]]:
-    """U = A x of all branches, [T, R], and of each branch its output and, for DoRA, what its gradient needs."""
+    """Computes U = A x of all branches, [T, R], and for each branch its output and, with DoRA, the values for its
+    gradient.
+    """
     u = (x if call.dropout is None else call.dropout(x)) @ _joined_a(call, x.dtype).t()
     results: list[tuple[Tensor, _Direction | None]] = []
     start = 0
@@ -162,7 +164,7 @@ def _all_reduce(terms: Sequence[Tensor], tensor_group: ReduceGroup) -> tuple[Ten
 class _LowRankLinears(torch.autograd.Function):
     """Inputs: x [T, I], the call, then bias, A, B and m of each branch, or None. Outputs: y [T, O] of each branch.
 
-    With a deferral its anchor stands for each A and B that is trained, whose gradients are left to the queue.
+    With a deferral its anchor stands for each A and B that is trained, and the queue computes their gradients.
     """
 
     @staticmethod
@@ -262,7 +264,7 @@ def _gradient_of_b(
     grad: Tensor,
     u: Tensor,
 ) -> tuple[Tensor]:
-    """grad [T, O] and u = A x [T, r] -> [O, r], added to what B gets through DoRA's norm."""
+    """grad [T, O] and u = A x [T, r] -> [O, r], with B's gradient through DoRA's norm added."""
     grad_b = (grad.t() @ u).to(dtype).mul_(scale)
     return (_added(_scaled(grad_b, direction), by_norm),)
 

@@ -1,7 +1,7 @@
 """Initial low-rank factors that are computed from the weight: PiSSA, OLoRA, LoftQ.
 
-Each takes W [O, I] and returns A [r, I], B [O, r] and the base W - s B A that is left (for LoftQ, what has to be
-quantized): with its adapter the layer still computes W, or nearly, and training moves along the directions of B A.
+Each takes W [O, I] and returns A [r, I], B [O, r] and the remaining base W - s B A (for LoftQ, the matrix to quantize):
+with its adapter the layer still computes W, or nearly, and training moves along the directions of B A.
 
 O, I outputs and inputs of a layer · r rank · s scale
 """
@@ -86,12 +86,12 @@ def initialize_from_base(
     generator: torch.Generator,
     quantize_dequantize: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Sets a module's initial factors from the weight [O, I] by the section's `init`; returns the base that is left.
+    """Sets a module's initial factors from the weight [O, I] by the section's `init`; returns the remaining base.
 
-    Where the module has initial factors already, of a run that is resumed, these are subtracted.
+    Where the module has initial factors already, from a run that is resumed, these are subtracted.
 
     Args:
-        generator: what a randomised SVD draws from.
+        generator: the generator of a randomised SVD.
         quantize_dequantize: see `loftq`; None where the base is not quantized.
 
     Raises ModelError where LoftQ gives other factors than the run began with: its base would be another one.
@@ -122,7 +122,7 @@ def initialize_from_base(
 def _randomised_svd(
     weight: Tensor, rank: int, iterations: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """U [O, r], S [r], V^T [r, I] of W, whose range is estimated by random probes and power iterations."""
+    """Computes U [O, r], S [r], V^T [r, I] of W; random probes and power iterations estimate its range."""
     probes = min(min(weight.shape), rank + 8)
     omega = torch.empty(weight.shape[1], probes).normal_(generator=generator).to(weight)
     q = torch.linalg.qr(weight @ omega).Q

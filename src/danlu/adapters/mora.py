@@ -157,9 +157,10 @@ class Mora(Adapter):
 
 
 class _Path(torch.autograd.Function):
-    """decompress(M compress(x)). Saved is x, which other operations save too, not its groups; or what recomputes x.
+    """decompress(M compress(x)). Saved is x, which other operations save too, not its groups; or the inputs that
+    recompute x.
 
-    With a deferral its anchor stands for M, whose gradient is left to the queue.
+    With a deferral its anchor stands for M, and the queue computes its gradient.
     """
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, whose tensors have no adapter's name.
+"""PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, where tensors have no adapter's name.
 
-What PEFT has no setting for is in danlu.json beside them: the fingerprint of the base, and the section of the recipe.
-Kinds that PEFT does not have are written the same way under a peft_type of danlu's own, so that no tool mistakes them.
+Settings that PEFT does not have are in danlu.json next to them: the fingerprint of the base, and the section of the
+recipe. Kinds that PEFT does not have are written the same way under a peft_type of danlu's own, so that no tool
+mistakes them.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def write_adapter(
         quantization: the recipe's section of the base's quantization.
         value: from a tensor's name in the model to the whole tensor, a collective call where the adapter is sharded.
         writes: False on processes that only take part in `value`, and touch no file.
-        task, head: of a model that classifies, and its head's tensors as model folders name them ("score.weight").
-        rotated: the base's rotary embedding is another one under it, which config.json beside will say.
+        task, head: the task of a model that classifies, and its head's tensors as model folders name them
+            ("score.weight"). rotated: the base's rotary embedding is another one under it, and the caller writes a
+            config.json with it.
     """
     added = adapters.added[name]
     whole = None if value is None else {parameter: value(parameter) for parameter in adapters.tensors(name)}
@@ -90,7 +92,7 @@ def write_adapter(
 
 @contextmanager
 def _holding(adapters: AdapterSet, added: AddedAdapter, whole: Mapping[str, Tensor | None] | None) -> Iterator[None]:
-    """Within it an adapter's parameters are replaced by the `whole` tensors of the same names in the model."""
+    """Replaces an adapter's parameters within the block by the `whole` tensors of the same names in the model."""
     if whole is None:
         yield
         return
@@ -195,10 +197,11 @@ def section_of(adapters: AdapterSet, folder: AdapterFolder) -> Any:
 def _contents(
     adapters: AdapterSet, folder: AdapterFolder
 ) -> tuple[Any, ModuleValues, dict[str, Tensor], dict[str, Tensor]]:
-    """Reads an adapter folder: its section, the values of its modules, and by their keys in the file the parameters of
-    the base that it trains in full, and the embeddings of the base that PEFT writes beside an adapter of them.
+    """Reads an adapter folder: its section, the values of its modules, and tensors of the base by their keys in the
+    file.
 
-    Raises ModelError for an adapter that does not fit the model, or that danlu cannot compute.
+    These are the parameters of the base that it trains in full, and the embeddings of the base that PEFT writes with an
+    adapter of them. Raises ModelError for an adapter that does not fit the model, or that danlu cannot compute.
     """
     where = str(folder.path / WEIGHTS)
     reader = PeftReader(folder.values, read_tensors(folder), where)
@@ -266,7 +269,7 @@ def _trained_copies(adapters: AdapterSet, added: AddedAdapter) -> tuple[list[str
 
 
 def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> None:
-    """Raises ModelError unless a tensor that PEFT wrote beside an adapter of the embedding equals the model's own."""
+    """Raises ModelError unless a tensor that PEFT wrote with an adapter of the embedding equals the model's own."""
     name = _base_parameter(key)
     parameters = {adapters.hf_name(own): parameter for own, parameter in adapters.base_parameters().items()}
     base = parameters.get(name, parameters["model.embed_tokens.weight"] if name == "lm_head.weight" else None)
@@ -278,7 +281,7 @@ def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> N
 
 
 def _base_parameter(key: str) -> str:
-    """From a key of an adapter's file to the name of the base's parameter in Hugging Face folders."""
+    """Returns the name of the base's parameter in Hugging Face folders for a key of an adapter's file."""
     return key.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 

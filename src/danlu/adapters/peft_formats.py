@@ -1,4 +1,4 @@
-"""Which kinds of adapter there are on disk, and who reads and writes each.
+"""The kinds of adapter on disk, and the module that reads and writes each.
 
 Every kind offers the same two functions: `to_peft(section, modules, sites)` gives the values of adapter_config.json and
 the tensors, `from_peft(reader, sites)` the section and the values of each module by where it sits.
@@ -21,7 +21,7 @@ FORMATS: dict[str, ModuleType] = {
     "PROMPT_TUNING": prompt,
     "VERA": vera,
 }
-"""By peft_type."""
+"""The modules by peft_type."""
 _BY_SECTION: dict[type, ModuleType] = {
     sections.Bottleneck: bottleneck,
     sections.Ia3: ia3,
@@ -33,5 +33,5 @@ _BY_SECTION: dict[type, ModuleType] = {
 
 
 def format_of(section: Any) -> ModuleType:
-    """Who writes the adapter of a section."""
+    """Returns the module that writes the adapter of a section."""
     return peft_lora if isinstance(section, sections.LowRank) else _BY_SECTION[type(section)]

@@ -1,13 +1,13 @@
 """LoRA and DoRA in PEFT's format: to the values of adapter_config.json and the tensors, and back.
 
 Two things need translating. PEFT adapts modules as Hugging Face folders have them, where q, k and v (or gate and up)
-may be one: adapters of its parts are written as one whose rank is the sum of theirs, with B block by block, and one of
-the whole is read as one for each part. And where an initialisation subtracted its factors A0, B0 from the base, the
-adapter is written as an ordinary LoRA of twice the rank on the original base: W - s B0 A0 + s B A =
-W + s [B, -B0] [A; A0]. One that PEFT wrote is read the same way: when PEFT loads it, its `init_lora_weights` may
-subtract such factors from the base again.
+may be one: adapters of its parts are written as one with the sum of their ranks, with B block by block, and one of the
+whole is read as one for each part. And where an initialisation subtracted its factors A0, B0 from the base, the adapter
+is written as an ordinary LoRA of twice the rank on the original base: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0]. One
+that PEFT wrote is read the same way: when PEFT loads it, its `init_lora_weights` may subtract such factors from the
+base again.
 
-What of stacked parameters is called otherwise, and lies in another order, is in `peft_stacked`.
+Names and orders of stacked parameters, which differ, are in `peft_stacked`.
 
 O, I outputs and inputs of a layer · r rank · E experts
 """
@@ -82,7 +82,7 @@ class Factors:
 
     @property
     def stacked(self) -> bool:
-        """Whether it is of the matrices of all experts."""
+        """Whether the factors are those of the matrices of all experts."""
         return self.a.ndim == 3
 
 
@@ -140,7 +140,7 @@ def peft_of_factors(by_module: Mapping[str, Factors], *, rslora: bool = False) -
 
 
 def read_factors(reader: PeftReader) -> dict[str, Factors]:
-    """Reads what `peft_of_factors` wrote, without a model: factors by module.
+    """Reads the output of `peft_of_factors`, without a model: factors by module.
 
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """

@@ -1,4 +1,4 @@
-"""LoRA on stacked parameters in PEFT's format (`target_parameters`): what its tensors are called, and their order.
+"""LoRA on stacked parameters in PEFT's format (`target_parameters`): the names of its tensors, and their order.
 
 PEFT wraps the module of the experts once for each of its parameters that is adapted, the first one innermost: with both
 adapted, `experts.base_layer.lora_A` is of gate_up_proj and `experts.lora_A` of down_proj; with one alone,
@@ -66,8 +66,11 @@ def wrapped_parameter(module: str, reader: PeftReader) -> str | None:
 
 
 def check_target_parameters(reader: PeftReader) -> None:
-    """Raises ModelError for `target_parameters` that are no list of names of experts' matrices, or of weights of linear
-    layers, whose factors are as if their module was in `target_modules`."""
+    """Raises ModelError for `target_parameters` that are no list of names of experts' matrices, or of linear layers'
+    weights.
+
+    Factors of the latter are as if the layer was in `target_modules`.
+    """
     targets = reader.values.get("target_parameters") or []
     if not isinstance(targets, list) or any(not isinstance(target, str) for target in targets):
         raise ModelError(f"{reader.where}: target_parameters is {targets!r}; expected names of parameters")

@@ -13,16 +13,16 @@ from danlu.core.errors import ModelError
 from danlu.core.layer_types import LANGUAGE_PART, Site
 
 PREFIX = "base_model.model."
-"""What PEFT puts in front of the name that a module has in Hugging Face folders."""
+"""PEFT's prefix of the name that a module has in Hugging Face folders."""
 
 PeftContent = tuple[dict[str, Any], dict[str, Tensor]]
-"""What an adapter is written as: values of adapter_config.json, and tensors by their keys in the adapter's file."""
+"""The written form of an adapter: values of adapter_config.json, and tensors by their keys in the adapter's file."""
 ModuleValues = dict[str, dict[str, Tensor]]
-"""What an adapter is read as: values of each module's parameters, by the module's site or slot."""
+"""The values that are read for an adapter: of each module's parameters, by the module's site or slot."""
 
 
 class PeftReader:
-    """Reads an adapter's settings and tensors. Each method raises ModelError for what is missing or does not fit.
+    """Reads an adapter's settings and tensors. Each method raises ModelError for values that are missing or do not fit.
 
     Args:
         values: adapter_config.json.
@@ -51,9 +51,9 @@ class PeftReader:
         return tensor.float()
 
     def check_supported(self, harmless: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raises ModelError for an unsupported setting with a value that changes what the adapter computes.
+        """Raises ModelError for an unsupported setting with a value that changes the adapter's results.
 
-        harmless: of each unsupported setting, the values that change nothing.
+        harmless: the values of each unsupported setting that change nothing.
         """
         for key, harmless_values in harmless.items():
             if self.values.get(key) not in harmless_values:

@@ -26,7 +26,7 @@ from danlu.core.layer_types import LinearShard, Site
 from danlu.recipe import sections
 
 GeneratorFor = Callable[[str], torch.Generator]
-"""From the name of a parameter to the generator that its first values are drawn from."""
+"""A function from the name of a parameter to the generator of its first values."""
 _KEY = "prompt_embeddings"
 _HARMLESS: dict[str, tuple[Any, ...]] = {"num_transformer_submodules": (1, None)}
 
@@ -41,7 +41,7 @@ class PrefixTokens(VirtualTokens):
         self._copies: dict[torch.device, VirtualTokenPositions] = {}
 
     def positions_on(self, device: torch.device) -> VirtualTokenPositions:
-        """Where the virtual tokens are in the present pass, on the device of a layer."""
+        """Returns the positions of the virtual tokens in the present pass, on the device of a layer."""
         positions = self._positions
         assert positions is not None, "a pass begins at the embedding"
         if positions.rows.device == device:

@@ -27,8 +27,8 @@ class Prompt(VirtualTokens):
 
     Args:
         width: D.
-        multiplier: what the model's embedding multiplies its rows by.
-        token_ids: the tokens whose embeddings it starts as, repeated where there are fewer than P.
+        multiplier: the factor of the rows of the model's embedding. token_ids: the tokens with the embeddings that it
+            starts as, repeated where there are fewer than P.
     """
 
     def __init__(

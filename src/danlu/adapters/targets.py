@@ -1,4 +1,4 @@
-"""Which layers of a model an adapter is put on, and whether its kind fits them. No torch here."""
+"""The choice of a model's layers for an adapter, and whether its kind fits them. No torch here."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ GROUPS = {
     "experts": ("experts",),
 }
 EXPERTS = "experts"
-"""What a target has in it that reaches the stacked matrices of experts."""
+"""The part of a target that reaches the stacked matrices of experts."""
 _Value = TypeVar("_Value")
 
 
 def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> list[Site]:
-    """The sites, of all of a model, that an adapter's section selects.
+    """Returns the sites of a model that an adapter's section selects.
 
-    check_ranks: False for the section of an adapter that exists, whose ranks PEFT may have cut.
+    check_ranks: False for the section of an existing adapter, as PEFT may have cut its ranks.
     Raises RecipeError for names that match no layer, for ranks that no layer has, and for layers that an adapter of
     this kind does not fit.
     """
@@ -172,7 +172,7 @@ def _check_kind(site: Site, section: Any) -> None:
 
 
 def _check_on_experts(site: Site, section: Any) -> None:
-    """Raises RecipeError for what experts cannot have: an adapter other than plain LoRA, and dropout."""
+    """Raises RecipeError for settings that experts cannot have: an adapter other than plain LoRA, and dropout."""
     low_rank = isinstance(section, sections.LowRank)
     if not low_rank or section.kind == "dora" or section.init not in ("default", "gaussian"):
         what = f"init: {section.init}" if low_rank and section.kind != "dora" else section.kind

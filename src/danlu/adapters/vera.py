@@ -39,7 +39,7 @@ class Projection(nn.Module):
         self.vera_A = nn.Parameter(_kaiming(rank, inputs, generator).to(device), requires_grad=False)
         self.vera_B = nn.Parameter(_kaiming(outputs, rank, generator).to(device), requires_grad=False)
         self._copies: dict[torch.device, tuple[tuple[int, int], Tensor, Tensor]] = {}
-        """By device, with the versions that they are copies of."""
+        """Copies by device, with the versions of the originals."""
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """A and B where a layer is: copies on other devices than their own, where layers lie on several."""
@@ -74,9 +74,9 @@ class Vera(Adapter):
     Parameters: vera_lambda_d [r], vera_lambda_b [O]; the projection is frozen, and the same object in every layer.
 
     Args:
-        rows: which rows of B; a part of a layer that Hugging Face folders keep fused has those of its own outputs.
+        rows: the rows of B; a part of a layer that Hugging Face folders keep fused has those of its own outputs.
         inputs: I, how many columns of A.
-        initial_d: what every number of vera_lambda_d starts at; vera_lambda_b starts at zero.
+        initial_d: the initial value of vera_lambda_d; vera_lambda_b starts at zero.
         lambda_d: the vera_lambda_d of another part of such a layer, which PEFT has once for all parts.
 
     Where tensor parallelism cuts the layer, it uses fewer rows or columns of the shared matrices, which stay whole.
@@ -141,7 +141,7 @@ class Vera(Adapter):
 class _Path(torch.autograd.Function):
     """b * B (d * A x). Of activations only A x [T, r] is saved, and no copy of A or B in x's dtype.
 
-    With a deferral its anchor stands for b, whose gradient takes a product as large as any and is left to the queue.
+    With a deferral its anchor stands for b: its gradient takes a product as large as any, and the queue computes it.
     """
 
     @staticmethod

@@ -21,7 +21,7 @@ from danlu.core.layer_types import LinearShard
 
 @dataclass(frozen=True)
 class VirtualTokenPositions:
-    """Where one adapter's virtual tokens are in one forward pass."""
+    """The places of one adapter's virtual tokens in one forward pass."""
 
     rows: Tensor  # [N] int64: their rows among the T tokens of the pass
     indices: Tensor  # [N] int64: which of the adapter's virtual tokens each is, 0 to P - 1
@@ -43,7 +43,7 @@ class VirtualTokens(ShardableModule):
         self.adds_embeddings = shard.first
 
     def positions(self, tokens: Tensor) -> VirtualTokenPositions:
-        """Where this adapter's virtual tokens are among tokens [T]."""
+        """Returns the places of this adapter's virtual tokens among tokens [T]."""
         rows = ((tokens >= self.ids.start) & (tokens < self.ids.stop)).nonzero().squeeze(1)
         return VirtualTokenPositions(rows, tokens[rows] - self.ids.start)
 
@@ -53,7 +53,7 @@ class VirtualTokens(ShardableModule):
 
     @abstractmethod
     def embeddings(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
-        """[N, D] in `dtype`: what the embedding returns for the virtual tokens, before Gemma's multiplier."""
+        """Returns the embedding's output for the virtual tokens, [N, D] in `dtype`, before Gemma's multiplier."""
 
     def summand(self, positions: VirtualTokenPositions, dtype: torch.dtype) -> Tensor:
         """This rank's term of the sum of `embeddings` over the tensor ranks, [N, D].

@@ -1,1 +1,1 @@
-"""Recomputation, offload and memory-mapped files: what saves memory at the price of time."""
+"""Recomputation, offload and memory-mapped files: ways to save memory at the price of time."""

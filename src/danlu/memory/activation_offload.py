@@ -1,12 +1,12 @@
-"""Activations that wait for the backward pass elsewhere than on the device: in the host's memory, or on its disk.
+"""Activations that wait for the backward pass off the device: in the host's memory, or on its disk.
 
-What autograd saves is copied out when it is packed and copied back when it is unpacked. On CUDA copies run on a stream
-of their own beside the computation, and the backward pass prefetches what it will need next. On a CPU what is saved is
-in the host's memory already; with a folder it goes to a mapped file without a name, of which the system need hold
-nothing until the backward pass.
+Tensors that autograd saves are copied out when they are packed and copied back when they are unpacked. On CUDA copies
+run on a stream of their own, parallel to the computation, and the backward pass prefetches the next tensors. On a CPU
+saved tensors are in the host's memory already; with a folder they go to a mapped file without a name, of which the
+system need hold nothing until the backward pass.
 
 Weights are left where they are, small tensors too. It works together with recomputation, which then offloads the inputs
-of what is recomputed: with `full`, one tensor a layer.
+of recomputed functions: with `full`, one tensor a layer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def offload_for(device: torch.device, folder: Path | None, *, min_bytes: int = _
 
 
 def unused_note(device: torch.device, folder: Path | None) -> str | None:
-    """What of `memory.offload: [activations]` or `memory.folder` has no effect on this device, for the console."""
+    """Says which part of `memory.offload: [activations]` or `memory.folder` has no effect on this device, for the
+    console.
+    """
     if device.type != "cuda" and folder is None:
         return (
             "memory.offload: on a CPU activations are in the host's memory already, and stay there; with memory.folder "
@@ -67,7 +69,7 @@ class _Copy(Protocol):
 
 
 class _Target(Protocol):
-    """Where tensors of one forward pass go."""
+    """The destination of tensors of one forward pass."""
 
     def offload(self, tensor: Tensor) -> _Copy: ...
 
@@ -81,11 +83,11 @@ class ActivationOffload:
         self._new_target = new_target
         self._min_bytes = min_bytes
         self.offloaded_bytes = 0
-        """In the last forward pass."""
+        """The bytes offloaded in the last forward pass."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Offloads what autograd saves within it."""
+        """Offloads the tensors that autograd saves in the block."""
         forward_pass = _ForwardPass(self._new_target(), self._min_bytes)
         with forward_pass.hooks():
             yield
@@ -123,7 +125,7 @@ class _View:
 
 
 class _ForwardPass:
-    """What one forward pass offloads, each storage once however many operations save it."""
+    """The tensors that one forward pass offloads, each storage once however many operations save it."""
 
     def __init__(self, target: _Target, min_bytes: int) -> None:
         self._target = target
@@ -159,7 +161,9 @@ class _ForwardPass:
         self._target.finish()
 
     def prefetch_before(self, asked: _OffloadedStorage) -> None:
-        """Prefetches what was offloaded just before this one: the backward pass asks in the reverse order."""
+        """Prefetches the tensors that were offloaded just before this one: the backward pass asks in the
+        reverse order.
+        """
         while self._in_order and self._in_order[-1]() is None:  # used and freed
             self._in_order.pop()
         is_earlier = False
@@ -215,7 +219,7 @@ class _MappedCopy:
 
 
 class _PinnedMemory:
-    """The host's memory that a GPU copies to and from by itself, on a stream beside the one that computes."""
+    """The host's memory that a GPU copies to and from by itself, on another stream than the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -13,10 +13,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a CUDA device, or that the host can give without swapping; None where nothing tells.
+    """Returns the bytes that are free on a CUDA device, or that the host can give without swapping; None where unknown.
 
-    On Linux that is MemAvailable (free memory, and caches that can be dropped), or what the control group leaves, if
-    that is less: a process that takes more is killed.
+    On Linux that is MemAvailable (free memory, and caches that can be dropped), or the rest of the control group's
+    limit, if that is less: a process that takes more is killed.
     """
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
@@ -54,9 +54,10 @@ def _host_available(meminfo: Path) -> int | None:
 
 
 def _cgroup_available(root: Path) -> int | None:
-    """What this process's control group (version 2, as containers see it, or version 1) may still take.
+    """Returns the bytes that this process's control group (version 2, as containers see it, or version 1) may still
+    take.
 
-    Of what it uses, inactive file cache does not count: the kernel drops it before it kills.
+    Inactive file cache does not count as used: the kernel drops it before it kills.
     """
     for limit, used, files, cached in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

@@ -24,18 +24,18 @@ _ALIGNMENT = 64  # of a tensor, in bytes: what torch gives its own
 
 
 class Extent(NamedTuple):
-    """Where something lies in a file, in bytes: whole pages, so that it comes and goes alone."""
+    """The place of a tensor's bytes in a file: whole pages, so that they can be released alone."""
 
     start: int
     size: int
 
 
 class PageFile:
-    """A mapped file of so many bytes, all of them reserved at once, so that it does not fail halfway.
+    """A mapped file of `size` bytes, all of them reserved at once, so that it does not fail halfway.
 
     Args:
         folder: where the file is; None for the host's memory instead, which does not come and go.
-        what, field: for messages: what is kept, and the field of the recipe that names the folder.
+        what, field: for messages: the content, and the field of the recipe that names the folder.
     Raises ResourceError when the file cannot be made there.
     """
 
@@ -77,7 +77,7 @@ def aligned(size: int) -> int:
 
 
 def whole_pages(size: int) -> int:
-    """Bytes of the pages that `size` touches: what shares no page comes and goes alone."""
+    """Returns the bytes of the pages that `size` touches: tensors that share no page can be released alone."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

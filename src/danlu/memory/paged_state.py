@@ -1,7 +1,7 @@
 """Optimizer state in pages that the system may take from memory and bring back, one parameter's state at a time in use.
 
 The paged optimizers of QLoRA (arXiv:2305.14314, section 3) by other means: on CPU the pages are a file mapped into
-memory: what is not in use counts as the file's cache, which the system writes out and drops when memory is short
+memory: state that is not in use counts as the file's cache, which the system writes out and drops when memory is short
 (`page_file.py`). On CUDA the state lives in the host's memory, and that of a parameter visits the device for its
 update.
 """
@@ -23,8 +23,7 @@ class PagedState:
     """`optim.moments.StatePages`: room for the state of some parameters, reserved at once, so that none fails later.
 
     Args:
-        specs:  what is kept for each parameter.
-        field:  of the recipe that names the folder, for messages.
+        specs: the tensors kept for each parameter. field: the field of the recipe that names the folder, for messages.
         folder: where to put the file; None for the host's memory instead. The file has no name: when the process ends,
                 however it does, nothing of it is left.
     Raises ResourceError when the file cannot be made there.
@@ -63,7 +62,7 @@ class PagedState:
 
     @contextmanager
     def fetched(self, parameter: Parameter) -> Iterator[State]:
-        """Within it the state of `parameter` is on its device; what is changed there is kept."""
+        """Puts the state of `parameter` on its device within the block; changes to it are kept."""
         state = self.tensors(parameter)
         if parameter.device.type == "cpu":
             if (following := self._next.get(parameter)) is not None:

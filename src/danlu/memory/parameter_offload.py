@@ -1,13 +1,12 @@
-"""Weights of the layers in a file on a local disk, of which a few layers at a time are in memory.
+"""Weights of the layers in a file on a local disk; a few layers at a time are in memory.
 
 The NVMe offload of parameters of ZeRO-Infinity (arXiv:2104.07857), by a mapped file. A layer's weights are prefetched
 while the layers before it compute, forward and backward, and released behind it. The file is scratch: a run that is
 killed leaves nothing of it, and goes on from its checkpoint.
 
 The system keeps released pages in its cache while there is room, so a model that fits into memory is not slowed by the
-disk; what is gained is that memory can be taken away. It works on a CPU, alone or sharded by FSDP2: what lies in the
-file is the shard that this process keeps between uses. Where rows are not dealt out evenly, the smaller shards stay in
-memory.
+disk; the gain is that memory can be taken away. It works on a CPU, alone or sharded by FSDP2: the file has the shard
+that this process keeps between uses. Where rows are not dealt out evenly, the smaller shards stay in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class MappedTensors:
 
     Args:
         tensors: by name; their shapes and types are taken, not yet their values (see `move`).
-        what: what they are, for messages.
+        what: a description for messages.
     Raises ResourceError when the file cannot be made there.
     """
 
@@ -91,7 +90,7 @@ class OffloadedLayers:
             self.mapped.release(names)
 
     def install_hooks(self, index: int, layer: nn.Module) -> None:
-        """From here on the layer's passes fetch and release, outside of other hooks that use the weights (FSDP2's)."""
+        """Makes the layer's passes fetch and release its weights, outside of other hooks that use them (FSDP2's)."""
         layer.register_forward_pre_hook(lambda layer, args: self._begin(index, 1), prepend=True)
         layer.register_forward_hook(lambda layer, args, y: self._end_forward(index, args[0], y))
 
@@ -118,8 +117,8 @@ def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1
     and adapters, and is sharded, if it will be; it has not run yet.
 
     prefetch_layers: how many layers are read before they are needed.
-    Raises ResourceError when the folder cannot hold them, RecipeError when the layers are not on a CPU: there a GPU's
-    memory is not what they take.
+    Raises ResourceError when the folder cannot hold them, RecipeError when the layers are not on a CPU: layers on a GPU
+        do not take the host's memory.
     """
     named = dict(chain(model.layers.named_parameters(), model.layers.named_buffers()))  # each tensor once
     tensors = {name: local for name, tensor in named.items() if _can_move(tensor, local := _local(tensor))}

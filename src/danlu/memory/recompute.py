@@ -1,4 +1,5 @@
-"""Activation recomputation: which layers drop what in the forward pass, as data; and decoder layers that do so.
+"""Activation recomputation: the activations that each layer drops in the forward pass, as data; and layers that drop
+them.
 
 Kept per token and layer, in numbers (D model width · Q all query heads · K all key/value heads · F inner width), with
 full fine-tuning; norms keep one more number each, attention its own statistics where it is not recomputed, and with
@@ -12,9 +13,10 @@ full fine-tuning; norms keep one more number each, attention its own statistics 
 A mixture of experts keeps 3 F and 2 D for each of a token's experts (`none`), else 2 F and D: rows are copied once more
 from the tokens, unless they came from another process.
 
-Under sequence parallelism what tensor ranks gather at the entrances of attention and MLP, all tokens times 2 D, is not
-kept either. A rank keeps its own tokens of it (or what its norm makes them of), and all gather again when the first
-product behind an entrance has its backward pass, once for all products there (arXiv:2205.05198, section 4.2.2).
+Under sequence parallelism the tensors that tensor ranks gather at the entrances of attention and MLP, all tokens times
+2 D, are not kept either. A rank keeps its own tokens of them (or the inputs of their norm), and all gather again when
+the first product behind an entrance has its backward pass, once for all products there (arXiv:2205.05198, section
+4.2.2).
 
 `every` keeps the D of each segment's first layer alone. In the backward pass the inputs of the segment's layers are
 made first, then each layer from its input: the memory of sqrt(L) + sqrt(L) inputs and one layer (arXiv:1604.06174 with
@@ -40,12 +42,12 @@ from danlu.recipe.sections import Recompute
 
 Kind = Literal["none", "elementwise", "selective", "full"]
 KINDS: tuple[Kind, ...] = ("none", "elementwise", "selective", "full")
-"""From the most that is kept to the least."""
+"""The kinds from the one that keeps most to the one that keeps least."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer recomputes in the backward pass."""
+    """The activations that one layer recomputes in the backward pass."""
 
     layer: int
     kind: Kind
@@ -77,14 +79,14 @@ def plan_of(section: Recompute, model: Decoder, planned: Callable[[], Plan] | No
 
 
 def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
-    """Makes the layers drop and recompute what the plan says.
+    """Makes the layers drop and recompute activations according to the plan.
 
     gathered: tokens are gathered at the entrances of attention and MLP (sequence parallelism), and gathered again in
         the backward pass instead of being kept.
 
     It goes by instance attributes (`layer.forward`), so hooks that are installed on the modules later, as FSDP's, stay
-    outside of what is recomputed; the layers of a segment are called as modules once more, with their hooks.
-    A model is wrapped once.
+    outside of the recomputed functions; the layers of a segment are called as modules once more, with their hooks. A
+    model is wrapped once.
     """
     for entry in plan:
         wrap_layer(model.layers[str(entry.layer)], entry.kind, f"layers.{entry.layer}", gathered=gathered)
@@ -93,7 +95,9 @@ def wrap(model: Decoder, plan: Plan, *, gathered: bool = False) -> None:
 
 
 def _segments(model: Decoder, plan: Plan, chunk: int) -> list[Callable[..., Tensor]]:
-    """What runs the layers of a chunk one after the other; empty where that is each layer by itself."""
+    """Returns the functions that run the layers of a chunk one after the other; empty where each layer runs by
+    itself.
+    """
     parts: list[Callable[..., Tensor]] = []
     own = [entry for entry in plan if entry.layer in model.chunks.layers[chunk]]
     if all(entry.segment is None for entry in own):
@@ -122,7 +126,9 @@ class _Segment:
 
 
 def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool = False) -> None:
-    """Makes one layer, which is not wrapped yet, drop and recompute what `kind` says. where: its name, for messages."""
+    """Makes one layer, which is not wrapped yet, drop and recompute activations of `kind`. where: its name, for
+    messages.
+    """
     assert isinstance(layer, Layer) and "forward" not in vars(layer), "a layer is wrapped once"
     if kind == "none" and not gathered:
         return
@@ -152,7 +158,9 @@ def unwrap_layer(layer: Layer) -> None:
 
 
 def _recompute_points(layer: Layer, kind: Kind) -> Iterator[tuple[Any, str, str]]:
-    """(object, name of its function, name for messages) of what the layer and its sublayers declare for a kind."""
+    """Yields (object, name of its function, name for messages) for the declarations of the layer and its sublayers for
+    a kind.
+    """
     blocks: list[tuple[str, Any]] = [("", layer), *((f"{name}.", block) for name, block in layer.sublayers.items())]
     for prefix, block in blocks:
         for path in block.recompute_points.get(kind, ()):

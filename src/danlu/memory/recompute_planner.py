@@ -1,9 +1,11 @@
-"""Which layers recompute what for the least time under a budget of bytes: a knapsack over layers, solved exactly.
+"""The choice of recomputation for each layer with the least time under a budget of bytes: a knapsack over layers,
+solved exactly.
 
-The backward pass goes from the last layer to the first, and what a layer kept is freed when it is done. So while layer
-l is in its backward pass, memory holds at most what the layers before it keep and all activations of layer l, and
-what all layers keep of the other micro-batches that are in flight (of a pipeline): at no l may that be more than the
-budget. Sizes and times are measured on the layers themselves, on tokens of a real micro-batch.
+The backward pass goes from the last layer to the first, and the activations of a layer are freed when it is done. So
+while layer l is in its backward pass, memory holds at most the kept activations of the layers before it, all
+activations of layer l, and the kept activations of all layers for the other micro-batches that are in flight (of a
+pipeline): at no l may that be more than the budget. Sizes and times are measured on the layers themselves, on tokens of
+a real micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _SHARES_TRIED = 16
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a layer, with what it costs."""
+    """One way to run a layer, with its costs."""
 
     kind: Kind
     kept_bytes: int  # between forward and backward
@@ -42,7 +44,7 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What a layer can be run as."""
+    """The options for running a layer, with their costs."""
 
     layer: int
     whole_bytes: int  # all activations that its backward pass needs, kept or recomputed
@@ -59,10 +61,10 @@ class _Partial:
 
 
 def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int, in_flight: float = 1.0) -> list[LayerPlan]:
-    """The plan that takes least time, of those whose peak is at most `budget_bytes`.
+    """Returns the plan that takes least time, of those with a peak of at most `budget_bytes`.
 
     in_flight: micro-batches of which activations are kept at once (`Pipeline.micro_batches_in_flight`); the last of
-        them is in its backward pass, and of the others all layers keep what they keep.
+        them is in its backward pass, and all layers keep the activations of the others.
     Raises RecipeError when there is none, with the smallest peak of any plan.
     """
     others = max(0.0, in_flight - 1)
@@ -84,8 +86,11 @@ def fastest_plan(costs: Sequence[LayerCosts], budget_bytes: int, in_flight: floa
 
 
 def _fastest_within(costs: Sequence[LayerCosts], peak_bytes: int, most_kept: int) -> _Partial | None:
-    """The fastest choice of kinds whose backward pass stays within a peak, and whose layers keep so many bytes at most
-    between the passes; None where there is none."""
+    """Returns the fastest choice of kinds within a peak of the backward pass and a limit of the bytes kept between the
+    passes.
+
+    None where there is none.
+    """
     frontier = [_Partial(0, 0.0)]
     for layer_costs in costs:
         extended = [
@@ -165,8 +170,11 @@ def measure_layers(
 
 
 def _first_input(model: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, D] what the first layer is given: embeddings, which also tell prefixes where their tokens are; on a later
-    stage of a pipeline numbers like those of hidden states, for which a gradient is wanted."""
+    """Returns the input of the first layer, [T, D].
+
+    It is embeddings, which also give prefixes the places of their tokens; on a later stage of a pipeline, numbers like
+    those of hidden states, with a gradient.
+    """
     if model.chunks.has_first:
         return model.embed_tokens(tokens, dtype)
     numbers = torch.arange(len(tokens) * model.config.hidden_size, device=tokens.device)
@@ -174,7 +182,7 @@ def _first_input(model: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cost_key(layer: Layer, input_requires_grad: bool) -> Any:
-    """Equal for layers whose bytes and times are the same."""
+    """Returns a key that is equal for layers with the same bytes and times."""
     parameters = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in layer.named_parameters())
     return repr(layer), parameters, input_requires_grad
 

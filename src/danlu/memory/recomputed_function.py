@@ -1,18 +1,18 @@
-"""Activation checkpointing of functions: what they save is dropped after the forward pass, and recomputed.
+"""Activation checkpointing of functions: the tensors that they save are dropped after the forward pass, and recomputed.
 
-A *frame* is one call of a function on its inputs, as in torch.utils.checkpoint. Autograd keeps the inputs; of what the
-function saves inside, and of its output where a later operation saves that, it keeps handles alone. When the first of
-them is unpacked in the backward pass, the frame runs the function again, once. Each tensor is freed as soon as its
-operation has had it.
+A *frame* is one call of a function on its inputs, as in torch.utils.checkpoint. Autograd keeps the inputs; it keeps
+only handles of the tensors that the function saves inside, and of its output where a later operation saves that. When
+the first of them is unpacked in the backward pass, the frame runs the function again, once. Each tensor is freed as
+soon as its operation has had it.
 
-torch.utils.checkpoint does the first half of this. What it lacks is the second: without outputs that are dropped too, a
-norm or an attention alone could not be recomputed for less than it saves, since the product behind it saves its output.
-Its selective form, which watches every operator, refuses results that are changed in place, as those of adapters'
-products are, and its watching takes six times as long as ours (torch 2.13, a step of five layers of width 32).
+torch.utils.checkpoint does the first half of this. It lacks the second: without outputs that are dropped too, a norm or
+an attention alone could not be recomputed for less than it saves, since the product behind it saves its output. Its
+selective form, which watches every operator, refuses results that are changed in place, as those of adapters' products
+are, and its watching takes six times as long as ours (torch 2.13, a step of five layers of width 32).
 
 The same numbers come back only if the function is deterministic: no random numbers of torch's (danlu's dropout is
-counted, not drawn), no state that changes between forward and backward. What it made by `forward_values.from_forward`
-it is given back. torch.compile cannot trace frames: a model is either compiled or recomputed.
+counted, not drawn), no state that changes between forward and backward. It gets back the values that it made by
+`forward_values.from_forward`. torch.compile cannot trace frames: a model is either compiled or recomputed.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Surroundings = Callable[[], AbstractContextManager[None]]
 """Makes the context of a state, as a model with other adapters."""
 
 _surroundings: Surroundings = nullcontext
-"""Of the frames that are made now."""
+"""The surroundings of the frames that are made now."""
 
 
 @contextmanager
 def recomputed_within(surroundings: Surroundings) -> Iterator[None]:
-    """Within it, and in the backward pass of frames that are made within it, the context of `surroundings` is entered.
+    """Enters the context of `surroundings` in the block, and in the backward pass of frames that are made in it.
 
     It is for a state that a forward pass needs and that is another one when the backward pass runs.
     """
@@ -122,7 +122,9 @@ class _ViewOf(NamedTuple):
 
 
 class _Handle:
-    """What autograd keeps for a tensor that a frame recomputes. Once it is freed, the frame frees the tensor."""
+    """The object that autograd keeps for a tensor that a frame recomputes. Once it is freed, the frame frees the
+    tensor.
+    """
 
     __slots__ = ("__weakref__", "frame")
 
@@ -209,7 +211,7 @@ class _Frame:
     # ── forward ──
 
     def pack(self, tensor: Tensor) -> _Handle | _View:
-        """What autograd keeps of a tensor that the function saves."""
+        """Returns the object that autograd keeps for a tensor that the function saves."""
         self.keep_inputs()
         self._shapes.append((tensor.shape, tensor.dtype))
         numbered_input = self._input_at.get(tensor.untyped_storage()._cdata)
@@ -352,7 +354,7 @@ class _FrameOutputs:
         self._by_storage, self._outer_hooks = {}, None
 
     def pack(self, tensor: Tensor) -> _View | _SavedAsUsual:
-        """What autograd keeps of a tensor that the layer saves outside of frames."""
+        """Returns the object that autograd keeps for a tensor that the layer saves outside of frames."""
         entry = self._by_storage.get(tensor.untyped_storage()._cdata)
         if entry is not None:
             _, version, base, handle = entry

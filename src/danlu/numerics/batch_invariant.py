@@ -1,11 +1,11 @@
-"""`numerics: exact`: products whose rows have the same bits whatever rows stand beside them.
+"""`numerics: exact`: products with the same bits in a row whatever the other rows are.
 
 A library chooses how it multiplies by the shape of the whole product, and with it the order in which a row's terms are
-added. So the same token gets other bits in a pack of 2048 tokens than alone in decoding: in float32 [M, 1536] x
-[1536, 512] has other rows at M = 64 to 192 than at 16 to 48 or from 256 on (MKL, 2026-11). Here every product whose
-rows are tokens is made of products of `TILE_ROWS` rows, the last one filled up with zeros, so that one kernel serves
-all of them. As in vLLM's batch-invariant mode and thinking-machines' batch_invariant_ops, torch's own operators are
-overridden (`torch.library`), below autograd, so whatever calls them takes part: layers, adapters, quantized weights.
+added. So the same token gets other bits in a pack of 2048 tokens than alone in decoding: in float32 [M, 1536] x [1536,
+512] has other rows at M = 64 to 192 than at 16 to 48 or from 256 on (MKL, 2026-11). Here every product with tokens as
+rows is made of products of `TILE_ROWS` rows, the last one filled up with zeros, so that one kernel serves all of them.
+As in vLLM's batch-invariant mode and thinking-machines' batch_invariant_ops, torch's own operators are overridden
+(`torch.library`), below autograd, so all callers take part: layers, adapters, quantized weights.
 
 M rows · K contracted · N columns
 """
@@ -23,12 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS = 32
-"""M of every product. Fewer make training slower, since the right matrix is packed anew for each tile (T = 2048: with
-16 it takes 1.3 to 2 times as long as one product, with 32 or 64 1.05 to 1.4 times). More make decoding slower,
-where rows are mostly zeros: a single sequence takes 6 times as long with 32, 10 with 64; from 32 on nothing is lost."""
+"""The number of rows M of every product.
+
+Fewer make training slower, since the right matrix is packed again for each tile (T = 2048: with 16 it takes 1.3 to 2
+times as long as one product, with 32 or 64 1.05 to 1.4 times). More make decoding slower, where rows are mostly zeros:
+a single sequence takes 6 times as long with 32, 10 with 64; from 32 on nothing is lost.
+"""
 
 ALIGNMENT_BYTES = 64
-"""Of torch's own memory on a CPU. MKL's kernels may take other steps over rows that begin elsewhere."""
+"""The alignment of torch's own memory on a CPU. MKL's kernels may take other steps over rows with another alignment."""
 
 MIN_COLUMNS = 16
 """N of every product on a CPU. With fewer, MKL's kernels add up a row by where it lies in its tile, whatever K is (2 to
@@ -125,8 +128,9 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """left [M, K] @ right [G, K, N], by groups of rows that end at `offs` [G], each in tiles of its own; or
-    left [K, M] @ right [M, N], by groups of what is contracted -> [G, K, N]."""
+    """left [M, K] @ right [G, K, N], by groups of rows that end at `offs` [G], each in tiles of its own; or left [K, M]
+    @ right [M, N], by groups of the contracted rows -> [G, K, N].
+    """
     assert offs is not None and bias is None and out_dtype in (None, left.dtype), "products of other kinds are not made"
     ends = offs.tolist()
     groups = [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
@@ -160,7 +164,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def _in_tiles(left: Tensor, right: Tensor, product: Callable[[Tensor, slice, Tensor], Any]) -> Tensor:
-    """left [M, K] @ right [K, N], and what `product(rows of left, their place, out)` adds to it."""
+    """Computes left [M, K] @ right [K, N] in tiles, each by `product(rows of left, their place, out)`."""
     rows, tile = left.shape[0], TILE_ROWS
     out = left.new_empty(rows, right.shape[1])
     if not _rows_are_tokens(left):

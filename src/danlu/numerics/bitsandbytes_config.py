@@ -16,7 +16,7 @@ _ADVICE = "danlu reads bitsandbytes' nf4 and fp4; use a model in one of them, or
 
 @dataclass(frozen=True)
 class FourBitConfig:
-    """The 4-bit settings of a folder's config.json. Those that each weight has beside it count where they differ."""
+    """The 4-bit settings of a folder's config.json. Those stored with each weight take precedence."""
 
     kind: Kind
     double: bool

@@ -1,11 +1,11 @@
-"""bitsandbytes' kernels for unpacking, where they are to be had and agree with the definition in `four_bit`.
+"""bitsandbytes' kernels for unpacking, where they exist and agree with the definition in `four_bit`.
 
 On a CPU its shared library is called directly. `import bitsandbytes` would take three seconds, load torch's compiler
 and log a line about a package it misses, all for a few functions. On CUDA its operators are used.
 
 The library's own rule for a row's blocks is wrong where a row is no multiple of a block ([O, 96] in blocks of 64 comes
-back damaged on CPUs with AVX-512, bitsandbytes 0.50.2). Here it is always told of rows of one block each, which is the
-same memory and right for every shape.
+back damaged on CPUs with AVX-512, bitsandbytes 0.50.2). Here it always gets rows of one block each, which is the same
+memory and right for every shape.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ class Library(NamedTuple):
 
 
 class UnpackKernel(NamedTuple):
-    """What dequantizes a matrix, and a sentence for the console: where it is plain torch, why no kernel is used."""
+    """The kernel that dequantizes a matrix, and a note for the console: for plain torch, why no kernel is used."""
 
     kind: Literal["library", "operators", "torch"]
     note: str
 
 
 def unpack_kernel(device: torch.device, dtype: torch.dtype, block: int) -> UnpackKernel:
-    """What dequantizes matrices of this device, dtype and block size: the one place where it is chosen."""
+    """Returns the kernel that dequantizes matrices of this device, dtype and block size: the one place where it is
+    chosen.
+    """
     if device.type not in ("cpu", "cuda"):
         return UnpackKernel("torch", f"{_PLAIN}: bitsandbytes is used on CPUs and CUDA, not on {device.type}.")
     if dtype not in _TYPES:

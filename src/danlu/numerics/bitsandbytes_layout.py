@@ -1,8 +1,8 @@
 """A 4-bit matrix as bitsandbytes and transformers lay it out in safetensors files.
 
-Beside the codes, under the weight's own name, lie tensors whose names go on: `.absmax`, `.quant_map`, with double
-quantization `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or fp4): what is no tensor,
-as JSON in bytes.
+In addition to the codes, under the weight's own name, there are tensors with longer names: `.absmax`, `.quant_map`,
+with double quantization `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or fp4):
+settings that are no tensors, as JSON in bytes.
 
 N numbers · B blocks
 """
@@ -24,7 +24,7 @@ from danlu.numerics.four_bit import BLOCKS, NESTED_BLOCK, FourBitMatrix, Nested
 
 STATE = ".quant_state.bitsandbytes__"
 SUFFIXES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *(f"{STATE}{kind}" for kind in KINDS))
-"""What follows a packed weight's name in the names of its other tensors."""
+"""The suffixes of a packed weight's name in the names of its other tensors."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

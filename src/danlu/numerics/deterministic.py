@@ -17,7 +17,7 @@ from danlu.core.errors import ResourceError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 SAME_EACH_TIME = ":4096:8"
-"""Of the two workspaces with which cuBLAS promises the same bits, the one that costs no speed (24 MiB on a GPU)."""
+"""The workspace with which cuBLAS promises the same bits, of two the one that costs no speed (24 MiB on a GPU)."""
 _NONE_KNOWN = "does not have a deterministic implementation"
 
 
@@ -25,7 +25,7 @@ _NONE_KNOWN = "does not have a deterministic implementation"
 def deterministic(wanted: bool) -> Iterator[None]:
     """A context in which torch uses deterministic algorithms only, if `wanted`; else nothing changes.
 
-    To be entered before the first matrix product on a GPU: that is when cuBLAS reads what it may use.
+    Enter it before the first matrix product on a GPU: cuBLAS reads its workspace then.
     Raises ResourceError for an operation that has no such algorithm.
     """
     if not wanted:

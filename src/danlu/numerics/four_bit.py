@@ -1,7 +1,7 @@
-"""Packing to 4 bits and back in plain torch (QLoRA, arXiv:2305.14314): the definition of what bitsandbytes does.
+"""Packing to 4 bits and back in plain torch (QLoRA, arXiv:2305.14314): the definition of bitsandbytes' results.
 
 A matrix is read row by row as one run of numbers and cut into blocks. A block keeps the largest magnitude in it, and
-for each number the 4-bit code whose value is nearest to number / magnitude; two codes share a byte, the first in the
+for each number the 4-bit code with the value nearest to number / magnitude; two codes share a byte, the first in the
 high half. Double quantization packs the magnitudes in turn: less their mean, 256 to a block, into 8 bits.
 
 All arithmetic is float32, whatever the type of the matrix, and gives bitsandbytes' bits. Work goes by tiles: on a CPU
@@ -53,7 +53,7 @@ class Nested(NamedTuple):
 
 
 class FourBitMatrix(NamedTuple):
-    """A matrix quantized to 4 bits a number, with what dequantizing it takes."""
+    """A matrix quantized to 4 bits a number, with the values that dequantizing it needs."""
 
     kind: Kind
     block: int

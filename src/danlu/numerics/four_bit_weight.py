@@ -22,14 +22,14 @@ from danlu.numerics.quantized_weight import QuantizedWeightModule
 from danlu.numerics.stacked_weight import StackedWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of matrices that can be quantized."""
+"""The dtypes of matrices that can be quantized."""
 
 
 class FourBitWeight(QuantizedWeightModule):
     """A frozen matrix [O, I] held as NF4 or FP4 codes (QLoRA, arXiv:2305.14314).
 
     Codes and constants are bitsandbytes' bit for bit, for every shape; so is `dense`, except where bitsandbytes' CPU
-    kernel is wrong (see `bitsandbytes_kernels`): there it is what its CUDA kernel and its plain version give.
+    kernel is wrong (see `bitsandbytes_kernels`): there it has the bits of its CUDA kernel and its plain version.
     """
 
     codes: Tensor  # [ceil(N / 2), 1] uint8
@@ -81,10 +81,10 @@ class FourBitWeight(QuantizedWeightModule):
     def from_tensors(cls, name: str, tensors: Mapping[str, Tensor], *, where: str) -> Self:
         """The weight `name` ("model.layers.0.self_attn.q_proj.weight") of a folder quantized by bitsandbytes.
 
-        tensors: at least all whose names begin with `name`. where: the file, for messages.
+        tensors: at least all with names that begin with `name`. where: the file, for messages.
 
         Raises:
-            ModelError: a part is missing, has another size or type than the others ask for, or holds what cannot be.
+            ModelError: a part is missing, has another size or type than the others ask for, or holds impossible values.
         """
         return cls(bitsandbytes_layout.read(name, tensors, where))
 
@@ -184,7 +184,9 @@ def _stacked_magnitudes(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def unpack_kernels(model: nn.Module, dtype: torch.dtype) -> list[bitsandbytes_kernels.UnpackKernel]:
-    """What dequantizes the 4-bit weights of a model for products in `dtype`, each kernel once; none without such."""
+    """Returns the kernels that dequantize the 4-bit weights of a model for products in `dtype`, each once; empty
+    without any.
+    """
     matrices = (module.matrix(0) if isinstance(module, StackedWeight) else module for module in model.modules())
     kernels = [
         bitsandbytes_kernels.unpack_kernel(matrix.device, dtype, matrix.block)

@@ -43,7 +43,7 @@ class LossScaler:
     overflows: int = 0  # over the whole run
 
     def update(self, step: int, finite: bool) -> ScaleChange | None:
-        """Updates the scale after `step`, whose gradient was finite or not; returns the change, if there is one.
+        """Updates the scale after `step`, by whether its gradient was finite; returns the change, if there is one.
 
         Raises TrainingError when the gradient overflows at the smallest scale: scaling cannot help then.
         """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class QuantizedModule(nn.Module):
-    """What is quantized and frozen, as buffers that keep their dtypes whatever the model is cast to."""
+    """A quantized and frozen module, as buffers that keep their dtypes whatever the model is cast to."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class QuantizedWeightModule(QuantizedModule):
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    """Of the matrix that was packed."""
+    """The dtype of the matrix that was packed."""
 
     @abstractmethod
     def write(self, out: Tensor) -> None:
@@ -71,7 +71,7 @@ class QuantizedWeightModule(QuantizedModule):
         return other
 
     def write_stacked(self, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-        """Dequantizes E matrices of this one's shape and format, whose tensors are stacked, into `out` [E, O, I]."""
+        """Dequantizes E matrices of this one's shape and format, with stacked tensors, into `out` [E, O, I]."""
         for index, matrix in enumerate(out.unbind()):
             self.with_tensors({name: tensor[index] for name, tensor in tensors.items()}).write(matrix)
 
@@ -132,7 +132,7 @@ def leave_products_uncompiled() -> None:
 
 
 _spare: list[Tensor] = []
-"""At most one: the memory that the last product on a CPU was made in."""
+"""The memory in which the last product on a CPU was made; at most one tensor."""
 
 
 def dense_workspace_bytes() -> int:

@@ -1,4 +1,4 @@
-"""How far numbers are from what they should be; what is not finite is infinitely far."""
+"""The error of numbers relative to their expected values; it is infinite for values that are not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RelativeErrors(dict[str, float]):
-    """Relative errors by the name of what has them."""
+    """Relative errors by name."""
 
     @property
     def mean(self) -> float:

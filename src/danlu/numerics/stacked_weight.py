@@ -20,12 +20,12 @@ from danlu.numerics.quantized_weight import QuantizedModule, QuantizedWeightModu
 class StackedWeight(QuantizedModule):
     """Frozen matrices [E, O, I]; codes and constants are those of one matrix, stacked in their first dimension.
 
-    No block of numbers and no constant is shared by two of them. So each has the bits that it has alone, and those
-    that a process has of a layer's experts are a slice of all.
+    No block of numbers and no constant is shared by two of them. So each has the bits that it has alone, and a
+    process's part of a layer's experts is a slice of all.
 
     Args:
         matrices: of one shape and format.
-        where: what they are, for messages.
+        where: a description for messages.
 
     Raises:
         ModelError: they are quantized in different ways.
@@ -54,7 +54,7 @@ class StackedWeight(QuantizedModule):
         return self._single[0].with_tensors({name: tensor[index] for name, tensor in self._tensors().items()})
 
     def part(self, start: int, count: int) -> StackedWeight:
-        """So many of the matrices from `start` on, by the same codes, in memory of their own."""
+        """Returns `count` of the matrices from `start` on, with the same codes, in memory of their own."""
         return StackedWeight([self.matrix(index) for index in range(start, start + count)])
 
     def shard(self, rows: slice, columns: slice) -> StackedWeight:
@@ -83,7 +83,7 @@ class StackedWeight(QuantizedModule):
 
     @property
     def workspace_elements(self) -> int:
-        """Of one matrix on a CPU, where those that have rows are dequantized in turn; elsewhere of all."""
+        """The elements of one matrix on a CPU, where matrices with rows are dequantized in turn; elsewhere of all."""
         return math.prod(self.shape) * (1 if self.device.type == "cpu" else self.count)
 
     def _tensors(self) -> Mapping[str, Tensor]:
@@ -97,6 +97,8 @@ class StackedWeight(QuantizedModule):
 
 
 def _format(matrix: QuantizedWeightModule) -> dict[str, Any]:
-    """What two matrices must have in common to be stacked: the settings of their kind, and which tensors they have."""
+    """Returns the properties that matrices must share to be stacked: the settings of their kind, and the names of their
+    tensors.
+    """
     settings = {name: value for name, value in vars(matrix).items() if not name.startswith("_") and name != "training"}
     return {"class": type(matrix).__name__, **settings, "tensors": [name for name, _ in matrix.named_buffers()]}

@@ -1,4 +1,4 @@
-"""How much better an answer, or a token, was than what was to be expected: the advantages of policy gradients.
+"""The advantages of policy gradients: how much better an answer, or a token, was than expected.
 
 Rewards are few, so all is float64 on the host. A reward that is NaN was not given: it is left out of every mean, and
 the answer gets the advantage 0. The tests compare with exact values (`tests/textbook`).
@@ -16,16 +16,21 @@ import torch
 from torch import Tensor
 
 Baseline = Literal["group", "leave-one-out", "greedy", "batch", "none"]
-"""What is subtracted from a reward: the mean of the prompt's answers (GRPO, arXiv:2402.03300), of its other answers
-(RLOO, arXiv:2402.14740), the reward of its greedy answer (ReMax, arXiv:2310.10505), the mean of all answers
-(REINFORCE++, arXiv:2501.03262), or nothing."""
+"""The value subtracted from a reward.
+
+It is the mean of the prompt's answers (GRPO, arXiv:2402.03300), of its other answers (RLOO, arXiv:2402.14740), the
+reward of its greedy answer (ReMax, arXiv:2310.10505), the mean of all answers (REINFORCE++, arXiv:2501.03262), or
+nothing.
+"""
 Scale = Literal["group", "batch", "mean", "none"]
-"""What the difference is divided by: the standard deviation of the prompt's answers (GRPO) or of all of them
-(arXiv:2508.08221), the mean of the prompt's answers (MaxRL, arXiv:2602.02710), or nothing (Dr. GRPO,
-arXiv:2503.20783)."""
+"""The divisor of the difference.
+
+It is the standard deviation of the prompt's answers (GRPO) or of all of them (arXiv:2508.08221), the mean of the
+prompt's answers (MaxRL, arXiv:2602.02710), or nothing (Dr. GRPO, arXiv:2503.20783).
+"""
 
 SMALLEST_SCALE = 1e-4
-"""Added to what is divided by, as in TRL: answers that are all alike have no deviation, and get 0."""
+"""Added to the divisor, as in TRL: answers that are all alike have no deviation, and get 0."""
 SMALLEST_MEAN = 0.1
 """The least mean that is divided by: the paper divides by that of rewards of 0 and 1 whatever it is, but a sum of
 weighted rewards may be near 0, and 1 / mean then is the step."""
@@ -93,12 +98,12 @@ def combined_advantages(
     scale: Scale = "group",
     greedy_rewards: Tensor | None = None,
 ) -> Tensor:
-    """The advantages [M] of answers with several rewards [M, R], each of its weight.
+    """Computes the advantages [M] of answers with several rewards [M, R], each with its weight.
 
-    By default the weighted sum of the rewards is one reward. `apart` makes advantages of each reward alone, and
-    divides their weighted sum by its deviation over all answers (GDPO, arXiv:2601.05242): a reward that varies little
-    counts no less than one that varies much. A reward that is NaN counts as 0 beside others; an answer without any gets
-    the advantage 0.
+    By default the weighted sum of the rewards is one reward. `apart` makes advantages of each reward alone, and divides
+    their weighted sum by its deviation over all answers (GDPO, arXiv:2601.05242): a reward that varies little counts no
+    less than one that varies much. A reward that is NaN counts as 0 next to others; an answer without any gets the
+    advantage 0.
     """
     by_weight = torch.tensor(list(weights), dtype=torch.float64)  # [R]
     unscored = rewards.isnan().all(1)
@@ -149,16 +154,16 @@ def generalized_advantages(
     discount: float = 1.0,
     trace_decay: float = 0.95,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of every token (GAE, arXiv:1506.02438): [N] float64 each.
+    """Computes advantages and returns of every token (GAE, arXiv:1506.02438): [N] float64 each.
 
-    A_t = delta_t + gamma lambda A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; the return is A_t + V_t, which the values
-    are trained towards.
+    A_t = delta_t + gamma lambda A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; the return is A_t + V_t, the target of
+    the values.
 
     Args:
-        rewards: [N], what each token earned.
+        rewards: [N], the reward of each token.
         values: [N], V of the place that each token is drawn from.
-        last_values: [M], V behind the last token of each answer: 0 where it ended, and what the critic says where it
-            was cut off and goes on in principle.
+        last_values: [M], V behind the last token of each answer: 0 where it ended, and the critic's value where it was
+            cut off and goes on in principle.
         offsets: M + 1 of them, where answers begin and end among the N tokens.
         discount: gamma.
         trace_decay: lambda; 1 gives returns less values, 0 the errors of one step.

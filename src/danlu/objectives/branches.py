@@ -35,7 +35,8 @@ def sum_over_ranks(values: Tensor, batch: Batch) -> Tensor:
 
 
 def counted(branches: Tensor, batch: Batch) -> Tensor:
-    """Of `branches` [K] those of which losses and metrics are counted here: of context ranks that share them, on one.
+    """Returns those of `branches` [K] that this rank counts in losses and metrics: of the context ranks that share
+    them, one does.
 
     The others go through the same operations with none, so that gradients of sums over branches meet.
     """

@@ -1,4 +1,4 @@
-"""The cross-entropy of a classifier, whose few logits may be held.
+"""The cross-entropy of a classifier; its few logits may be held in memory.
 
 N examples · C classes
 """

@@ -30,7 +30,9 @@ class CrossEntropy:
     z_loss: float = 0.0
     """Weight of log(Z)^2 (PaLM, arXiv:2204.02311, section 5)."""
     reports_nll: bool = False
-    """Report the negative log-likelihood beside the loss, as an evaluation and a loss with extras do."""
+    """Whether the negative log-likelihood is reported in addition to the loss, as by an evaluation and a loss with
+    extras.
+    """
 
     def __call__(self, outputs: Mapping[Role, Outputs], batch: MicroBatch, totals: Totals) -> Loss:
         """The loss of the policy's outputs for `batch`; `totals` are not needed, for every target is a term."""

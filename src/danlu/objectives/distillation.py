@@ -18,7 +18,7 @@ from danlu.objectives.cross_entropy import losses_by_source
 
 @dataclass(frozen=True)
 class TeacherTerm:
-    """What is learnt from one teacher."""
+    """The term of one teacher in the divergence."""
 
     role: Role
     share: float = 1.0  # of the divergence; those of all teachers add up to 1
@@ -103,7 +103,7 @@ class Distillation:
 
 
 class HiddenStateDistillation(nn.Module):
-    """`Distillation` with the mean squared error between hidden states beside it (arXiv:1909.10351, equation 8).
+    """`Distillation` plus the mean squared error between hidden states (arXiv:1909.10351, equation 8).
 
     At each target's place, the mean over D' of (W h - h')^2, with h of the policy, h' of a teacher and W [D', D] a map
     of its own for each teacher, which is trained; weighed like a target, and over teachers by their shares.
@@ -121,7 +121,7 @@ class HiddenStateDistillation(nn.Module):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the divergence needs, and hidden states."""
+        """The model outputs that the divergence reads, and hidden states."""
         return self.distillation.needs | {"hidden"}
 
     def forward(self, outputs: Mapping[Role, Outputs], batch: Batch, totals: Totals) -> Loss:

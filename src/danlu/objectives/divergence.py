@@ -1,7 +1,7 @@
 """How far the policy's distribution over the vocabulary is from a teacher's, without ever holding [N, V] logits.
 
 Both heads are gone through in the same slices of the vocabulary; the models may differ in width and soft cap. As in
-`token_logprobs`, what arrives at each value is known in the backward pass only, so logits are computed once more there.
+`token_logprobs`, the gradient of each value is known in the backward pass only, so logits are computed once more there.
 The teacher is not trained: it gets no gradient.
 
 With p of the policy and q of the teacher (softmax of logits / temperature), and z the policy's logits / temperature:
@@ -33,7 +33,7 @@ from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slic
 
 
 class Head(NamedTuple):
-    """What a model's logits are made of: softcap(hidden @ weight.T)."""
+    """The factors of a model's logits: softcap(hidden @ weight.T)."""
 
     hidden: Tensor  # [N, D], the state each target is predicted from
     weight: Tensor  # [V, D], float32 or hidden's dtype; cast to hidden's dtype for the products
@@ -55,7 +55,8 @@ def divergence(
     slice_rows: int | None = None,
     tensor_group: ReduceGroup | None = None,
 ) -> Tensor:
-    """The divergence at each target, times temperature^2: [N] float32 (float64 for float64 hidden states), in nats.
+    """Computes the divergence at each target, times temperature^2: [N] float32 (float64 for float64 hidden states), in
+    nats.
 
     The factor keeps the size of gradients, which a temperature divides by its square (arXiv:1503.02531, section 2.1).
     Differentiable by the policy's hidden states and weight; a frozen weight's gradient is not computed.
@@ -63,9 +64,10 @@ def divergence(
     Args:
         policy, teacher: [N, D] and [N, D'], [V, D] and [V, D']: row v of both weights stands for the same token.
         kind, beta: see above; `beta` is only read by jensen-shannon.
-        temperature: what the logits of both are divided by, after their soft caps; above 0.
+        temperature: the divisor of both logits, after their soft caps; above 0.
         slice_rows: S; by default as many as the caches (or a GPU) like.
-        tensor_group: the processes among which the vocabulary is cut, of both in the same way. Then the weights are the
+        tensor_group: the processes among which the vocabulary is cut, for both in the same way. Then the weights are
+            the
             rows that are here, the result is that of the whole vocabulary on each process, the weight's gradient is
             that of its rows, and the hidden states' is a term of a sum over the group.
 
@@ -100,7 +102,7 @@ def _mixture(policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Policy and teacher in the same slices, and what is computed of them."""
+    """Policy and teacher in the same slices, and the settings of their divergence."""
 
     policy: VocabSlices
     teacher: VocabSlices
@@ -197,7 +199,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _by_logits(pair: _Pair, logp: Tensor, logq: Tensor, subtracted: Tensor) -> Tensor:
-    """The gradient by z [N, S] of one slice; it may take the place of what it is given. subtracted: [N, 1]."""
+    """Computes the gradient by z [N, S] of one slice; it may overwrite its arguments. subtracted: [N, 1]."""
     if pair.kind == "forward":
         return logp.exp_().sub_(logq.exp_())
     if pair.kind == "reverse":

@@ -50,17 +50,19 @@ class _Options:
 
     @property
     def rows_of_largest_shard(self) -> int:
-        """Rows of the head that the largest part has: the same number on all, whose collectives go by it."""
+        """The number of rows of the head on the largest shard: the same on all ranks, as their collectives depend on
+        it.
+        """
         return self.vocab_size if self.tensor_group is None else -(-self.vocab_size // self.tensor_group.size)
 
 
 def workspace_bytes(
     targets: int, width: int, vocab_size: int, *, element_bytes: int, device_type: str, frozen: bool
 ) -> int:
-    """What `linear_cross_entropy` holds at its peak beside its inputs and the head's gradient, in bytes.
+    """Returns the peak memory of `linear_cross_entropy` without its inputs and the head's gradient, in bytes.
 
-    targets, width, vocab_size: N, D, V. element_bytes: of activations. frozen: the head needs no gradient and is stored
-    in the type of activations.
+    targets, width, vocab_size: N, D, V. element_bytes: the size of an activation. frozen: the head needs no gradient
+    and is stored in the type of activations.
     """
     room = slice_bytes(device_type) // 2
     gradient = targets * width * element_bytes
@@ -185,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _RowStatistics(NamedTuple):
-    """What each row of logits comes to over the whole vocabulary, [N] each."""
+    """Statistics of each row of logits over the whole vocabulary, [N] each."""
 
     highest: Tensor  # the largest logit
     log_z: Tensor  # log of the sum of exp(logits)
@@ -227,7 +229,7 @@ def _take_in(kernels: ModuleType, running: Any, logits: Tensor, columns: Tensor,
 
 
 def _whole_statistics(running: Any, targets: Tensor, options: _Options) -> _RowStatistics:
-    """What rows come to over the whole vocabulary, from the running statistics of all slices that are here."""
+    """Returns the statistics of rows over the whole vocabulary, from the running ones of all local slices."""
     ahead = _ahead(running.likeliest, targets, options, torch.float32)
     return _over_group(running.highest, running.mass, running.at_target, running.total, ahead, options)
 
@@ -256,7 +258,9 @@ def _ahead(likeliest: Tensor, targets: Tensor, options: _Options, wide: torch.dt
 def _over_group(
     highest: Tensor, mass: Tensor, at_target: Tensor, total: Tensor, ahead: Tensor, options: _Options
 ) -> _RowStatistics:
-    """What rows [N] come to over the whole vocabulary, from what they come to here; `mass` is relative to `highest`."""
+    """Returns the statistics of rows [N] over the whole vocabulary, from the local ones; `mass` is relative to
+    `highest`.
+    """
     if options.tensor_group is not None and len(highest):
         local, highest = highest, options.tensor_group.max(highest.clone())
         mass = mass * (local - highest).exp_()
@@ -340,7 +344,7 @@ def _capped(y: Tensor, options: _Options) -> Tensor:
 def _block_statistics(
     logits: Tensor, chunks: list[slice], parts: list[VocabSlice], targets: Tensor, wide: torch.dtype, options: _Options
 ) -> _RowStatistics:
-    """What rows of logits [n, V] come to over the whole vocabulary, of which these are the tokens of this process."""
+    """Returns the statistics over the whole vocabulary of rows of logits [n, V] with the local tokens."""
     statistics: list[tuple[Tensor, ...]] = []
     for chunk, part in zip(chunks, parts, strict=True):
         y = _capped(logits[chunk].to(wide), options)
@@ -361,7 +365,7 @@ def _ranges(count: int, size: int) -> list[slice]:
 def _into_gradient(
     logits: Tensor, part: VocabSlice, targets: Tensor, weights: Tensor, options: _Options
 ) -> _RowStatistics:
-    """Puts the gradient of the loss in the place of logits [n, V], and gives what rows come to.
+    """Puts the gradient of the loss in the place of logits [n, V], and returns the rows' statistics.
 
     targets, weights: [n].
     """

@@ -36,16 +36,19 @@ from danlu.objectives.policy_losses import (
 )
 
 PolicyLoss = Literal["clip", "cispo", "sapo", "vespo"]
-"""PPO's clipped surrogate, or what has been proposed in its place: see `policy_losses`."""
+"""PPO's clipped surrogate, or a loss proposed in its place: see `policy_losses`."""
 Normalise = Literal["tokens", "sequences", "constant", "groups"]
-"""What the sum over tokens becomes: the mean over all of the step (DAPO, arXiv:2503.14476), the mean over answers of
-each one's mean (GRPO, arXiv:2402.03300), the sum over answers x a constant length (Dr. GRPO, arXiv:2503.20783), or the
-mean over prompts of the mean over all tokens of a prompt's answers (BNPO where a batch is a group)."""
+"""The normalisation of the sum over tokens.
+
+It is the mean over all tokens of the step (DAPO, arXiv:2503.14476), the mean over answers of each one's mean (GRPO,
+arXiv:2402.03300), the sum over answers x a constant length (Dr. GRPO, arXiv:2503.20783), or the mean over prompts of
+the mean over all tokens of a prompt's answers (BNPO where a batch is a group).
+"""
 
 
 @dataclass(frozen=True)
 class PolicyGradientSettings:
-    """What a token costs, and what the sum over tokens is divided by."""
+    """The loss of a token, and the divisor of the sum over tokens."""
 
     loss: PolicyLoss = "clip"
     ratio: RatioLevel = "token"
@@ -55,9 +58,9 @@ class PolicyGradientSettings:
     """The ratio is kept below 1 + clip_high (`clip`), or counts as clip_high at most (`cispo`)."""
     dual_clip: float | None = None
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
-    """Of tokens with positive advantages, and of the others."""
+    """The temperatures of tokens with positive advantages, and of the others."""
     vespo_weights: tuple[GammaWeight, GammaWeight] = (GammaWeight(2.0, 3.0), GammaWeight(3.0, 2.0))
-    """Of answers with advantages of at least 0, and of the others."""
+    """The weights of answers with advantages of at least 0, and of the others."""
     normalise: Normalise = "tokens"
     constant_tokens: int | None = None
     """The length that `normalise: constant` divides by: that of the longest answer there may be."""
@@ -73,7 +76,7 @@ class PolicyGradientSettings:
     off_policy: float | None = None
     """The mean of log mu - log pi past which an answer with negative advantages is left out; None: never."""
     temperature: float = 1.0
-    """What answers were drawn at, and logits are divided by."""
+    """The temperature at which answers were drawn, which divides logits."""
     single_update: bool = False
     """Whether each rollout is trained on once: the policy then is the one that drew, and the ratio exactly 1."""
 
@@ -87,19 +90,20 @@ class PolicyGradientSettings:
 class PolicyGradient:
     """A policy gradient over what a rollout has drawn, scored and compared; a mean over the whole step.
 
-    Items are trees: a prompt, and a branch for each answer. Of every token they have the columns `sampled` (its
-    log-probability by what it was drawn from), `old` (by the policy that the ratio is to), `advantage`, and `support`
-    (the tokens that filters left, none where there were no filters: all); of every answer the facts `group` (the number
-    of its prompt, another one for each tree of a step), `reward` and each `reward/NAME` (NaN where it has none),
-    `length`, `truncated`, and `fresh` (1 where its rollout has not been trained on yet). Branches that are no answer
-    have NaN in all of them. An answer that goes on in further branches, behind a rewritten history, has its `length` in
-    the first of them alone: it is one answer in every sum over answers and in every divisor.
+    Items are trees: a prompt, and a branch for each answer. They have for every token the columns `sampled` (its
+    log-probability under the distribution that it was drawn from), `old` (by the policy that the ratio is to),
+    `advantage`, and `support` (the tokens that filters left, none where there were no filters: all); and for every
+    answer the facts `group` (the number of its prompt, another one for each tree of a step), `reward` and each
+    `reward/NAME` (NaN where it has none), `length`, `truncated`, and `fresh` (1 where its rollout has not been trained
+    on yet). Branches that are no answer have NaN in all of them. An answer that goes on in further branches, behind a
+    rewritten history, has its `length` in the first of them alone: it is one answer in every sum over answers and in
+    every divisor.
 
     Policy and reference are both compared at the temperature of the rollout and within its support. Divisors count
-    what carries weight: an answer that is masked as a whole is no answer. TRL 1.16 counts it among the sequences of
-    `grpo`, `sapo` and `dr_grpo`, not among the tokens of `dapo`. What is left out by a mask that depends on
-    log-probabilities (`off_policy`, `importance`) has a loss of 0 and stays in the divisor, as there; the KL to the
-    reference is not masked.
+    tokens and answers that carry weight: an answer that is masked as a whole is no answer. TRL 1.16 counts it among the
+    sequences of `grpo`, `sapo` and `dr_grpo`, not among the tokens of `dapo`. A token that is left out by a mask that
+    depends on log-probabilities (`off_policy`, `importance`) has a loss of 0 and stays in the divisor, as there; the KL
+    to the reference is not masked.
 
     With teachers the loss has a term more: `divergence_weight` x the divergence from them over the whole vocabulary, a
     mean over the trained tokens of the step, of the policy as it is now and without a gradient through the drawing
@@ -114,7 +118,9 @@ class PolicyGradient:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probabilities, of the policy and of the reference where there is one; with teachers what these need."""
+        """Log-probabilities, of the policy and of the reference where there is one; with teachers the outputs that
+        these need.
+        """
         return frozenset({"logprobs"}) | (frozenset() if self.divergence is None else self.divergence.needs)
 
     @property
@@ -177,7 +183,7 @@ class PolicyEvaluation:
 
     @property
     def roles(self) -> frozenset[Role]:
-        """None beside the policy."""
+        """No role in addition to the policy."""
         return frozenset()
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
@@ -199,13 +205,13 @@ class PolicyEvaluation:
 
 
 def policy_logprobs(model: Outputs, batch: Batch, temperature: float) -> TokenLogprobs:
-    """Log-probabilities and entropies [N] of what the tokens were drawn from, by `model`."""
+    """Returns log-probabilities and entropies [N] under `model` of the distribution that the tokens were drawn from."""
     support = batch.columns.get("support")  # [N, K] int32, which indices may not be
     return model.logprobs(temperature=temperature, support=None if support is None else support.long(), entropy=True)
 
 
 def answer_counts(items: Iterable[Pack]) -> dict[str, float]:
-    """Of a step: answers and groups with trained tokens, the weight of fresh tokens, answers that have a reward."""
+    """Counts a step's answers and groups with trained tokens, the weight of fresh tokens, and answers with a reward."""
     counts = {"answers": 0.0, "groups": 0.0, "fresh_tokens": 0.0, "rewards": 0.0}
     for sample in (sample for pack in items for sample in pack.samples):
         starts = [branch.start for branch in sample.branches]
@@ -248,7 +254,7 @@ def answer_metrics(batch: Batch) -> dict[str, Metric]:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What models say of the tokens of a micro-batch, and what is known of these since they were drawn."""
+    """The models' values for the tokens of a micro-batch, and those recorded when they were drawn."""
 
     logprobs: Tensor  # [N] float32, like all; by the policy, with gradients
     entropy: Tensor  # [N], with gradients where they are wanted
@@ -261,7 +267,7 @@ class _Drawn:
 
 @dataclass(frozen=True)
 class _Cost:
-    """The loss of each token, and what went into it."""
+    """The loss of each token, and its factors."""
 
     losses: Tensor  # [N], with gradients
     ratio: Tensor  # [N]
@@ -310,7 +316,7 @@ def _policy_losses(settings: PolicyGradientSettings, drawn: _Drawn, ratio: Tenso
 
 
 def _token_factors(settings: PolicyGradientSettings, batch: Batch, totals: Totals) -> Tensor | float:
-    """What each token's loss is multiplied by, [N] or one number, before the step divides by its weight."""
+    """Returns the factor of each token's loss, [N] or one number, before the step divides by its weight."""
     assert batch.branch is not None, "the samples of this stage are trees"
     answers, groups = totals.divisors["answers"], totals.divisors["groups"]
     match settings.normalise:
@@ -366,7 +372,7 @@ def _token_metrics(
 
 
 def _clip_metrics(settings: PolicyGradientSettings, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    """[N] 0 or 1: tokens whose ratio is bounded, and by which bound; nothing of losses without bounds."""
+    """Returns [N] 0 or 1: tokens with a ratio at a bound, by bound; nothing for losses without bounds."""
     if settings.loss == "cispo":
         high = (ratio > settings.clip_high).to(ratio.dtype)
         return {"clip_high": high, "clip": high}

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 RatioLevel = Literal["token", "sequence"]
-"""Of each token by itself (PPO, GRPO), or the geometric mean over its answer (GSPO, arXiv:2507.18071)."""
+"""The level of the ratio: each token by itself (PPO, GRPO), or the geometric mean over its answer (GSPO,
+arXiv:2507.18071).
+"""
 KlEstimator = Literal["k1", "k2", "k3"]
 
 MOST_LOG_RATIO = 20.0
@@ -27,7 +29,7 @@ MOST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Answers:
-    """Which answer each of N tokens belongs to, and how the tokens count."""
+    """The answer that each of N tokens belongs to, and the weights of the tokens."""
 
     index: Tensor  # [N] int64
     count: int  # M
@@ -62,10 +64,11 @@ def ratios(logprobs: Tensor, old: Tensor, answers: Answers, level: RatioLevel = 
 def clipped(
     ratio: Tensor, advantages: Tensor, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
 ) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) of each token (PPO, arXiv:1707.06347; two bounds: DAPO, 2503.14476).
+    """Computes -min(r A, clip(r, 1 - low, 1 + high) A) of each token (PPO, arXiv:1707.06347; two bounds: DAPO,
+    2503.14476).
 
-    dual: the most that a ratio counts in the unclipped term, above 1 + high: it bounds what a token with a negative
-    advantage can cost (arXiv:1912.09729), as TRL's `delta`.
+    dual: the most that a ratio counts in the unclipped term, above 1 + high: it bounds the loss of a token with a
+    negative advantage (arXiv:1912.09729), as TRL's `delta`.
     """
     bounded = ratio.clamp(1 - low, 1 + high)
     unclipped = ratio if dual is None else ratio.clamp(max=dual)
@@ -73,7 +76,7 @@ def clipped(
 
 
 def clip_shares(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """[N] bool each: tokens whose gradient the lower bound stops, and those that the upper one stops."""
+    """Returns [N] bool each: tokens with a gradient that the lower bound stops, and those that the upper one stops."""
     return (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
 
 
@@ -97,7 +100,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, positive: float = 1.0, negative: 
 
 @dataclass(frozen=True)
 class GammaWeight:
-    """phi(w) = exp(lambda (1 - w)) w^k: VESPO's weight of an answer whose ratio is w (arXiv:2602.10693); phi(1) = 1."""
+    """VESPO's weight of an answer with the ratio w, phi(w) = exp(lambda (1 - w)) w^k (arXiv:2602.10693); phi(1) = 1."""
 
     shape: float
     """k."""
@@ -121,8 +124,8 @@ def vespo(
 ) -> Tensor:
     """-phi(w) A log pi of each token, w = the product of the answer's ratios, without a gradient of its own.
 
-    log_importance: [N], log(pi_old / mu) of tokens whose engine's log-probabilities mu differ: it goes into w.
-    Where w is not finite phi is 0.
+    log_importance: [N], log(pi_old / mu) where the engine's log-probabilities mu differ: it goes into w. Where w is not
+    finite phi is 0.
     """
     with torch.no_grad():
         log_ratio = (logprobs - old).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
@@ -154,18 +157,18 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator = "k
 
 @dataclass(frozen=True)
 class ImportanceBounds:
-    """How log-probabilities of another engine are corrected for: w = pi_old / mu, mu being what the engine said."""
+    """The correction for log-probabilities of another engine: w = pi_old / mu, mu being the engine's probability."""
 
     level: Literal["token", "sequence"] = "token"
     low: float | None = None
     """Weights below it are left out (IcePop's second bound, arXiv:2510.18855); TRL's truncation raises them to it."""
     high: float = 2.0
     masks: bool = False
-    """What becomes of weights above `high`: truncated to it (TIS), or left out."""
+    """Whether weights above `high` are left out, instead of truncated to it (TIS)."""
 
 
 def importance_weights(old: Tensor, sampled: Tensor, answers: Answers, bounds: ImportanceBounds) -> Tensor:
-    """[N], without a gradient: what multiplies each token's loss where pi_old and the engine's mu differ.
+    """Returns the factor of each token's loss where pi_old and the engine's mu differ, [N] without a gradient.
 
     By sequence w is the product over the answer's tokens.
     """
@@ -208,6 +211,6 @@ class AdaptiveKl:
     """Answers over which the coefficient changes by about e^0.2 at most."""
 
     def update(self, kl: float, answers: int) -> None:
-        """Raises or lowers the coefficient after so many answers whose mean KL was `kl`, in nats an answer."""
+        """Raises or lowers the coefficient after `answers` answers with a mean KL of `kl`, in nats an answer."""
         error = max(-0.2, min(0.2, kl / self.target - 1))
         self.coefficient *= 1 + error * answers / self.horizon

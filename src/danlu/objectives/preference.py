@@ -65,14 +65,14 @@ class Preference:
 
     @property
     def better(self) -> dict[str, Literal["lower", "higher"]]:
-        """The metrics that a run may be judged by beside its loss, and which way each is better."""
+        """The metrics that a run may be judged by besides its loss, and the better direction of each."""
         names = list(_names(self.terms)) if len(self.terms) > 1 else []
         higher = ["accuracy", "margin"] if self.paired else ["margin"]
         return {**dict.fromkeys(higher, "higher"), **dict.fromkeys((f"loss/{name}" for name in names), "lower")}
 
     @property
     def leading(self) -> PreferenceTerm:
-        """The term whose implicit rewards are reported: the first one that compares answers."""
+        """The term that gives the reported implicit rewards: the first one that compares answers."""
         return next((term for term in self.terms if term.kind != "sft"), self.terms[0])
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
@@ -180,9 +180,9 @@ class _AnswerTokens:
         return (aligned[0] / tokens[0] + aligned[1] / tokens[1]).exp()
 
     def _step_facts(self, branches: Tensor) -> dict[str, Tensor]:
-        """What was found out about the whole step, of these branches [K] on the host: [K] float64 on the device.
+        """Returns the facts about the whole step of these branches [K] on the host: [K] float64 on the device.
 
-        A micro-batch without answers is no part of what was prepared, and has nothing of everything.
+        A micro-batch without answers was not prepared, and has no values for any fact.
         """
         device, facts = self.batch.tokens.device, self.batch.facts
         if not len(branches):
@@ -212,7 +212,7 @@ def _names(terms: Sequence[PreferenceTerm]) -> Iterator[str]:
 
 
 def _pair_losses(term: PreferenceTerm, answers: Answers) -> Tensor:
-    """[P] float64, without the likelihood that some terms have beside; empty for a term that is nothing else."""
+    """Returns [P] float64 without the likelihood that some terms add; empty for a term that is only a likelihood."""
     if term.kind not in PAIR_LOSSES:
         return answers.chosen.new_zeros(0)
     losses = PAIR_LOSSES[term.kind](term, answers)
@@ -233,7 +233,7 @@ def _judged_losses(term: PreferenceTerm, answers: Answers) -> Tensor:
 def _reward_metrics(
     term: PreferenceTerm, answers: Answers, divisors: Mapping[str, float], paired: bool
 ) -> dict[str, Metric]:
-    """What `term` takes for rewards, which is beta times log-probabilities or their ratios, and how far they differ."""
+    """Returns the implicit rewards of `term`, beta times log-probabilities or their ratios, and their margin."""
     values = (answers.chosen, answers.rejected)
     if isinstance(term, Simpo | Orpo):
         values = answers.per_token

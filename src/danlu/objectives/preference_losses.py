@@ -44,14 +44,14 @@ from danlu.recipe.sections import (
 MOST_EXPONENT = 80.0
 """The largest argument of an exponential that grows with the ratio (TRL's); the gradient is 0 beyond it."""
 LEAST_NEGATIVE = -torch.finfo(torch.float32).eps
-"""The largest log-probability of a token whose odds are finite; nearer to 0, float32 does not tell it from 0."""
+"""The largest log-probability of a token with finite odds; nearer to 0, float32 does not distinguish it from 0."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the models say about answers, sums over the tokens of each: [P] float64.
+    """Log-probabilities of answers under the models, sums over the tokens of each: [P] float64.
 
-    Of pairs, the n-th of chosen and rejected belong together; of answers that were judged alone, chosen are the
+    In pairs, the n-th of chosen and rejected belong together; with answers that were judged alone, chosen are the
     desirable and rejected the undesirable ones, and there may be more of one than of the other.
     """
 
@@ -236,7 +236,7 @@ PAIR_LOSSES: dict[str, Callable[[Any, Answers], Tensor]] = {
     "simpo": _simpo,
     "sppo": _sppo,
 }
-"""By the kind of a term: what turns pairs into the loss [P] of each. `sft` has none beside its likelihood."""
+"""Functions from pairs to the loss [P] of each, by the kind of a term. `sft` has only its likelihood."""
 
 
 def _kto(term: Kto, answers: Answers) -> tuple[Tensor, Tensor]:
@@ -254,23 +254,23 @@ JUDGED_LOSSES: dict[str, Callable[[Any, Answers], tuple[Tensor, Tensor]]] = {
     "apo-zero-unpaired": _apo_zero_unpaired,
     "kto": _kto,
 }
-"""By the kind of a term: what turns judged answers into the losses of desirable and of undesirable ones."""
+"""Functions from judged answers to the losses of desirable and of undesirable ones, by the kind of a term."""
 
 NLL_WEIGHTS: dict[str, Callable[[Any], float]] = {
     "cpo": lambda term: term.nll,
     "orpo": lambda term: 1.0,
     "sft": lambda term: 1.0,
 }
-"""By the kind of a term: the weight of the negative log-likelihood of chosen answers in it."""
+"""The weight of the negative log-likelihood of chosen answers, by the kind of a term."""
 
 # Facts of branches that are known once the whole step has been seen: see `step_preference`.
 AOT_PARTNER = "aot_partner"
-"""Of a chosen answer: what the reference's sorted differences have at the rank of the pair's own among the policy's."""
+"""The reference's sorted difference at the rank of the pair's own among the policy's, a fact of a chosen answer."""
 AOT_UNPAIRED_PARTNER = "aot_unpaired_partner"
-"""Of an answer: the ratio of the answer with the other label that has the same rank among its own kind."""
+"""The ratio of the answer with the other label and the same rank among its own kind, a fact of an answer."""
 KTO_KL = "kto_kl"
-"""Of a judged answer: the step's estimate of the KL divergence between policy and reference."""
+"""The step's estimate of the KL divergence between policy and reference, a fact of a judged answer."""
 
 BCO_SHIFT = "bco_shift"
-"""Of an answer: the running mean of all answers' ratios; times beta it is BCO's reward shift."""
+"""The running mean of all answers' ratios, a fact of an answer; times beta it is BCO's reward shift."""
 STEP_FACTS = (AOT_PARTNER, AOT_UNPAIRED_PARTNER, BCO_SHIFT, KTO_KL)

@@ -1,4 +1,4 @@
-"""Losses over what a score head says at the last token of each branch: outcome and process reward models.
+"""Losses over a score head's output at the last token of each branch: outcome and process reward models.
 
 M branches · P pairs · D model width
 """

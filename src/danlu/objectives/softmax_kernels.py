@@ -1,8 +1,8 @@
-"""What rows of logits come to, and their gradient, each in one pass over them: Triton kernels for a GPU.
+"""Statistics of rows of logits, and their gradient, each in one pass over them: Triton kernels for a GPU.
 
 In torch's operators a slice of logits is read or written about a dozen times, in float32; here it is read once in its
 own type for the statistics, and read and written once for the gradient (H100, 4096 targets, V = 128256, bfloat16: see
-benchmarks/RESULTS.md). What is computed, and in which order over slices, is as in `linear_cross_entropy`.
+benchmarks/RESULTS.md). Results, and their order over slices, are as in `linear_cross_entropy`.
 
 This file is imported where Triton is installed and logits are on a GPU. With TRITON_INTERPRET=1 the kernels run on a
 CPU, one number after the other, for tests.
@@ -26,7 +26,7 @@ WARPS = 8
 
 @dataclass(frozen=True)
 class RunningStatistics:
-    """What rows of logits come to over the slices that were gone through, [N] each."""
+    """Statistics of rows of logits over the slices processed so far, [N] each."""
 
     highest: Tensor  # float32, the largest logit
     mass: Tensor  # float32, the sum of exp(logit - highest)
@@ -36,7 +36,7 @@ class RunningStatistics:
 
     @classmethod
     def of_nothing(cls, count: int, device: torch.device) -> RunningStatistics:
-        """Of `count` rows before the first slice."""
+        """Returns the statistics of `count` rows before the first slice."""
         mass, at_target, total = torch.zeros(3, count, device=device).unbind()
         highest = torch.full((count,), float("-inf"), device=device)
         return cls(highest, mass, at_target, total, torch.zeros(count, dtype=torch.int64, device=device))
@@ -45,7 +45,7 @@ class RunningStatistics:
 def update_statistics(
     running: RunningStatistics, logits: Tensor, columns: Tensor, start: int, *, softcap: float | None, wants_total: bool
 ) -> None:
-    """Takes a slice of logits [N, S] in, whose first column is the token `start`; its rows are contiguous.
+    """Adds a slice of logits [N, S]; its first column is the token `start`, and its rows are contiguous.
 
     columns [N] int64: the target of each row, counted from `start`; below 0 or from S on where it is in another slice.
     """
@@ -81,10 +81,10 @@ def gradient_in_place(
     z_loss: float,
     vocab_size: int,
 ) -> None:
-    """Puts the gradient of the loss in the place of logits [N, S], whose rows are contiguous, in their type.
+    """Puts the gradient of the loss in the place of logits [N, S], in their type; rows are contiguous.
 
     columns: as in `update_statistics`. log_z [N] float32: over the whole vocabulary. scales [N] float32: the weight of
-    each row, times what gradients are multiplied by.
+    each row, times the factor of gradients.
 
     d loss / d y = (1 + 2 z log Z) p - (1 - s) onehot - s / V, times each row's scale
     """

@@ -28,9 +28,9 @@ def sees_whole_step(term: PreferenceTerm) -> bool:
 
 
 class StepPreference(nn.Module):
-    """A `Preference` some of whose terms sort the pairs of a step, or take a mean over it: a `StepObjective`.
+    """A `Preference` with terms that sort the pairs of a step, or take a mean over it: a `StepObjective`.
 
-    What such a term has to know of the step becomes a fact of each answer, after which losses and gradients of
+    The values of the step that such a term needs become facts of each answer, after which losses and gradients of
     micro-batches add up to those of the whole step. A running mean is a buffer, so it is part of every checkpoint.
     """
 
@@ -47,7 +47,7 @@ class StepPreference(nn.Module):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the losses need."""
+        """Model outputs that this objective reads, such as "logprobs"."""
         return self.preference.needs
 
     def divisors(self, items: Iterable[Pack]) -> Mapping[str, float]:
@@ -65,7 +65,9 @@ class StepPreference(nn.Module):
         return [_of_samples(pack, _mismatched_alone) for pack in items]
 
     def prepared(self, items: Sequence[Pack], logprobs: StepLogprobs, *, training: bool) -> Sequence[Pack]:
-        """The items with what each term has to know of the step; of judged answers, without the mismatched ones."""
+        """Returns the items with the facts that terms need of the step; judged answers come without the mismatched
+        ones.
+        """
         if not self.preference.paired:
             items = [_of_samples(pack, _answers_alone) for pack in items]
             divergence = _kl_estimate(logprobs)

@@ -1,7 +1,7 @@
 """Log-probabilities of targets and entropies of their distributions, without ever holding [N, V] logits.
 
 The head is gone through in the same slices of the vocabulary as in `linear_cross_entropy`. There the gradient is made
-with the loss, because every target's weight is known beforehand; here what arrives at each log-probability is known in
+with the loss, because every target's weight is known beforehand; here the gradient of each log-probability is known in
 the backward pass only, so logits are computed once more there: one matrix product in four.
 
 N targets · D model width · V vocabulary · S rows of the vocabulary in a slice
@@ -20,7 +20,9 @@ from danlu.core.types import TokenLogprobs
 from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, columns_in_slice, rows_per_slice
 
 OUTSIDE = -1e30
-"""z of what has no probability: finite, so that a slice without any of the support has no infinity less another."""
+"""The z of a token without probability: finite, so that a slice without any of the support has no infinity less
+another.
+"""
 
 
 def token_logprobs(
@@ -38,7 +40,8 @@ def token_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> TokenLogprobs:
-    """log softmax(logits / temperature) at each target, and what else is asked for of that distribution, in nats.
+    """Computes log softmax(logits / temperature) at each target, and the distribution's other values if asked for, in
+    nats.
 
     With z = softcap(hidden @ head.T) / temperature and p = softmax(z): logprobs[n] = z[n, targets[n]] - logsumexp(z[n])
     and entropy[n] = logsumexp(z[n]) - sum_v p[n, v] z[n, v]. Both are differentiable by hidden and head:
@@ -49,7 +52,7 @@ def token_logprobs(
         hidden: [N, D], the state each target is predicted from.
         head: [V, D], float32 or hidden's dtype; cast to hidden's dtype for the products.
         targets: [N] int64.
-        temperature: what logits are divided by, after the soft cap; above 0.
+        temperature: the divisor of logits, after the soft cap; above 0.
         support: [N, K] int64, ids of the tokens (anywhere in the vocabulary, -1 for none) that p is confined to and
             normalised over, as sampling with top-k or top-p does. The target is among them in any case. A row without
             any id is not confined: its results have the bits that they have without a support.
@@ -80,9 +83,9 @@ def logprobs_of_logits(
     support: Tensor | None = None,
     slice_rows: int,
 ) -> Tensor:
-    """`token_logprobs` of logits that are there already: [N], the same bits where slices are the same.
+    """Computes `token_logprobs` from existing logits: [N], the same bits where slices are the same.
 
-    That is what a sampler records with `numerics: exact`: softmax over a whole row adds up in another order.
+    A sampler records these with `numerics: exact`: softmax over a whole row adds up in another order.
 
     Args:
         logits: [N, V] float32, after the soft cap, as `vocab_slices.logits_in_slices` gives them.

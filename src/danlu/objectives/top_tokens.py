@@ -2,7 +2,8 @@
 
 K tokens alone are no distribution: renormalised, a teacher that is sure of nothing looks sure of them, and the policy
 learns to give the rest of the vocabulary no mass at all. The mass of the others is summed as it is, from their own
-logits. It is never what K probabilities leave of 1: where they leave little, float32 has no digits of the difference.
+logits. It is never computed as 1 less K probabilities: where they leave little, float32 has no digits of the
+difference.
 
 N targets · D model width · V vocabulary · K tokens · S rows of the vocabulary in a slice
 """

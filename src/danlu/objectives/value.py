@@ -1,4 +1,4 @@
-"""PPO: a policy gradient beside the loss of a head that says what is still to come from each place.
+"""PPO: a policy gradient plus the loss of a head that predicts the return from each place.
 
 N targets · D model width
 """
@@ -19,9 +19,9 @@ from danlu.objectives.policy_losses import value_loss
 class PpoObjective(nn.Module):
     """The policy's loss plus `value_weight` times that of the values, a mean over the trained tokens of the step.
 
-    A value is what the head says at the place that a token is predicted from. Items have the columns of a
-    `PolicyGradient`, and for every token `value_old` (its value when it was drawn) and `return` (what values are
-    trained towards): see `advantages.generalized_advantages`.
+    A value is the head's output at the place that a token is predicted from. Items have the columns of a
+    `PolicyGradient`, and for every token `value_old` (its value when it was drawn) and `return` (the target of values):
+    see `advantages.generalized_advantages`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PpoObjective(nn.Module):
         value_weight: float = 0.5,
         critic: Role = "policy",
     ) -> None:
-        """critic: the role of the model on whose hidden states the head is."""
+        """critic: the role of the model with the hidden states that the head reads."""
         super().__init__()
         self.critic = critic
         self.score = score
@@ -43,7 +43,7 @@ class PpoObjective(nn.Module):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the policy gradient needs, and values."""
+        """The model outputs that the policy gradient reads, and values."""
         return self.policy.needs | {"values"}
 
     @property
@@ -73,10 +73,11 @@ class PpoObjective(nn.Module):
         return Loss(loss.total + self.value_weight * value_total, {**loss.metrics, **metrics})
 
     def _metrics(self, values: Tensor, losses: Tensor, batch: Batch, totals: Totals) -> dict[str, Metric]:
-        """Means over tokens; the share whose value moved too far to count as it is; how much of returns is explained.
+        """Returns means over tokens, the share of values that moved beyond the clip, and the explained variance of
+        returns.
 
-        That is 1 - sum of (return - value)^2 / sum of (return - mean return)^2 over the step: 1 for a critic that is
-        right, 0 for one that always says the mean. A constant error counts as not explained.
+        The last is 1 - sum of (return - value)^2 / sum of (return - mean return)^2 over the step: 1 for a critic that
+        is right, 0 for one that always says the mean. A constant error counts as not explained.
         """
         returns = batch.columns["return"]
         residuals = (returns - values).square()

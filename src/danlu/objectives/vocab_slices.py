@@ -28,7 +28,9 @@ def slice_bytes(device_type: str) -> int:
 
 
 def rows_per_slice(targets: int, device_type: str) -> int:
-    """S: rows of the vocabulary whose logits for `targets` targets take half of `slice_bytes` in float32."""
+    """Returns S, the rows of the vocabulary with logits for `targets` targets that take half of `slice_bytes` in
+    float32.
+    """
     return max(NARROWEST_SLICE, slice_bytes(device_type) // 2 // (4 * max(1, targets)))
 
 
@@ -69,8 +71,10 @@ class VocabSlice:
 
 
 def columns_in_slice(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Of targets [N] in a slice of the tokens `first` to `first + rows`: columns [N, 1], any for those that are in
-    another slice, and whether they are in this one [N]."""
+    """Locates targets [N] in a slice of the tokens `first` to `first + rows`.
+
+    Returns columns [N, 1], any for those that are in another slice, and whether they are in this one [N].
+    """
     columns = targets - first
     inside = (columns >= 0) & (columns < rows)
     return columns.clamp_(0, rows - 1).unsqueeze(1), inside

@@ -1,4 +1,4 @@
-"""AdamW by torch's fused kernel, without what `torch.optim.AdamW` brings along."""
+"""AdamW by torch's fused kernel, without the imports of `torch.optim.AdamW`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AdamW:
     Args:
         groups:  "params" and "weight_decay" of each.
         moments: how the state is kept; by default in float32.
-        pages:   where the state lives, one parameter's in memory at a time; by default beside the parameters.
+        pages: the pages of the state, one parameter's in memory at a time; by default it is with the parameters.
     """
 
     def __init__(

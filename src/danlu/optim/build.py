@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NamedParameters = list[tuple[str, Parameter]]
 RateOf = Callable[[str], float]
 PagedState = Callable[[Mapping[Parameter, TensorSpecs], str | None], StatePages]
-"""(what is kept for each parameter, folder of the file) -> the pages it is kept in."""
+"""A function from (tensors kept for each parameter, folder of the file) to the pages that keep them."""
 
 
 class Optimizers:
@@ -66,7 +66,9 @@ class Optimizers:
                 group["lr"] = group["base_lr"] * group["ratio"] * multiplier
 
     def gradient_holders(self) -> list[HasGradient]:
-        """Everything whose `.grad` a step divides and clips: the parameters, and what holds low-rank gradients."""
+        """Everything with a `.grad` that a step divides and clips: the parameters, and the holders of low-rank
+        gradients.
+        """
         return [holder for _, holder in self.named_gradient_holders()]
 
     def named_gradient_holders(self) -> Iterator[tuple[str, HasGradient]]:
@@ -168,7 +170,7 @@ class Optimizers:
         return sum(spec.bytes for spec in self._expected_state({"kind": self.kind}).values())
 
     def resident_state_bytes(self) -> int:
-        """Those of `state_bytes` that stay in memory: of paged state, what belongs to the largest parameter."""
+        """The part of `state_bytes` that stays in memory; of paged state, that of the largest parameter."""
         resident = 0
         for optimizer in self.optimizers:
             sizes = [
@@ -222,12 +224,13 @@ def build(
     folder: str | None = None,
     paged_state: PagedState | None = None,
 ) -> Optimizers:
-    """The optimizer of a recipe over the trainable ones of `named_parameters` (all float32; frozen ones may be any).
+    """Builds the optimizer of a recipe over the trainable ones of `named_parameters` (all float32; frozen ones may be
+    any).
 
     rate_of: the ratio of a parameter's learning rate, by its name, to the recipe's; by default 1 for all.
     offload: keep AdamW's moments as paged-adamw does: in a file in `folder`, or on a GPU in the host's memory.
-    paged_state: makes the pages of paged-adamw and offloaded state, from what is kept for each parameter and the folder
-        (`memory.paged_state`); only read for those.
+    paged_state: makes the pages of paged-adamw and offloaded state, from the specs of each parameter's tensors and the
+        folder (`memory.paged_state`); only called for those.
     Raises ModelError when nothing is trainable or a parameter is not float32; RecipeError when the section does not fit
     the parameters; ResourceError when paged state has no room.
     """
@@ -291,7 +294,7 @@ def _make_optimizers(
 
 
 def _projects(optimizer: AnyOptimizer) -> TypeIs[GaLore]:
-    """Whether it is GaLore, which is not loaded to see that others are not."""
+    """Whether the optimizer is GaLore, without loading GaLore to see that others are not."""
     return not isinstance(optimizer, AdamW | torch.optim.Optimizer)
 
 

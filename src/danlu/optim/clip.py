@@ -19,7 +19,7 @@ _CHUNK_CPU = 1 << 18
 
 
 class HasGradient(Protocol):
-    """A parameter, or what stands for one until the step (`galore.LowRankGradient`)."""
+    """A parameter, or a tensor that stands for one until the step (`galore.LowRankGradient`)."""
 
     grad: Tensor | None
 
@@ -34,14 +34,15 @@ def clip_grad_norm(
     norm_weights: Mapping[Any, float] | None = None,
     device: torch.device | None = None,
 ) -> float:
-    """Multiplies all gradients by `scale`, then by what brings their global 2-norm down to `max_norm`, in one pass.
+    """Multiplies all gradients by `scale`, then by the factor that brings their global 2-norm down to `max_norm`, in
+    one pass.
 
     Args:
         parameters    those without a gradient are skipped; row-sparse gradients must be coalesced (`sparse.py`)
         max_norm      None only scales
         scale         usually 1 / (weight of the step x loss scale)
         group         the processes among which parameters are sharded; their squares are summed
-        norm_weights  what the square of a parameter's gradient is multiplied by on this process, 1 / n where n
+        norm_weights  the factor of the square of a parameter's gradient on this process, 1 / n where n
                       processes hold the same shard of it; by default 1
         device        where the sums of several devices and of the processes are added up; by default that of the first
                       gradient. All processes give the same kind, or they would wait in collectives of two backends.

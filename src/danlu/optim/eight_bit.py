@@ -77,7 +77,7 @@ class EightBitMoments:
 
     The update is AdamW's in float32, on decoded moments; new moments are encoded afterwards. Encoding takes the nearest
     value, up to rounding the share of absmax to 11 bits first: where a share lies within 2^-11 of itself from the
-    middle of two values, either may be taken. One exception: a second moment never becomes 0 beside larger ones, but
+    middle of two values, either may be taken. One exception: a second moment never becomes 0 next to larger ones, but
     the smallest value above it, 3.25e-7 of absmax; nearest would make it 0 below half of that, and an update that is
     then divided by eps alone would jump.
 

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept beside them and swapped in for evaluation."""
+"""An exponential moving average of the weights, kept in addition to them and swapped in for evaluation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within it the model's parameters hold the average; after it, also after an exception, their own values.
+        """Puts the average into the model's parameters within the block; after it, also after an exception, they have
+        their own values.
 
         Values are exchanged in place, chunk by chunk: views of the parameters (a decoding engine, fused weights) see
         the average too, and no second copy is made.

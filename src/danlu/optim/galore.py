@@ -21,13 +21,13 @@ from danlu.optim.moments import Moments, State, TensorSpec, TensorSpecs
 
 @dataclass
 class LowRankGradient:
-    """What stands for the gradient of a matrix until the step: as a parameter's own, it is scaled and clipped there."""
+    """Stands for the gradient of a matrix until the step: like a parameter's own, it is scaled and clipped there."""
 
     grad: Tensor | None = None
 
 
 class GaLore:
-    """GaLore's Adam over matrices [out, in], whose gradients are never held whole for more than one of them.
+    """GaLore's Adam over matrices [out, in]; the whole gradient of at most one of them is in memory at a time.
 
     As soon as the backward pass has finished a gradient G, a hook projects it, adds it to a sum of low rank, and drops
     it. With out >= in and P [R, in] the first right singular vectors of G, that sum is of G P^T, and the step does::
@@ -36,14 +36,14 @@ class GaLore:
         w <- (w - rate * scale * N P) * (1 - rate * decay)
 
     (out < in: P [out, R] the first left singular vectors, P^T G and P N.) Projecting is linear, so summing projected
-    micro-batches is exact; a global norm and clipping see the low-rank gradient, which is what is applied.
+    micro-batches is exact; a global norm and clipping see the low-rank gradient, the one that is applied.
 
-    Compiled code hands over the gradients of a compiled region together: then it is those that are whole at once.
+    Compiled code returns the gradients of a compiled region together: then these are whole at the same time.
 
-    P is made anew at every `update_every`-th step, from the gradient of the step's first micro-batch (the paper's whole
-    gradient when there is one micro-batch); the moments stay. The singular vectors are exact: a randomised method took
-    0.09 s instead of 0.9 for 2048 x 2048, and found another subspace. A new P counts once a step is made with it; a
-    step that is left out leaves nothing behind.
+    P is recomputed at every `update_every`-th step, from the gradient of the step's first micro-batch (the paper's
+    whole gradient when there is one micro-batch); the moments stay. The singular vectors are exact: a randomised method
+    took 0.09 s instead of 0.9 for 2048 x 2048, and found another subspace. A new P counts once a step is made with it;
+    a step that is left out leaves nothing behind.
 
     Args:
         groups:  "params" (2-D) and "weight_decay" of each.

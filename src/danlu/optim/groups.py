@@ -1,4 +1,4 @@
-"""What role a parameter plays, and which parameters are decayed: the only place where names are read."""
+"""The role of a parameter, and whether it is decayed: the only place where names are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADS = frozenset({"lm_head"})
 
 
 def role(name: str, parameter: Parameter) -> Role:
-    """What a parameter is to an optimizer.
+    """Returns a parameter's role for the optimizer: vector, embedding, head or matrix.
 
     vector: norms, biases (stacked ones too), anything with fewer than two dimensions. embedding: a table that is looked
     up (a head tied to it is the same parameter, hence an embedding too). head: an untied output projection. matrix:

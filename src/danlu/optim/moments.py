@@ -37,7 +37,7 @@ class Moments(Protocol):
     """A way of keeping the two moments. The state of a parameter is a dictionary of tensors, all zeros at first."""
 
     def specs(self, shape: torch.Size) -> TensorSpecs:
-        """What is kept for a parameter of this shape."""
+        """Returns the specs of the tensors kept for a parameter of this shape."""
 
     def update(
         self, group: Mapping[str, Any], weights: Sequence[Any], gradients: Sequence[Any], states: Sequence[State]
@@ -45,11 +45,11 @@ class Moments(Protocol):
         """One step of AdamW on each weight and its state, in place; `group` holds lr, betas, eps and weight_decay."""
 
     def by_row(self, state: State, rows: int) -> State | None:
-        """Views [rows, ...] of what is kept for each row of a matrix; None if rows share some of it."""
+        """Returns views [rows, ...] of the state of each row of a matrix; None if rows share some of it."""
 
 
 class StatePages(Protocol):
-    """Where the state of parameters lies if not beside them (`memory.paged_state`)."""
+    """The storage of parameters' state, where it is not with them (`memory.paged_state`)."""
 
     def zeros(self, parameter: Parameter) -> State:
         """The state of a parameter at its beginning."""
@@ -58,7 +58,7 @@ class StatePages(Protocol):
         """The state of a parameter as it was saved."""
 
     def fetched(self, parameter: Parameter) -> AbstractContextManager[State]:
-        """Within it the state is on the parameter's device; what is changed there is kept."""
+        """Puts the state on the parameter's device within the block; changes to it are kept."""
 
     def release(self, parameter: Parameter) -> None:
         """The state is not in use any more, and may leave memory."""

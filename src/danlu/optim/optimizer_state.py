@@ -1,4 +1,6 @@
-"""The state of each kind of optimizer: what it keeps for a parameter, checking saved state, and loading it."""
+"""The state of each kind of optimizer: the tensors that it keeps for a parameter, checking saved state, and
+loading it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def check_state(tensors: Mapping[str, Tensor], expected: TensorSpecs) -> None:
 def replace_state(optimizer: AnyOptimizer, states: Mapping[Parameter, dict[str, Tensor]]) -> None:
     """Replaces an optimizer's state by its own method, which knows the device of each tensor.
 
-    Some of torch's step counters stay on the host. `states` has what is kept for each parameter, by name.
+    Some of torch's step counters stay on the host. `states` has the tensors kept for each parameter, by name.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer.load(states)

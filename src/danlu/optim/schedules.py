@@ -8,7 +8,7 @@ from danlu.recipe.sections import Schedule
 
 
 def multiplier(step: int, total: int, section: Schedule) -> float:
-    """What the optimizer's own rate is multiplied by at `step`, counted from 1 to `total`.
+    """Returns the factor of the optimizer's own rate at `step`, counted from 1 to `total`.
 
     With W warm-up steps the rate is step / W until it reaches 1 at step W (at step 1 without warm-up). From there:
 
