@@ -1,4 +1,4 @@
-"""`danlu bench`: what this machine can do, and what few bits lose of a model, measured."""
+"""`danlu bench`: the speed of this machine, and the losses of a model in few bits, measured."""
 
 from __future__ import annotations
 

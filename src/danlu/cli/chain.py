@@ -1,4 +1,4 @@
-"""`danlu train` of a chain: what it says about each stage, and a table of all of them at the end."""
+"""`danlu train` of a chain: messages about each stage, and a table of all of them at the end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def table(stages: Sequence[StageOutcome]) -> list[str]:
 def launch_chain(
     chain: Chain, arguments: Sequence[str], resume: str, processes: int, dry_run: bool, quiet: bool
 ) -> int:
-    """Starts `danlu train` of the chain in so many processes, and returns the exit code.
+    """Starts `danlu train` of the chain in `processes` processes, and returns the exit code.
 
     Raises RecipeError for a stage whose layout does not fit them, before any process starts.
     """

@@ -116,7 +116,7 @@ def chat(
 
 @dataclass
 class Session:
-    """A conversation, the adapters that it can be continued with, and what limits its answers."""
+    """A conversation, the adapters that it can be continued with, and the limits of its answers."""
 
     conversation: Conversation
     chat_adapters: ChatAdapters

@@ -97,7 +97,7 @@ def script(shell: str) -> str:
 
 
 def install(shell: str) -> str:
-    """Writes the script below the home folder and has the shell read it. Returns what to do next.
+    """Writes the script below the home folder and has the shell read it. Returns advice on the next step.
 
     Raises typer.BadParameter for an unknown shell, ResourceError where nothing can be written.
     """
@@ -151,7 +151,7 @@ def _quoted(text: str) -> str:
 
 
 def candidates(arguments: Sequence[str]) -> Iterator[Candidate]:
-    """What the last of these arguments, which follow `danlu`, could become."""
+    """Yields completions of the last of these arguments, which follow `danlu`."""
     *previous, current = arguments or [""]
     for candidate in _candidates(previous, current):
         if candidate.text.startswith(current):
@@ -159,7 +159,8 @@ def candidates(arguments: Sequence[str]) -> Iterator[Candidate]:
 
 
 def _candidates(previous: Sequence[str], current: str) -> Iterable[Candidate]:
-    """What could follow the previous arguments; `current` only decides between options, keys and paths."""
+    """Returns candidates that can follow the previous arguments; `current` only decides between options, keys and
+    paths."""
     from danlu.cli.main import command, group
 
     if not previous:
@@ -272,7 +273,8 @@ def _values(key: str) -> Iterator[str]:
 
 
 def _paths(current: str, suffixes: tuple[str, ...] | None) -> Iterator[Candidate]:
-    """Folders, and files (with one of these suffixes), that begin with what is typed; hidden ones only after a dot."""
+    """Yields folders, and files (with one of these suffixes), that begin with the typed text; hidden ones only after a
+    dot."""
     folder, _, start = current.rpartition("/")
     parent = f"{folder}/" if "/" in current else ""
     try:

@@ -17,7 +17,8 @@ from danlu import __version__
 from danlu.core.errors import DanluError, InternalError, RecipeError, ResourceError
 
 FOLDERS = (Path("~/.cache/danlu/crashes"), Path(tempfile.gettempdir()))
-"""Where a report is written: the first that can be. A cluster's home is seen from everywhere, its /tmp is not."""
+"""The folders for a report: the first writable one is used. A cluster's home is seen from everywhere, its /tmp is
+not."""
 
 # A path or a disk that refuses is the machine's affair; any other errno of an operation that was not expected to fail
 # says that danlu did it wrong.
@@ -33,9 +34,9 @@ _MOST_CHARACTERS = 500  # of the exception's own text in the message; the file h
 
 
 def as_danlu_error(error: BaseException, doing: str = "") -> DanluError:
-    """The DanluError that says best what happened.
+    """The DanluError that describes an error best.
 
-    doing: what the process was at, in words (``layers.3 (forward, step 2)``), where it is known.
+    doing: the action of the process, in words (``layers.3 (forward, step 2)``), where it is known.
     """
     said = f"{type(error).__name__}{f' at {doing}' if doing else ''}: {_first_line(error)}".rstrip(": ")
     # CUDA's error by its name: torch need not be loaded.

@@ -103,7 +103,7 @@ def _short(text: str, width: int = 68) -> str:
 
 
 def next_lines(place: Place, danlu: str) -> Iterator[str]:
-    """Where things are, and commands that work as they stand."""
+    """Yields the places of files, and commands that work as they stand."""
     sft, pretrain, grpo = place.run("sft"), place.run("pretrain"), place.run("grpo")
     files = {
         place.report: "curves of reinforcement learning, its best and its worst answers",
@@ -133,7 +133,7 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
 
 
 def data_lines(place: Place, danlu: str) -> Iterator[str]:
-    """What can be done with the data alone."""
+    """Yields commands that need the data alone."""
     yield "What to try next"
     commands = {
         ("demo", "--output", place.folder): "train all four recipes, and compare",
@@ -144,14 +144,14 @@ def data_lines(place: Place, danlu: str) -> Iterator[str]:
 
 
 def _command_lines(commands: Mapping[tuple[str | Path, ...], str], danlu: str) -> Iterator[str]:
-    """Commands as the shell takes them, each with what it does."""
+    """Yields commands as the shell takes them, each with its description."""
     lines = [(shlex.join([danlu, *map(str, arguments)]), about) for arguments, about in commands.items()]
     width = max(len(line) for line, _ in lines if len(line) < 70)
     yield from (printable(f"  {line:{width}}  {about}") for line, about in lines)
 
 
 def program() -> str:
-    """How to call danlu from here: by its name where the shell finds it, else by its path."""
+    """The command that calls danlu from here: its name where the shell finds it, else its path."""
     started = Path(sys.argv[0])
     if started.name != "danlu":  # python -m danlu, or a test
         return "danlu"

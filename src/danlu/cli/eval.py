@@ -167,7 +167,7 @@ def _evaluate_decoder(
     cache_gib: float | None,
     draft: str | None,
 ) -> None:
-    """What a language model predicts of the rows, or answers to them; of a reward model the scores.
+    """Evaluates a language model's predictions of the rows, or its answers to them; or a reward model's scores.
 
     scores: a new file for these. answer_settings: those of `AnswerSettings`, where the rows are to be answered.
     """
@@ -188,7 +188,7 @@ def _evaluate_decoder(
 
 
 def _evaluate_rewards(request: Request, *, target: Path | None) -> None:
-    """The scores of a reward model, and what they amount to; written to `target`, if that is given."""
+    """Evaluates the scores of a reward model, and prints their summary; written to `target`, if that is given."""
     from danlu.cli.eval_rewards import evaluate_rewards, prepared_rows, rewards_spec
 
     resolved, length = request.resolved, min(request.context, DEFAULT_MAX_LENGTH)
@@ -206,7 +206,7 @@ def _evaluate_rewards(request: Request, *, target: Path | None) -> None:
 
 
 def _evaluate_answers(request: Request, settings: Mapping[str, Any], options: EngineOptions) -> None:
-    """How many of a language model's answers are the rows' own."""
+    """Evaluates how many of a language model's answers are the rows' own."""
     from danlu.cli.eval_answers import AnswerSettings, Questions, evaluate_answers
 
     if request.overrides:

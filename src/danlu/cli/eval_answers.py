@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How the answers are drawn and compared."""
+    """Settings by which the answers are drawn and compared."""
 
     samples: int = 1
     max_new_tokens: int = 256
@@ -44,7 +44,8 @@ class AnswerSettings:
     """A new file for the answers, a line of JSON each."""
 
     def match(self) -> AnswerMatch:
-        """What is compared. Raises RecipeError for flags that make no sense together, or a broken pattern."""
+        """Makes the comparison of answers. Raises RecipeError for flags that make no sense together, or a broken
+        pattern."""
         if self.samples > 1 and self.temperature == 0:
             raise RecipeError(f"--samples: {self.samples} times the likeliest answer are one; add --temperature 1")
         if self.target is not None and self.target.expanduser().exists():

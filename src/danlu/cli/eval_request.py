@@ -45,7 +45,7 @@ class Request:
         return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
 
     def load(self, tokenizer: ChatTokenizer | None = None, *, merged: bool = False) -> LoadedModel:
-        """The model with its tokenizer, having told what is worth knowing of it. merged: as in `load_model`."""
+        """Loads the model with its tokenizer, and prints its notes. merged: as in `load_model`."""
         from danlu.inference.load_model import load_model
 
         loaded = load_model(
@@ -73,7 +73,7 @@ def request_of(
     as_json: bool,
     may_classify: bool = True,
 ) -> Request:
-    """The decoder that flags name. Raises a DanluError for what can be wrong with it, without reading weights."""
+    """Resolves the decoder that flags name. Raises a DanluError for its faults, without reading weights."""
     from danlu.inference.resolve_model import resolve_model
     from danlu.models.hf_validation import check_headers
 

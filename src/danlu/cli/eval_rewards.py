@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def rewards_spec(
     resolved: ResolvedModel, data: str, overrides: list[str], chat_template: Path | None, *, max_length: int, keys: Any
 ) -> DatasetSpec:
-    """How the rows of a file become samples: pairs and steps are trees, other rows one answer each.
+    """Makes the spec by which rows of a file become samples: pairs and steps are trees, other rows one answer each.
 
     Rows longer than `max_length` tokens lose the beginning of their prompts (trees), or are left out.
     Raises RecipeError for settings that scoring has no use for, DataError for rows that this model cannot judge.
@@ -69,7 +69,7 @@ def evaluate_rewards(
     as_json: bool,
     target: Path | None,
 ) -> None:
-    """Prints what the scores amount to; with `target`, writes a line of JSON for each row into that file.
+    """Prints a summary of the scores; with `target`, writes a line of JSON for each row into that file.
 
     Raises ModelError for scores that are not finite, ResourceError for a file that cannot be written.
     """

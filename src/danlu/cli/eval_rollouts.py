@@ -1,4 +1,4 @@
-"""`danlu eval --rewards`: what answers are worth by the rewards of a recipe, a model's or those that rows have."""
+"""`danlu eval --rewards`: the rewards of a recipe for answers, a model's or those that rows have."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ if TYPE_CHECKING:
     from danlu.inference.load_model import LoadedModel
 
 ANSWERS_AT_A_TIME = 128
-"""That are judged together, as those of a rollout are while training: what functions of `completions` are given."""
+"""The number of answers that are judged together, like those of a rollout while training: functions get them as
+`completions`."""
 KEYS = ("data.prompt", "data.system", "data.max_length", "data.overlong", "data.on_bad_row", "data.bad_row_limit")
 
 
 @dataclass(frozen=True)
 class RewardFlags:
-    """What `danlu eval --rewards` is given; None is for a recipe to say, or its defaults."""
+    """The flags of `danlu eval --rewards`; for None the recipe decides, or its defaults."""
 
     rewards: Sequence[str]
     """Recipes, FILE.py:NAME, or sections such as {kind: math, column: answer}."""
     data: str
     overrides: Sequence[str] = ()
     column: str | None = None
-    """Of answers that the rows have; None: a model answers."""
+    """The column of answers that the rows have; None: a model answers."""
     samples: int | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None
@@ -66,7 +67,7 @@ class RewardFlags:
     as_json: bool = False
 
     def recipe(self, context: int | None) -> Recipe:
-        """The recipe whose rewards, prompts and sampling these are. Raises RecipeError with what is wrong.
+        """The recipe with these rewards, prompts and sampling options. Raises RecipeError that explains a fault.
 
         context: tokens that the model sees, the default of data.max_length.
         """
@@ -116,9 +117,9 @@ class Answer:
 
 
 def evaluate(request: Request | None, flags: RewardFlags, cache_gib: float | None, draft: str | None) -> None:
-    """All that the verb does. request: the model; None where rows have the answers and no tokens are counted.
+    """Runs the whole verb. request: the model; None where rows have the answers and no tokens are counted.
 
-    All that can be wrong with flags, rewards, rows and their columns is told before a language model is loaded.
+    All faults of flags, rewards, rows and their columns are raised before a language model is loaded.
     """
     if request is None and flags.column is None:
         raise RecipeError(
@@ -143,7 +144,7 @@ def evaluate(request: Request | None, flags: RewardFlags, cache_gib: float | Non
 
 
 def prompts_of(recipe: Recipe, tokenizer_folder: Path, chat_template: Path | None) -> tuple[Prompt, ...]:
-    """The prompts of all rows. Raises DataError; tells what was shortened or skipped."""
+    """Reads the prompts of all rows. Raises DataError; reports which were shortened or skipped."""
     template = None if chat_template is None else str(chat_template)
     spec = PromptSpec(recipe.data, str(tokenizer_folder), template, 0, recipe.rollout.max_new_tokens)
     with closing(RowProgress(sys.stderr)) as progress:
@@ -232,7 +233,7 @@ def require_columns(parts: Sequence[RewardPart], answers: Sequence[Answer] | Seq
 def evaluate_rollouts(
     runner: RewardRunner, answers: Sequence[Answer], flags: RewardFlags, *, model: str | None
 ) -> None:
-    """Judges the answers, and prints what they amount to; with `flags.target`, writes each with its rewards."""
+    """Judges the answers, and prints a summary; with `flags.target`, writes each with its rewards."""
     values, unjudged, failures = list[np.ndarray](), list[np.ndarray](), list[RewardFailure]()
     with ExitStack() as stack:
         file = None if flags.target is None else stack.enter_context(opened_new(flags.target, "--scores"))
@@ -280,7 +281,7 @@ def _reward_model(request: Request | None, section: ModelReward) -> Reward:
 
 
 def _section(text: str) -> Any:
-    """What --rewards gives beside recipes, as YAML would have it in a list."""
+    """Parses a value of --rewards that is no recipe, as YAML would have it in a list."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

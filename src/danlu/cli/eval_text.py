@@ -26,7 +26,7 @@ MICRO_BATCH_TOKENS = 4096  # tokens per forward pass
 
 
 def evaluate_text(request: Request) -> None:
-    """How likely the rows are under a language model."""
+    """Evaluates the likelihood of the rows under a language model."""
     resolved = request.resolved
     recipe = evaluation_recipe(resolved.folder, request.data, request.overrides, request.context)
     prepared = tokenised(recipe, resolved.tokenizer_folder, request.chat_template)
@@ -146,7 +146,7 @@ def bits_per_byte(scores: Scores, samples: Selection, loaded: LoadedModel) -> fl
 
 
 def show(row: dict[str, Any], bad_examples: list[str], context: int) -> None:
-    """Prints the scores, and on stderr what became of rows that could not be used as they are.
+    """Prints the scores, and on stderr the rows that could not be used as they are.
 
     context: the most tokens that the model can see of a row.
     """

@@ -1,4 +1,4 @@
-"""`danlu explain`: what a key of the recipe means, and where its value came from."""
+"""`danlu explain`: the meaning of a recipe's key, and the origin of its value."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _in_stage(chain: Chain, key: str | None) -> tuple[str | None, Loaded | None]
 
 
 def _show(console: Console, explanation: Explanation) -> None:
-    """One key in full: what it means, takes, defaults to, and what its children are."""
+    """Shows one key in full: its meaning, values, default and children."""
     console.print(Text(printable(explanation.key), style="bold"), Text(explanation.about), sep="\n", end="\n\n")
     rows = [("takes", explanation.takes)]
     if explanation.short is not None:

@@ -156,7 +156,7 @@ def requests_of(
     max_new_tokens: int,
     samples: int,
 ) -> list[Request]:
-    """What the engine is asked.
+    """Makes the requests to the engine.
 
     prompts: the tokens of each row. stops: texts that end an answer. samples: answers to each row.
     """

@@ -128,7 +128,7 @@ def _in_main_thread() -> bool:
 
 
 class WorkerEnvironment(LogsSpecs):
-    """What a process finds in its environment beside the agent's variables; it redirects what it prints itself."""
+    """The environment of a process in addition to the agent's variables; the process redirects its own output."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Agent(LocalElasticAgent):
         return self._kill_all()
 
     def _kill_all(self) -> dict[int, int | None]:
-        """Kills what still runs. Returns exit codes by rank, None of those that were killed."""
+        """Kills the processes that still run. Returns exit codes by rank, None for those that were killed."""
         exits = {rank: process.poll() for rank, process in self._popen().items()}
         for rank, process in self._popen().items():
             if exits[rank] is None:

@@ -26,7 +26,7 @@ COMPLETE = "_DANLU_COMPLETE"
 """The environment variable with which a shell's script asks for completions: the name of the shell."""
 
 WORKING_VERBS = ("train", "study", "verify", "demo")
-"""Those that do not end when nobody reads stdout any more: what they print is about the work, and not the work."""
+"""Verbs that do not end when nobody reads stdout any more: their output is about the work, and not the work itself."""
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 HEADINGS = ("Begin", "Train", "Use", "Look")  # of the help page, in order; each verb names its own
@@ -102,7 +102,7 @@ def danlu(
 
 
 class LazyVerb(TyperCommand):
-    """Stands in `danlu --help` for a verb, whose module is imported when the verb is used."""
+    """A verb's placeholder in `danlu --help`; the verb's module is imported when it is used."""
 
     def __init__(self, name: str, verb: Verb) -> None:
         super().__init__(name, help=verb.about)

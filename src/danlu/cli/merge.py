@@ -178,7 +178,7 @@ def check_options(
 
 
 def describe(combination: Combination) -> str:
-    """`ties, weights 0.7 and 0.3, density 0.2`."""
+    """Formats a combination: `ties, weights 0.7 and 0.3, density 0.2`."""
     weights = " and ".join(f"{weight:g}" for weight in combination.weights)
     kept = f", density {combination.density:g}" if combination.method in SPARSIFYING else ""
     return f"{combination.method}, weights {weights}{kept}"

@@ -1,4 +1,4 @@
-"""Flags that verbs which load a model share, and what they say: sampling, precision, quantization, the engine."""
+"""Flags that verbs which load a model share, and their messages: sampling, precision, quantization, the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`danlu preview`: what a recipe trains on, before anything is trained."""
+"""`danlu preview`: the training data of a recipe, before anything is trained."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _preview_rows(
 def _summary(
     spec: DatasetSpec, positions: int, packs: int, shown: Sequence[PreviewRow]
 ) -> tuple[DatasetSummary, DataError | None]:
-    """What becomes of all rows, and why a run would refuse them, if it would.
+    """Summarizes all rows, with the error of a run that would refuse them, if it would.
 
     Raises DataError where they cannot even be counted.
     """
@@ -160,7 +160,7 @@ def _write_model_and_memory(out: PreviewWriter, recipe: Recipe, tokenizer: Token
 def _preview_prompts(
     recipe: Recipe, rows: int, places: Sequence[str], max_tokens: int | None, *, as_json: bool
 ) -> None:
-    """Shows prompts as the policy is given them, and what becomes of all rows."""
+    """Shows prompts as the policy receives them, and the fate of all rows."""
     from danlu.assembly.recipe_adapters import check_without_weights
     from danlu.data.prompt_preview import render_prompt_examples
     from danlu.data.prompts import PromptSpec

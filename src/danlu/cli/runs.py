@@ -1,4 +1,4 @@
-"""`danlu runs list`: which runs there are, how far they came and what became of them."""
+"""`danlu runs list`: the runs of a folder, their progress and their ends."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _row(info: RunInfo) -> tuple[str, ...]:
 
 
 def _judged(info: RunInfo) -> str:
-    """The last value of what evaluations are judged by, with its name where it is not the loss."""
+    """The last value of the metric that evaluations are judged by, with its name where it is not the loss."""
     if info.evaluation_value is None:
         return ""
     name = "" if info.metric == LOSS.metric else f"{printable(info.metric)} "

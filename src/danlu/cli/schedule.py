@@ -1,4 +1,4 @@
-"""`danlu schedule`: what each rank of a pipeline does when, simulated or as a run has measured it."""
+"""`danlu schedule`: the actions of each pipeline rank over time, simulated or as a run has measured them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _bubble_formula(shape: ScheduleShape) -> str:
 
 
 def _print_in_flight(shape: ScheduleShape, counts: Sequence[int]) -> None:
-    """The most activations in flight of each rank, beside the formula's where each rank is a stage."""
+    """Prints the most activations in flight of each rank, and the formula's where each rank is a stage."""
     unit = "micro-batches" if shape.chunks == 1 else "chunks of micro-batches"
     line = f"in flight, {unit} by rank: {' '.join(map(str, counts))}"
     if shape.kind is not None and len(counts) == shape.stages:

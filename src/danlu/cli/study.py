@@ -101,7 +101,7 @@ def _report(results: Study, folder: Path) -> None:
 
 @contextmanager
 def _console(plan: Plan, verbose: bool) -> Iterator[StudyConsole]:
-    """Shows on stderr what becomes of the runs, at a terminal with a line that changes."""
+    """A context that shows the progress of runs on stderr, at a terminal with a line that changes."""
     if verbose or not sys.stderr.isatty():
         yield StudyConsole(plan, verbose)
         return

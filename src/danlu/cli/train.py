@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from danlu.run.train import Outcome
 
 MIN_PROCESS_BYTES = 128 << 20
-"""Less than what a process that has loaded danlu's training holds for itself alone: 202 MiB of 283, as Linux counts."""
+"""A bound below the memory that a process with danlu's training loaded holds for itself alone: 202 MiB of 283, as Linux
+counts."""
 PROGRESS_S = 3.0
-"""Between lines about how many processes have started, where there are more of them than cores."""
+"""Seconds between lines about how many processes have started, where there are more of them than cores."""
 
 
 def train(
@@ -158,7 +159,7 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
         return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if is_own else resume]
 
     def from_where() -> str:
-        """Where a restarted run begins, in words."""
+        """The step from which a restarted run begins, in words."""
         latest = CheckpointStore(folder / CHECKPOINTS).latest()
         return "from the beginning" if latest is None else f"from step {latest.step}"
 
@@ -204,7 +205,7 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
 
 
 def print_outcome(outcome: Outcome, log: Callable[[str], None]) -> None:
-    """Says how a run ended, and what can be done with its result."""
+    """Prints how a run ended, and the next commands for its result."""
     if outcome.exit_code:
         print_status(outcome.stopped)
         return
@@ -221,7 +222,7 @@ def print_outcome(outcome: Outcome, log: Callable[[str], None]) -> None:
 
 
 def suggested_commands(folder: Path) -> str:
-    """Commands for a result, a model's or an adapter's folder, and what other programs do not see of it."""
+    """Commands for a result, a model's or an adapter's folder, and the parts of it that other programs do not see."""
     if is_adapter(folder):
         adapter = read_adapter_config(folder)
         use = f"chat {folder}" if adapter.task == "causal-lm" else f"eval {folder} --data FILE"

@@ -1,9 +1,9 @@
 """The demo: from nothing to a model that answers, on data that danlu makes itself.
 
-It does what a user would do by hand. It writes a tokenizer, data files and four recipes (`demo_recipes.py`) into a
-folder and trains the recipes one after the other: a model that reads, then answers, then sees sums and answers, then
-learns from trying sums of its own (GRPO). It asks each model and the one before it the same questions. Everything stays
-there to be read, edited and trained again; doing it again goes on where it stopped.
+It works as a user would by hand. It writes a tokenizer, data files and four recipes (`demo_recipes.py`) into a folder
+and trains the recipes one after the other: a model that reads, then answers, then sees sums and answers, then learns
+from trying sums of its own (GRPO). It asks each model and the one before it the same questions. Everything stays there
+to be read, edited and trained again; doing it again goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AnsweredSum:
 
     @property
     def is_right(self) -> bool:
-        """Whether it finds the right result in the answer after."""
+        """Whether the answer after the stage has the right result."""
         return self._is_right(self.after)
 
     def _is_right(self, text: str) -> bool:
@@ -90,7 +90,7 @@ class AnsweredSum:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many questions of a kind there are, and how many are answered right before a stage and after it."""
+    """The number of questions of a kind, and of right answers before a stage and after it."""
 
     of: int
     before: int
@@ -99,7 +99,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo leaves and shows. After a signal (exit_code is not 0) there are no answers yet."""
+    """The results of the demo. After a signal (exit_code is not 0) there are no answers yet."""
 
     place: Place
     exit_code: int
@@ -113,17 +113,17 @@ class Result:
 def demo(
     folder: Path, *, size: Size | None = None, log: Log, stream: TextIO | None = None, data_only: bool = False
 ) -> Result:
-    """Makes everything that is not there yet, trains what is not trained, and asks the models the same questions.
+    """Makes all missing files, trains the untrained recipes, and asks the models the same questions.
 
     Args:
-        folder: where; made when missing.
+        folder: the demo's folder; made when missing.
         size: of a new folder; one that was begun keeps its own.
         log: takes the lines for the console.
         stream: where training shows its progress; stderr by default.
         data_only: write tokenizer, data and recipes, and train nothing.
 
-    Raises ResourceError for a folder that holds other things or cannot be written, and what `run.train` raises, whose
-    recipes may have been edited since.
+    Raises ResourceError for a folder that holds other things or cannot be written, and the errors of `run.train`, since
+    the recipes may have been edited.
     """
     place = Place(folder)
     size = _begin(place, size or Size())
@@ -176,7 +176,7 @@ def _begin(place: Place, size: Size) -> Size:
 
 
 def _write_missing(place: Place, size: Size) -> None:
-    """Whatever is there stays as it is: the user may have edited it."""
+    """Writes the missing files; those that are there stay as they are: the user may have edited them."""
     files: list[tuple[Path, Callable[[], str]]] = [
         (place.documents, lambda: _lines({"text": text} for text in _documents(size.documents))),
         (place.conversations, lambda: _lines(conversations(0, size.conversations))),

@@ -1,4 +1,4 @@
-"""The recipes that the demo writes into its folder, and what is where in it."""
+"""The recipes that the demo writes into its folder, and the folder's layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class Size:
-    """How much data, and how large a model.
+    """The size of the data and of the model.
 
     With the defaults it takes a few minutes on two cores, and nearly every question is answered right.
     """
@@ -37,7 +37,7 @@ class Size:
 
 
 class Place:
-    """The folder, and what is where in it."""
+    """The folder, and the paths of its contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Place:
 
 
 def pretrain_recipe(place: Place, size: Size) -> str:
-    """Of a small model from scratch."""
+    """Returns the recipe of a small model from scratch."""
     return f"""\
 # Pretraining, as `danlu demo` does it: a small model reads about a small world.
 # Edit what you like. Paths are those of the folder that danlu is started in.
@@ -103,7 +103,7 @@ output: {_quoted(place.run("pretrain"))}
 
 
 def sft_recipe(place: Place, size: Size) -> str:
-    """Of instruction tuning on conversations."""
+    """Returns the recipe of instruction tuning on conversations."""
     return f"""\
 # Instruction tuning, as `danlu demo` does it: the pretrained model learns to answer.
 # Edit what you like. Paths are those of the folder that danlu is started in.
@@ -138,7 +138,7 @@ output: {_quoted(place.run("sft"))}
 
 
 def sums_recipe(place: Place, size: Size) -> str:
-    """Of SFT on sums, from the model that answers."""
+    """Returns the recipe of SFT on sums, from the model that answers."""
     return f"""\
 # Instruction tuning once more, as `danlu demo` does it: the tuned model sees sums and their answers.
 # {size.worked_sums:,} are worked out, and {size.bare_sums:,} are results alone, which it is more likely to give then.
@@ -169,7 +169,7 @@ output: {_quoted(place.run("sums"))}
 
 
 def grpo_recipe(place: Place, size: Size) -> str:
-    """Of GRPO on sums whose results a reward checks."""
+    """Returns the recipe of GRPO on sums with results that a reward checks."""
     return f"""\
 # Reinforcement learning, as `danlu demo` does it: the model tries other sums, {SAMPLES} times each.
 # A reward checks the result alone, and what led to a right one becomes likelier (GRPO): to work it out, and carefully.

@@ -1,12 +1,12 @@
-"""After each hand-over: does the engine answer with the trainer's weights? If not, the run stops.
+"""Checks after each weight sync that the engine answers with the trainer's weights; if not, the run stops.
 
-Weights that never arrive, arrive in part, or lie behind keys and values of old ones leave no trace but worse answers:
-an adapter that never reached the rollouts was found by its users in verl (#7495), unsloth (#8701) and ms-swift
+Weights that never arrive, arrive in part, or are hidden by cached keys and values of old ones leave no trace but worse
+answers: an adapter that never reached the rollouts was found by its users in verl (#7495), unsloth (#8701) and ms-swift
 (#9855).
 
-Fixed prompts are continued by the way that rollouts go, cached prefixes included, and the trainer computes the
+Fixed prompts are continued in the same way as rollouts, cached prefixes included, and the trainer computes the
 log-probabilities of the same tokens. Tensors of one layer, another each time, are compared by value where the engine
-tells what it has.
+reports its own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Score = Callable[[Sequence[Sequence[int]], Sequence[int], str | None], list[list[float]]]
-"""(sequences of prompt and answer, tokens of each prompt, adapter or "none") -> the trainer's log-probabilities of the
-answers' tokens, at temperature 1."""
+"""Maps (sequences of prompt and answer, tokens of each prompt, adapter or "none") to the trainer's log-probabilities of
+the answers' tokens, at temperature 1."""
 
 Differing = Callable[[int | None], list[str]]
-"""For a version, the names of those tensors that are looked at then and whose values the engine does not have; for None
-all tensors are looked at."""
+"""Returns, for a version, the names of that version's sample of tensors with other values in the engine; for None all
+tensors are compared."""
 
 FIRST_NUMBER = 1 << 61
 """The canary's requests are numbered from here, above those of a run."""
@@ -44,14 +44,14 @@ FIRST_NUMBER = 1 << 61
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """What was found in order."""
+    """The result of a check that passed."""
 
     gap: RolloutGap
-    """Between the engine's log-probabilities and the trainer's."""
+    """The gap between the engine's log-probabilities and the trainer's."""
     adapter_gap: float | None
     """Mean |with - without the adapter| by the trainer, of the same tokens; None without an adapter."""
     answers: CanaryAnswers
-    """What was answered, which any engine with these weights has to answer."""
+    """The answers, which any engine with these weights has to give."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,16 @@ class CanaryAnswers:
 
 @dataclass(frozen=True)
 class Canary:
-    """What is asked after each hand-over, and what of the answers is let pass."""
+    """The prompts of the check after each weight sync, and the tolerance of its answers."""
 
     prompts: Sequence[tuple[int, ...]]
-    """Of several blocks of the cache each, so that what is left of an old prefix shows."""
+    """Prompts of several blocks of the cache each, so that remains of an old prefix show."""
     score: Score
     tolerance: float
-    """Of the mean gap, in nats; 0 for an engine that is exact."""
+    """The tolerance of the mean gap, in nats; 0 for an engine that is exact."""
     new_tokens: int = 16
     adapter: str | None = None
-    """The adapter in training: what it says must not be what the base says."""
+    """The adapter in training: its answers must differ from the base's."""
     differing: Differing | None = None
 
     def check(self, engine: RolloutEngine) -> CanaryReport:
@@ -144,7 +144,7 @@ class Canary:
         return engine.generate(self.requests(adapter))
 
     def requests(self, adapter: str | None) -> list[Request]:
-        """What is asked."""
+        """The requests of the check."""
         return [
             Request(
                 number=FIRST_NUMBER + index,
@@ -168,7 +168,7 @@ class Canary:
         gap: RolloutGap,
         differing: Sequence[str],
     ) -> str:
-        """What is wrong, with the names of all tensors that differ."""
+        """Describes the mismatch, with the names of all tensors that differ."""
         largest = [rollout_gap([answer], [row]).largest for answer, row in zip(answers, trainer, strict=True)]
         if self.differing is None:
             tensors = "the engine does not tell what its tensors are"
@@ -197,9 +197,9 @@ def compare_with_server(
 
     Args:
         server: None on processes that only help with `value`.
-        value: from a parameter's name in the decoder to the whole tensor, on the first process at least; a collective
+        value: maps a parameter's name in the decoder to the whole tensor, on the first process at least; a collective
             call where parameters are sharded.
-        from_first: what a function returns on the first process, on all of them; see `parallel.comm.Group`.
+        from_first: returns a function's result of the first process on all of them; see `parallel.comm.Group`.
     """
 
     def differing(version: int | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a trainer and `danlu serve --rollouts` say to each other, as JSON has it: requests, and answers to the last bit.
+"""Messages between a trainer and `danlu serve --rollouts`, as JSON: requests, and answers to the last bit.
 
 Python writes the shortest text that reads as the same float, so log-probabilities arrive as they were computed.
 """
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 PROTOCOL = 3
 """Counts changes after which one side no longer understands the other."""
 PREFIX = "/rollouts"
-"""Of the paths of all endpoints."""
+"""The prefix of the paths of all endpoints."""
 
 
 def continuation_to_json(continuation: Continuation, *, routes: bool = False) -> dict[str, Any]:
-    """What a server is asked; `serving.rollout_endpoints.AnswerBody` reads it. routes: whether they are wanted."""
+    """Makes the request to a server; `serving.rollout_endpoints.AnswerBody` reads it. routes: whether it requests
+    them."""
     request = continuation.request
     asked = dataclasses.replace(
         request,

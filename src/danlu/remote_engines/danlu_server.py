@@ -92,7 +92,7 @@ class DanluServer(ServerClient, TakesFiles):
         self._post("sleep")
 
     def wake_weights(self) -> None:
-        """They never slept."""
+        """Does nothing: the weights never slept."""
 
     def wake(self) -> None:
         self._post("wake")

@@ -1,4 +1,4 @@
-"""Which kind of rollout server listens at an address, found by asking."""
+"""Detects the kind of rollout server at an address, by requests to it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from danlu.remote_engines.vllm import VLLMServer
 
 @dataclass(frozen=True)
 class Demands:
-    """What a trainer asks of a server of any kind.
+    """The trainer's demands on a server of any kind.
 
     exact, push: as in `DanluServer`. bucket_bytes: as in `VLLMServer`. routes: whether the trainer replays the experts
-    that tokens went to; `routes_required`: whether it takes no server that does not say which these were.
+    that tokens went to; `routes_required`: whether it takes no server without recorded routes.
     """
 
     exact: str | None = None
@@ -30,9 +30,9 @@ class Demands:
 
 
 def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
-    """The server at an address, not checked yet. Nothing but questions is asked.
+    """Returns the server at an address, not checked yet. Only read requests are sent.
 
-    Raises ModelError for one that is of no kind known here, or that cannot do what is demanded, and ConnectionLost.
+    Raises ModelError for one that is of no kind known here, or that cannot meet the demands, and ConnectionLost.
     """
     url = client.url
     info = _answer(client, f"{PREFIX}/info")
@@ -61,7 +61,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
 
 
 def without_routes(name: str) -> str:
-    """What a user is told whose policy has experts, and whose server does not say which of them tokens went to."""
+    """Warns a user whose policy has experts of a server that does not report the experts that tokens went to."""
     return (
         f"rollout: {name} does not say which experts tokens went to, so routers choose anew in training; `gap` in "
         "metrics.jsonl says how far that is from the rollout"
@@ -90,7 +90,7 @@ def _other_kind(client: HTTPClient) -> str:
 
 
 def _answer(client: HTTPClient, path: str) -> object:
-    """What GET answers; None where there is no such path. Raises RequestRefused for a key that is wrong."""
+    """Returns the answer to GET; None where there is no such path. Raises RequestRefused for a wrong API key."""
     try:
         answer: object = client.get(path)
     except RequestRefused as error:

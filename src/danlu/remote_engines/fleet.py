@@ -1,9 +1,9 @@
-"""Several rollout servers as one: the least loaded is asked, and what one loses the others answer.
+"""Several rollout servers as one: the least loaded is asked, and requests of a lost one are answered by the others.
 
-A server that does not answer any more is left out. One that is there again gets the present weights from the files that
-were handed over last, has to answer a canary's prompts as the others did, and is asked again then. Draws follow from
-requests, so it makes no difference which server answers (with `danlu serve`; the others draw alike where they round
-alike).
+A server that does not answer any more is left out. One that is there again gets the present weights from the files of
+the latest hand-over, has to answer a canary's prompts as the others did, and then gets requests again. Draws follow
+from requests, so it makes no difference which server answers (with `danlu serve`; the others draw alike where they
+round alike).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from danlu.models.config import ModelConfig
 
 POLL_S = 0.5
-"""How often a server that is gone is looked for."""
+"""Seconds between looks for a server that is gone."""
 HEALTH_TIMEOUT_S = 5.0
 FAILED = 500
 """The status of an answer that a server failed at; those above say that it, or a way to it, is not there."""
 
 Connect = Callable[[HTTPClient], RolloutServer]
-"""(a client) -> the server there, not checked yet; see `detect.detect_server`."""
+"""Returns the server of a client, not checked yet; see `detect.detect_server`."""
 
 
 @dataclass
@@ -68,20 +68,21 @@ class Replica:
 
 @dataclass
 class Weights:
-    """What the servers were handed last. load: hands it to a server; None: they have what they were started with."""
+    """The latest weights of the servers. load: hands them to a server; None: servers have those they were started
+    with."""
 
     label: str = ""
     load: Callable[[RolloutServer], None] | None = None
     canary: CanaryAnswers | None = None
-    """What a server with these weights answers, once that was found in order."""
+    """The answers of a server with these weights, once the canary has passed."""
 
 
 class ServerFleet(TakesFiles):
     """A `RolloutServer` over several; its calls reach all that are usable.
 
     Args:
-        clients: one for each server. connect: finds out of what kind one is.
-        exact: whether each of them is demanded to be.
+        clients: one for each server. connect: detects the kind of a server.
+        exact: whether each of them must be exact.
     """
 
     name = "the rollout servers"
@@ -97,9 +98,9 @@ class ServerFleet(TakesFiles):
         self._is_idle = False
         """Whether answers are not wanted: while paused, and while asleep."""
         self._control = threading.RLock()
-        """Held while servers are told something, so that none comes back in the middle of it."""
+        """Held while servers are controlled, so that none comes back in the middle of it."""
         self._changed = threading.Condition()
-        """Guards what replicas are, and where requests are."""
+        """Guards the state of replicas, and the places of requests."""
         self._places: dict[str, Replica] = {}  # of requests by id
         self._pool = ThreadPoolExecutor(len(clients), thread_name_prefix="rollout-server")
         self._closing = threading.Event()
@@ -118,9 +119,9 @@ class ServerFleet(TakesFiles):
     # -- who is there
 
     def wait_until_there(self, timeout_s: float) -> bool:
-        """Whether one is usable at some moment of the next `timeout_s` seconds.
+        """Waits until a server is usable, for at most `timeout_s` seconds; returns whether one is.
 
-        At first all are waited for, as they are being started; those that do not come are told and looked for later.
+        The first call waits for all, as they are being started; missing ones are reported and looked for later.
         """
         if not self._watcher.is_alive():
             waits = [self._pool.submit(replica.client.wait_until_healthy, timeout_s) for replica in self.replicas]
@@ -134,7 +135,7 @@ class ServerFleet(TakesFiles):
             return self._changed.wait_for(lambda: any(replica.is_usable for replica in self.replicas), timeout_s)
 
     def check(self, config: ModelConfig) -> None:
-        """As each server's own. Later ones are checked before they are used."""
+        """Checks each server as its own `check` does. Later ones are checked before they are used."""
         self._config = config
         for replica in self.usable:
             if replica.server is None:
@@ -211,8 +212,8 @@ class ServerFleet(TakesFiles):
         return next((problem for problem in problems if problem is not None), None)
 
     def answer(self, continuation: Continuation) -> ServerAnswer:
-        """By the least loaded server; by another where that one is lost meanwhile. Raises ConnectionLost where none is
-        left, or none goes on."""
+        """Answers with the least loaded server; with another where that one is lost meanwhile. Raises ConnectionLost
+        where none is left, or none goes on."""
         lost: Exception = ConnectionLost(f"{self.address}: none of the rollout servers is there")
         for _ in self.replicas:
             with self._least_loaded(continuation.request_id) as replica:
@@ -267,7 +268,8 @@ class ServerFleet(TakesFiles):
     # -- what all are told
 
     def _each(self, tell: Callable[[Replica], None]) -> None:
-        """Tells all usable servers something at once; one that is gone is left out. Raises what one refuses it with."""
+        """Calls `tell` for all usable servers at once; one that is gone is left out. Raises the error of one that
+        refuses."""
 
         def tell_one(replica: Replica) -> None:
             try:
@@ -339,7 +341,7 @@ class ServerFleet(TakesFiles):
             self._each(lambda replica: load(replica.connected))
 
     def accept(self, canary: CanaryAnswers) -> None:
-        """Takes what a canary has found in order for what a server with the present weights answers.
+        """Keeps the answers of a canary that passed, as those of a server with the present weights.
 
         Raises TrainingError, with its url, where one of them answers otherwise.
         """

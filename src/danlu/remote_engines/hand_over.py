@@ -74,7 +74,7 @@ class FolderHandOver:
         self._last = folder
 
     def close(self) -> None:
-        """Deletes what lies on the exchange disk."""
+        """Deletes the files on the exchange disk."""
         if self._last is not None:
             shutil.rmtree(self._last, ignore_errors=True)
 
@@ -107,7 +107,7 @@ class GroupHandOver:
         server.finish_update(label)
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leaves the process group."""
         if self._group is not None:
             self._group.close()
         self._group = None
@@ -141,7 +141,7 @@ class AdapterHandOver:
         self._last = folder
 
     def close(self) -> None:
-        """Deletes what lies on the exchange disk."""
+        """Deletes the files on the exchange disk."""
         if self._last is not None:
             shutil.rmtree(self._last, ignore_errors=True)
 
@@ -149,9 +149,9 @@ class AdapterHandOver:
 def folder_weights(
     config: ModelConfig, weights: Weights, dtype: torch.dtype | None = None, *, complete: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder from a decoder's parameters, each as soon as all that it is made of has come.
+    """Yields the tensors of a model folder from a decoder's parameters, each as soon as all of its parts have come.
 
-    dtype: what they are cast to, if anything. complete: whether all parameters have to come.
+    dtype: the type that they are cast to, if any. complete: whether all parameters have to come.
     Raises ModelError for a parameter that the model does not have, and for one that is missing or has another shape.
     """
 

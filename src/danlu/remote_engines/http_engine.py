@@ -1,8 +1,8 @@
 """A rollout engine that is a server elsewhere: vLLM or SGLang, asked over HTTP for one answer at a time.
 
-Each answer is a request of its own, with a seed of its own, so that answers arrive as they are complete and an answer
-is what is asked for again when a connection breaks. `unfinished` answers are on this side: nothing that the server
-forgets is lost, and what it says twice is counted once.
+Each answer is a request of its own, with a seed of its own, so that answers arrive as they are complete and a single
+answer is requested again when a connection breaks. `unfinished` answers are on this side: nothing that the server
+forgets is lost, and a repeated answer is counted once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FRUITLESS_ATTEMPTS = 3
-"""How often an answer is asked for again that breaks off without a further token, while the server is there."""
+"""The number of requests for an answer that breaks off without a further token, while the server is there."""
 ABORT_S = 5.0
-"""How long a server that aborts its requests may take to say so for the next one."""
+"""Seconds that a server which aborts its requests may take between two of its replies."""
 
 
 class HTTPEngine:
@@ -43,12 +43,12 @@ class HTTPEngine:
     arrives.
 
     Args:
-        hand_over: how weights get there; None where they never change.
+        hand_over: the way of weight sync; None where weights never change.
         decode: token ids to text without special tokens; without it answers have no text, and stop strings are refused.
-        version: of the weights that the server has now, which it is told.
+        version: the version of the server's present weights, which it is notified of.
         step_s: how long a step waits for an answer; None: until one is there.
 
-    Raises ResourceError where the server is not there within `reconnect_s`, ModelError where its answers could not be
+    Raises ResourceError where the server is not there within `reconnect_s`, ModelError where its answers cannot be
     trusted (see `RolloutServer.check`).
     """
 
@@ -156,10 +156,10 @@ class HTTPEngine:
         return answers
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Hands the server new weights, and drops its prefix cache and what unfinished answers have cached.
+        """Hands the server new weights, and drops its prefix cache and the cached state of unfinished answers.
 
         weights: names of the decoder's parameters with their values; None where an adapter alone is handed over.
-        Where this fails the server stays paused: what weights it has is not known. A server that sleeps sleeps on.
+        Where this fails the server stays paused: its weights are not known. A server that sleeps sleeps on.
         """
         assert self.hand_over is not None, "no way was given by which weights reach the server"
         if self._is_asleep:
@@ -237,7 +237,7 @@ class HTTPEngine:
                 self._add(answer)
 
     def close(self) -> None:
-        """Has the server forget what is unfinished. The server itself goes on."""
+        """Aborts the unfinished requests at the server. The server itself goes on."""
         self._in_flight.abandon()
         self._waiting.clear()
         self._live.clear()
@@ -290,7 +290,7 @@ class HTTPEngine:
             self._in_flight.send(answer, default if adapter is None else None if adapter == BASE else adapter)
 
     def _receive(self, *, wait: bool, timeout_s: float | None = None) -> bool:
-        """Takes what has arrived; returns whether anything has."""
+        """Takes the outcomes that have arrived; returns whether there were any."""
         arrived = self._in_flight.receive(wait=wait, timeout_s=timeout_s)
         for answer, outcome in arrived:
             if answer.key in self._live:
@@ -298,7 +298,7 @@ class HTTPEngine:
         return bool(arrived)
 
     def _take(self, answer: Answer, outcome: Outcome) -> None:
-        """What one request came to."""
+        """Handles the outcome of one request."""
         if isinstance(outcome, ServerAnswer):
             self._extend(answer, outcome)
         elif isinstance(outcome, ConnectionLost) or (isinstance(outcome, RequestRefused) and outcome.status >= 500):
@@ -364,7 +364,7 @@ class HTTPEngine:
         self._live = {key: answer for key, answer in self._live.items() if key[0] != number}
 
     def _interrupted(self) -> None:
-        """After the server has aborted what was under way: takes what arrives, and lets the rest wait."""
+        """Takes the remaining outcomes after the server has aborted its requests, and lets the rest wait."""
         while self._in_flight and self._receive(wait=True, timeout_s=ABORT_S):
             pass
         # These came when the server took no more requests.

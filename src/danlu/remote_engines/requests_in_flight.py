@@ -14,7 +14,8 @@ Outcome = ServerAnswer | Exception
 
 
 class RequestsInFlight:
-    """For one thread, which sends and receives; the threads of the pool touch nothing but the queue of outcomes."""
+    """Requests in flight, for one thread, which sends and receives; the threads of the pool touch nothing but the queue
+    of outcomes."""
 
     def __init__(self, server: RolloutServer, connections: int) -> None:
         self._server, self._connections = server, connections
@@ -33,7 +34,7 @@ class RequestsInFlight:
         return len(self._answers) >= self._connections
 
     def send(self, answer: Answer, adapter: str | None) -> None:
-        """Asks for an answer, or for what is missing of it."""
+        """Requests an answer, or the missing part of it."""
         self._sent_count += 1
         request, tokens = answer.request, tuple(answer.tokens)
         continuation = Continuation(
@@ -55,7 +56,7 @@ class RequestsInFlight:
             self._outcomes.put((continuation.request_id, error))
 
     def receive(self, *, wait: bool, timeout_s: float | None = None) -> list[tuple[Answer, Outcome]]:
-        """What has arrived; with `wait` the first thing is waited for, if anything was sent."""
+        """Returns the outcomes that have arrived; with `wait` it waits for the first one, if anything was sent."""
         arrived: list[tuple[Answer, Outcome]] = []
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What a rollout server has to offer, whichever it is; `vllm.py` and `sglang.py` say how each is asked for it."""
+"""The interface of a rollout server of any kind; `vllm.py` and `sglang.py` implement it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from danlu.models.config import ModelConfig
 
 Route = Literal["group", "folder", "adapter"]
-"""How weights reach a server: over a process group that it joins, as a model folder, or the adapter alone as a
+"""The way of weight sync to a server: over a process group that it joins, as a model folder, or the adapter alone as a
 folder."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How rollout servers are spoken to, and handed the weights."""
+    """Options of rollout servers: connections and weight sync."""
 
     urls: tuple[str, ...]
     api_key_variable: str | None = None
@@ -39,7 +39,7 @@ class ServerOptions:
     timeout_s: float = 600.0
     """The longest wait for one answer."""
     reconnect_s: float = 120.0
-    """How long a server that is gone is waited for."""
+    """Seconds to wait for a server that is gone."""
     hand_over: Route = "folder"
     exchange_folder: Path | None = None
     """folder, adapter: a folder on a disk that trainer and server both see, under the same path."""
@@ -57,25 +57,25 @@ class ServerOptions:
 
     @property
     def client(self) -> HTTPClient:
-        """Of the one server that there is."""
+        """The client of the only server."""
         (client,) = self.clients
         return client
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a server is asked for: one answer, or the rest of one."""
+    """A request to a server: one answer, or the rest of one."""
 
     request_id: str
     request: Request
     tokens: tuple[int, ...]
-    """The prompt, and what there is of the answer."""
+    """The prompt, and the tokens of the answer so far."""
     max_new_tokens: int
     adapter: str | None
-    """None: the base."""
+    """The adapter's name; None: the base."""
     seed: int
     sample: int = 0
-    """Which of the request's answers."""
+    """The number of the answer among the request's."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ServerAnswer:
     support: list[Support] | None = None
     top: list[tuple[tuple[int, float], ...]] | None = None
     routes: np.ndarray | None = None
-    """As `Completion.routes`, of all tokens that were continued, and of the new ones."""
+    """Routes as in `Completion.routes`, of all tokens that were continued, and of the new ones."""
 
 
 class WeightGroup(Protocol):
@@ -105,9 +105,9 @@ class WeightGroup(Protocol):
 
 
 class RolloutServer(Protocol):
-    """A server that continues prompts with a model whose weights can be replaced.
+    """A server that continues prompts with a model that can get new weights.
 
-    Calls raise ConnectionLost where the server is not there, RequestRefused where it says no.
+    Calls raise ConnectionLost where the server is not there, RequestRefused where it refuses.
     """
 
     @property
@@ -173,7 +173,7 @@ class RolloutServer(Protocol):
 
 
 class ServerClient:
-    """What servers with one address have in common."""
+    """The common part of servers with one address."""
 
     exact = False
 
@@ -183,11 +183,11 @@ class ServerClient:
 
     @property
     def address(self) -> str:
-        """The server's url."""
+        """The url of the server."""
         return self.client.url
 
     def wait_until_there(self, timeout_s: float) -> bool:
-        """Whether it answers GET /health with success at some moment of the next `timeout_s` seconds."""
+        """Waits until GET /health succeeds, for at most `timeout_s` seconds; returns whether it did."""
         return self.client.wait_until_healthy(timeout_s)
 
     def close(self) -> None:
@@ -205,15 +205,15 @@ def seed_of(request: Request, sample: int, position: int) -> int:
 
 
 class TakesFiles(ABC):
-    """What servers say that weights reach by files alone, not over a process group."""
+    """The common part of servers that receive weights by files alone, not over a process group."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """What messages call the server."""
+        """The server's name in messages."""
 
     def open_group(self, address: str) -> WeightGroup:
-        """Raises ModelError."""
+        """Raises ModelError, since these servers have no process group."""
         raise ModelError(
             f"{self.address}: hand_over: group: danlu serve, and several servers, take files of weights. Use "
             "hand_over: folder, with push: true where a server does not see the trainer's disk"
@@ -234,7 +234,7 @@ class TakesFiles(ABC):
 
 @dataclass(frozen=True)
 class VersionRange:
-    """Releases whose interface was read: from `first` up to, but not including, `end`."""
+    """Releases with a known interface: from `first` up to, but not including, `end`."""
 
     first: tuple[int, ...]
     end: tuple[int, ...]
@@ -298,8 +298,8 @@ def versions_by_token(spans: Sequence[Mapping[str, Any]], tokens: int) -> list[s
 
 
 def during(action: Callable[[], Any], client: HTTPClient, path: str, body: Mapping[str, Any]) -> Any:
-    """What `action` returns, which the server takes part in while it is called. Raises what either of them raises: the
-    server's refusal, where the action failed because the server was not there."""
+    """Returns the result of `action`, with a request to the server under way that takes part in it. Raises the error of
+    either: the server's refusal, where the action failed because the server was not there."""
     executor = ThreadPoolExecutor(1)
     call = executor.submit(client.post, path, body)
     try:

@@ -1,9 +1,9 @@
 """SGLang behind its HTTP interface: generation from token ids, pausing, and weight updates.
 
-What was read is SGLang 0.5.23 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py, layers/sampler.py,
+The interface is that of SGLang 0.5.23 (sglang/srt/entrypoints/http_server.py, managers/io_struct.py, layers/sampler.py,
 model_executor/model_runner_components/weight_updater.py). It is started with --enable-lora for adapters, and with
 --enable-memory-saver for sleep. Seeds count only where it is started with --enable-deterministic-inference; else each
-run draws anew.
+run has other draws.
 
 It reports log softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and min-p, and, where they
 are on, the tokens that they left and the log-probability that was drawn with: all that a `Completion` promises. A
@@ -50,7 +50,7 @@ _PROBE_TEMPERATURES = (1.0, 2.0)
 
 
 class SGLangServer(ServerClient):
-    """A `RolloutServer`."""
+    """A `RolloutServer` for SGLang."""
 
     name = "SGLang"
 
@@ -166,7 +166,7 @@ class SGLangServer(ServerClient):
         self.client.post("/release_memory_occupation", {"tags": ["kv_cache"]})
 
     def wake_weights(self) -> None:
-        """They never slept."""
+        """Does nothing: the weights never slept."""
 
     def wake(self) -> None:
         self.client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})

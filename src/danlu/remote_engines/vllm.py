@@ -1,14 +1,15 @@
 """vLLM behind its HTTP interface: completions of token ids, pausing, and the weight updates of its development mode.
 
-What was read is vLLM 0.33 (vllm/entrypoints/openai/completion, vllm/entrypoints/rl/online, vllm/entrypoints/serve/dev,
+The interface is that of vLLM 0.33 (vllm/entrypoints/openai/completion, vllm/entrypoints/rl/online,
+vllm/entrypoints/serve/dev,
 vllm/distributed/weight_transfer). The server is started with VLLM_SERVER_DEV_MODE=1, for adapters also with
 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, for `hand_over: group` with
 --weight-transfer-config '{"backend": "nccl"}'.
 
 It reports one log-probability for each token. With --logprobs-mode raw_logprobs (its default) that is log
-softmax(logits), with processed_logprobs that of the distribution which was drawn from. Both are what a `Completion`
-promises at temperature 1 without filters, the latter at other temperatures too. With filters a Completion has two
-log-probabilities and the tokens that were left, so such requests are refused.
+softmax(logits), with processed_logprobs that of the sampling distribution. Both satisfy `Completion` at temperature 1
+without filters, the latter at other temperatures too. With filters a Completion has two log-probabilities and the
+tokens that were left, so such requests are refused.
 
 Tested against a stand-in that speaks this interface, not against vLLM: transfers over NCCL were never run.
 """
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from danlu.models.config import ModelConfig
 
 OpenGroup = Callable[[str, int], tuple[dict[str, Any], Callable[[], WeightGroup]]]
-"""(this machine's address, processes of the group) -> what the server is told of the group, and a function that joins
-it as rank 0; the server joins at the same time."""
+"""Maps (this machine's address, processes of the group) to the server's description of the group, and a function that
+joins it as rank 0; the server joins at the same time."""
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -56,7 +57,7 @@ UNCHANGED = ("self_attn.o_proj", "mlp.down_proj", "layernorm")
 
 
 def open_nccl_group(address: str, world_size: int) -> tuple[dict[str, Any], Callable[[], WeightGroup]]:
-    """A group of vLLM's own kind: NCCL, by an id that the server is told, through torch's binding alone."""
+    """Opens a group of vLLM's own kind: NCCL, by an id that the server receives, through torch's binding alone."""
     from danlu.parallel.external_group import NCCLGroup
 
     unique_id = NCCLGroup.unique_id()
@@ -65,7 +66,7 @@ def open_nccl_group(address: str, world_size: int) -> tuple[dict[str, Any], Call
 
 
 class VLLMServer(ServerClient):
-    """A `RolloutServer`."""
+    """A `RolloutServer` for vLLM."""
 
     name = "vLLM"
 
@@ -239,7 +240,7 @@ class VLLMServer(ServerClient):
 
 
 def comparable_tensors(names: Mapping[str, Any]) -> dict[str, list[str]]:
-    """vLLM's name of each tensor that can be compared, and what it is stacked of, of the tensors of a model folder."""
+    """Maps vLLM's name of each comparable tensor to the tensors of a model folder that it is stacked of."""
     stacks: dict[str, list[str]] = {}
     for name in names:
         module, _, attribute = name.rpartition(".")
@@ -263,6 +264,6 @@ def _digests(parts: Sequence[Tensor]) -> set[str]:
 
 
 def _likeliest(logprobs: Mapping[str, float], count: int) -> tuple[tuple[int, float], ...]:
-    """From {"token_id:17": -0.3, ...}, which has the token that was drawn too, the likeliest tokens."""
+    """Returns the likeliest tokens of {"token_id:17": -0.3, ...}, which has the drawn token too."""
     pairs = [(int(name.removeprefix("token_id:")), value) for name, value in logprobs.items()]
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count])

@@ -1,4 +1,4 @@
-"""What a recipe leaves open and a run decides when it begins.
+"""Values that a recipe leaves open and a run decides when it begins.
 
 That is `precision: auto`, the date in a chat template, the reference of preferences, and LongRoPE's factors.
 """

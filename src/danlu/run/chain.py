@@ -1,7 +1,8 @@
 """Trains the stages of a chain one after the other: finished ones are skipped, and one that was stopped goes on.
 
-A stage is an ordinary run in a folder of its own, so what is here is only the order, and `chain.json` in the chain's
-folder: the hash of each result that a stage was begun with. It tells a stage whose start has been trained anew since.
+A stage is an ordinary run in a folder of its own, so this file has only the order, and `chain.json` in the chain's
+folder: the hash of each result that a stage was begun with. It shows whether a stage's start has been trained again
+since.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from danlu.training.metrics import read_metrics
 from danlu.training.run_folder import CHECKPOINTS, METRICS, result_names
 
 INPUTS = "chain.json"
-"""In the chain's folder: by stage, and by earlier stage that it reads, the hash of the result it was begun with."""
+"""The file in the chain's folder with the hash of each result that a stage was begun with, by stage, and by earlier
+stage."""
 SHOWN_METRICS = {"classify": "accuracy", "preference": "accuracy", "reward": "accuracy", "rl": "reward"}
-"""By stage, the metric of the summary; the loss for others."""
+"""The metric of the summary by stage; the loss for others."""
 
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """How a stage of a chain ended."""
+    """The end of a stage of a chain."""
 
     stage: ChainStage
     outcome: Outcome | None  # None where a dry run cannot try it, because what it starts from is not trained yet
 
     @property
     def metric(self) -> str:
-        """What its last evaluation, or its last step where nothing is evaluated, says: `eval_loss 2.0312`."""
+        """The metric of its last evaluation, or of its last step where nothing is evaluated: `eval_loss 2.0312`."""
         lines = read_metrics(self.folder / METRICS) if (self.folder / METRICS).is_file() else []
         metric = SHOWN_METRICS.get(self.stage.loaded.recipe.stage, "loss")
         for name in (f"eval_{metric}", metric, "eval_loss", "loss"):
@@ -53,13 +55,13 @@ class StageOutcome:
 
     @property
     def folder(self) -> Path:
-        """Where it runs."""
+        """The run folder of the stage."""
         return run_folder(self.stage)
 
 
 @dataclass(frozen=True)
 class ChainOutcome:
-    """How a chain ended: the stages that were come to, in order; the last one is where a signal stopped it."""
+    """The end of a chain: the stages up to the last one, in order; a signal stopped that one."""
 
     stages: tuple[StageOutcome, ...]
     exit_code: int  # 0, or 128 + the number of the signal that stopped it
@@ -82,12 +84,10 @@ def train_chain(
 ) -> ChainOutcome:
     """Trains each stage in its folder, going on where an earlier run of the chain stopped.
 
-    resume: auto, or never (refuse folders that hold a run).   stream: as of `run.train`.
-    dry_run: try each stage up to its first step, where what it starts from is there; nothing is kept.
-    leads: whether this is the first process of the run, which says what is done and writes chain.json.
-    ended: is called after each stage.
-    Raises CheckpointError where a stage was begun with another result of an earlier one than is there now, and what
-    `run.train` raises.
+    resume: auto, or never (refuse folders that hold a run).   stream: as in `run.train`. dry_run: try each stage up to
+    its first step, where its start is there; nothing is kept. leads: whether this is the first process of the run,
+    which reports the progress and writes chain.json. ended: is called after each stage. Raises CheckpointError where a
+    stage was begun with another result of an earlier one than is there now, and the errors of `run.train`.
     """
     folder, threads = Path(chain.output).expanduser(), torch.get_num_threads()
     outcomes: list[StageOutcome] = []
@@ -127,7 +127,7 @@ def _result_hash(recipe: Recipe) -> str | None:
 def _check_inputs(folder: Path, stage: ChainStage, inputs: dict[str, str | None], *, keep: bool) -> None:
     """Raises CheckpointError if a stage that goes on was begun with other results than `inputs`.
 
-    keep: write down what one begins with that does not go on.
+    keep: write down the inputs of a stage that begins.
     """
     file = folder / INPUTS
     known = parse_json(read_small_text(file)) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""What a run ends with, a model folder or an adapter folder; and the same of any checkpoint that it left."""
+"""The result of a run, a model folder or an adapter folder; and the export of any checkpoint that it left."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from danlu.training.state import Run, shard_boxes
 def export_result(
     run: Run, placed: Writes, recipe: Recipe, folder: Path, log: Callable[[str], None]
 ) -> tuple[Path, ...]:
-    """The result: a model or an adapter, and its average beside it.
+    """Writes the result: a model or an adapter, and its average next to it.
 
-    Of several processes the first writes, and gets one tensor after the other from all.
+    If there are several processes the first writes, and gets one tensor after the other from all.
     """
     best = run.store.best() if recipe.checkpoint.keep_best else None
     if best is not None and best.step != run.state.step:
@@ -52,7 +52,8 @@ class Writes(Protocol):
 
 
 def _write(placed: Writes, target: Path, run: Run | None = None) -> Path:
-    """Writes `placed` as `target`. run: whose processes have its shards; None where this process has all of it."""
+    """Writes `placed` as `target`. run: the run with its shards on several processes; None where this process has all
+    of it."""
     parallel = None if run is None else run.learner.parallel
     local = {} if parallel is None else parallel.all_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:

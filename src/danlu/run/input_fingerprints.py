@@ -1,10 +1,10 @@
 """Fingerprints of everything that a run reads: rows, tokenizer, template, models, adapters, and a user's code.
 
 Every process opens its inputs for itself, and a resumed run opens them again. So the processes compare fingerprints
-before anything is read (`same_on_all_ranks`), and a checkpoint keeps them (`check_resumed`). What a run reads is listed
-in `recipe_inputs`, and nowhere else.
+before anything is read (`same_on_all_ranks`), and a checkpoint keeps them (`check_resumed`). The inputs of a run are
+listed in `recipe_inputs`, and nowhere else.
 
-Of large files a sample is hashed: names, dtypes, shapes and sizes, and the start, the middle and the end of each
+Large files are hashed by a sample: names, dtypes, shapes and sizes, and the start, the middle and the end of each
 tensor.
 """
 
@@ -48,7 +48,7 @@ _MOST_CHARACTERS = 80
 
 
 class Region(NamedTuple):
-    """Bytes of a file, and what is known of them besides."""
+    """Bytes of a file, and a description of them."""
 
     file: Path
     offset: int
@@ -70,7 +70,7 @@ class Input:
     read_again: bool = True
     """Whether a resumed run reads it: weights that a checkpoint has are not read again."""
     problem: str = ""
-    """Why it cannot be read here; whoever reads it says so, unless other processes can."""
+    """The reason why it cannot be read here; its reader raises the error, unless other processes can read it."""
 
     def compared(self) -> str:
         return self.problem or self.digest or _hashed(sorted(self.parts.items()))
@@ -81,7 +81,8 @@ class Input:
 
 
 def recipe_inputs(recipe: Recipe, stage: Stage, *, resumed: bool) -> list[Input]:
-    """Everything that a run of the recipe reads, with its fingerprint; of one that is resumed, what it reads again."""
+    """The inputs of a run of the recipe, with their fingerprints; for one that is resumed, those that it reads
+    again."""
     inputs = [each for key, read in _readers(recipe, stage) for each in _attempt(key, read)]
     return [each for each in inputs if each.read_again or not resumed]
 
@@ -89,8 +90,8 @@ def recipe_inputs(recipe: Recipe, stage: Stage, *, resumed: bool) -> list[Input]
 def same_on_all_ranks(world: Group, read: Callable[[], list[Input]], barrier: Callable[[], None]) -> list[Input]:
     """The inputs that `read` finds, once all processes have found the same.
 
-    The first reads before the others, which find its hashes of rows where they share a folder.
-    Raises on every process a DanluError that names the ranks, the file, and what of it differs.
+    The first reads before the others, which find its hashes of rows where they share a folder. Raises on every process
+    a DanluError that names the ranks, the file, and its differences.
     """
     own = world.from_first(read, again=True, barrier=barrier)
     if world.alone:
@@ -117,10 +118,10 @@ def same_on_all_ranks(world: Group, read: Callable[[], list[Input]], barrier: Ca
 
 
 def check_resumed(checkpoint: Path | None, inputs: Sequence[Input]) -> dict[str, Any]:
-    """The state of the inputs for the next checkpoint, once they are those that the checkpoint was made with.
+    """Returns the state of the inputs for the next checkpoint, once they are those that the checkpoint was made with.
 
-    checkpoint: None of a run that starts afresh. One that an earlier danlu wrote says nothing of its inputs.
-    Raises CheckpointError that names each file that is another now, and what to do.
+    checkpoint: None for a run that starts afresh. One that an earlier danlu wrote does not record its inputs. Raises
+    CheckpointError with advice that names each file that has changed.
     """
     saved = {} if checkpoint is None else read_state(checkpoint).get("inputs", {})
     lines = []
@@ -140,7 +141,7 @@ def check_resumed(checkpoint: Path | None, inputs: Sequence[Input]) -> dict[str,
 
 
 def sampled_digests(regions: Mapping[str, Region]) -> dict[str, str]:
-    """A hash of each region by name: of its size, what is said of it, and the bytes of its start, middle and end."""
+    """A hash of each region by name: of its size, its description, and the bytes of its start, middle and end."""
     size = min(SAMPLE_BYTES, max(_LEAST_BYTES, MOST_BYTES // (3 * max(1, len(regions)))))
 
     def hash_batch(batch: Sequence[tuple[str, Region]]) -> list[tuple[str, str]]:
@@ -169,7 +170,7 @@ def sampled_digests(regions: Mapping[str, Region]) -> dict[str, str]:
 
 
 def _samples(region: Region, size: int) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of what is read of a region: all of one that is no larger than three samples."""
+    """Yields (offset, bytes) of a region's samples: the whole of one that is no larger than three samples."""
     if region.bytes <= 3 * size:
         yield region.offset, region.bytes
         return
@@ -183,7 +184,7 @@ Read = Callable[[], Iterable[Input]]
 
 
 def _readers(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, Read]]:
-    """(key, function that reads) of each input; a function raises what whoever uses the input would."""
+    """Yields (key, function that reads) of each input; a function raises the errors of the input's user."""
     is_text = recipe.stage != "classify"
     yield from _row_readers(recipe)
     if is_text:
@@ -368,7 +369,7 @@ def _hashed(value: Any) -> str:
 
 
 def _difference_of_ranks(key: str, first: Input | None, other: Input | None, ranks: Sequence[int]) -> str:
-    """How what some ranks have opened differs from what rank 0 has."""
+    """Describes how the input of some ranks differs from rank 0's."""
     from danlu.parallel.world import format_ranks
 
     who = format_ranks(list(ranks))

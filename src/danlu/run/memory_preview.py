@@ -1,4 +1,4 @@
-"""What a run of a recipe would hold and train, from configs alone: a model of shapes, on torch's meta device.
+"""The memory and the parameters of a recipe's run, from configs alone: a model of shapes, on torch's meta device.
 
 `danlu preview` shows it; nothing is loaded but configs and the headers of weight files.
 """
@@ -69,7 +69,7 @@ from danlu.training.units import parameters_and_trained
 
 
 def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str | None:
-    """How many parameters a run would have, and train, for `danlu preview`: `44,192 parameters, all trained`.
+    """Counts the parameters of a run, and the trained ones, for `danlu preview`: `44,192 parameters, all trained`.
 
     None where the model cannot be read, or its vocabulary is not known. Raises RecipeError as a run would.
     """
@@ -101,9 +101,9 @@ def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | No
 
 
 def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
-    """What a run of a recipe would hold in memory, for `danlu preview`: nothing is loaded but configs.
+    """Lines on the memory of a recipe's run, for `danlu preview`: nothing is loaded but configs.
 
-    tokenizer: None where it is not known. Raises RecipeError for what no run could begin with.
+    tokenizer: None where it is not known. Raises RecipeError for a recipe that no run could begin with.
     """
     section, batch = recipe.parallel, recipe.batch
     try:
@@ -130,11 +130,11 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
 def estimate_from_config(
     recipe: Recipe, config: ModelConfig, *, layout: Layout, device_type: str, micro: int
 ) -> MemoryEstimate:
-    """What a step of a recipe would hold on one process of a layout, from the config of its model alone.
+    """Estimates a step of a recipe on one process of a layout, from the config of its model alone.
 
-    Adapters below the one that is trained are left out, as are those of `adapter: continue`, whose files say more than
-    the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters and device maps that do not
-    fit the model.
+    Adapters below the one that is trained are left out, as are those of `adapter: continue`, which are described by
+    their files and not by the recipe. micro: packed sequences in a micro-batch. Raises DanluError for adapters and
+    device maps that do not fit the model.
     """
     config, first = _of_first_stage(recipe, config)
     if wrong := [*device_map_problems(recipe.parallel.device_map, config)]:
@@ -145,15 +145,15 @@ def estimate_from_config(
     tensor, experts = layout.tensor, expert_names(meta.model)
 
     def cut(name: str, size: int) -> int:
-        """What is left of a parameter of so many bytes before data ranks that have the same shard it."""
+        """The size of a parameter of `size` bytes before data ranks that have the same shard divide it."""
         return size // (tensor * (layout.expert if name in experts else 1))
 
     def shards_of(name: str) -> int:
-        """Among how many data ranks it is sharded: of experts those that have the same ones."""
+        """The number of data ranks that shard it: for experts those that have the same ones."""
         return shards // layout.expert if name in experts and shards > 1 else shards
 
     def local(name: str, size: int) -> int:
-        """What one process has of a parameter of so many bytes."""
+        """One process's bytes of a parameter of `size` bytes."""
         return size if name in whole else -(-cut(name, size) // shards_of(name))
 
     beside = [spec for spec in STAGES[recipe.stage].models(recipe).values() if isinstance(spec, ModelSpec)]
@@ -225,7 +225,7 @@ def _bytes_by_device(
     frozen_models: Sequence[tuple[ModelConfig, Mapping[str, int]]],
     device_map: DeviceMap,
 ) -> BytesByDevice:
-    """What of the policy and of frozen models, of which (config, bytes by name) is given, lies on which device."""
+    """The bytes on each device of the policy and of frozen models, each given by (config, bytes by name)."""
     counted = BytesByDevice()
     for name, parameter in (*meta.model.named_parameters(), *meta.model.named_buffers()):
         counted.weights[device_map.of_parameter(name)] += meta.frozen_bytes.get(name, parameter.nbytes)
@@ -244,7 +244,7 @@ def _bytes_by_device(
 
 
 def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, Pipeline]:
-    """(the layers of a pipeline's first stage, its part in it: more than others it has micro-batches in flight).
+    """Returns (the layers of a pipeline's first stage, its part in it: it has the most micro-batches in flight).
 
     Embedding and head are both counted, as if it had them. Raises RecipeError for layers that cannot be split.
     """
@@ -270,15 +270,15 @@ def _critic_pass(recipe: Recipe, config: ModelConfig, policy: Decoder) -> Critic
 
 
 class _MetaModel(NamedTuple):
-    """A model without values, and what a run of it would keep in which type."""
+    """A model without values, and the types in which a run would keep its parts."""
 
     model: Decoder
     frozen_bytes: dict[str, int]
-    """Of frozen matrices, by name: packed, or in the type of activations."""
+    """Bytes of frozen matrices, by name: packed, or in the type of activations."""
     adapter_bytes: int
     trained: list[tuple[str, nn.Parameter]]
     replaced_bytes: dict[str, int]
-    """By name, of frozen parameters whose trained copies are in their place (`modules_to_save`)."""
+    """Bytes of frozen parameters, by name, that trained copies replace (`modules_to_save`)."""
     own_critic: Decoder | None = None
     """PPO's model of values, where that is a decoder of its own."""
 
@@ -321,8 +321,8 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
 
 
 def _frozen_parameter_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> tuple[ModelConfig, dict[str, int]]:
-    """(config, bytes of each parameter) of a frozen model beside the policy, over all processes (of a pipeline, of the
-    first stage); its adapters are left out.
+    """Returns (config, bytes of each parameter) of a frozen model, over all processes (in a pipeline, of the first
+    stage); its adapters are left out.
 
     policy: the config of the policy, for a model from scratch.
     """
@@ -340,7 +340,7 @@ def _frozen_parameter_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig
 
 
 def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
-    """How the base's own folder stores its linear layers, if in 4 bits."""
+    """The quantization in which the base's own folder stores its linear layers, if in 4 bits."""
     if recipe.model.path is None:
         return None
     return stored_quantization(find_base(recipe.model.path).folder)
@@ -355,7 +355,7 @@ def _stored_in_four_bits(recipe: Recipe, config: ModelConfig) -> set[str]:
 
 
 def _initialize(adapters: AdapterSet, section: Any) -> None:
-    """What an adapter gets once the base's weights are there: its initialization, and norms that DoRA measures."""
+    """Initializes an adapter once the base's weights are there, with norms that DoRA measures."""
     for module in (module for added in adapters.added.values() for module in added.modules.values()):
         if not isinstance(module, LowRank):
             continue
@@ -366,8 +366,8 @@ def _initialize(adapters: AdapterSet, section: Any) -> None:
 
 
 def _largest_workspace(meta: _MetaModel, layout: Layout, device_type: str) -> int:
-    """Elements of the largest dense tensor that is made of what is stored in fewer bytes than activations take: of one
-    matrix; of experts on a GPU of all that a process has."""
+    """Elements of the largest dense tensor that is made of weights stored in fewer bytes than activations take: one
+    matrix; for experts on a GPU all of a process."""
     counts = [0]
     for name, parameter in meta.model.named_parameters():
         count = parameter.numel()

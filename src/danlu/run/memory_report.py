@@ -1,4 +1,4 @@
-"""What a run says of memory: what its steps will hold, and where it went when it ran out."""
+"""Reports of a run's memory: the expected memory of its steps, and its parts when it ran out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from danlu.training.units import format_bytes
 
 
 class MemoryReport:
-    """A context in which an allocator's error becomes a ResourceError: what took the memory, and what to set.
+    """A context in which an allocator's error becomes a ResourceError: with the parts of the memory, and advice.
 
     Enter it before the model is placed, and call `began` as soon as there is a run.
     """
@@ -32,11 +32,11 @@ class MemoryReport:
         self._estimate: MemoryEstimate | None = None
 
     def began(self, run: Run, placed: PlacedModel) -> None:
-        """From here on the parts of a step's memory are known."""
+        """Sets the run: from here on the parts of a step's memory are known."""
         self._run, self._placed, self._estimate = run, placed, placed.expected(run)
 
     def expected(self) -> Sequence[str]:
-        """What a step will hold, for the console; with what to set where that is more than there is."""
+        """Lines for the console on the expected memory of a step; with advice where that is more than there is."""
         return () if self._estimate is None else expected_lines(self._estimate, is_placed=True)
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class MemoryReport:
         return None if self._estimate is None else self._estimate.parts
 
     def _room(self) -> str:
-        """What memory is taken and free now, as far as the system tells; on each of several devices."""
+        """The memory that is taken and free now, as far as the system tells; on each of several devices."""
         several = () if self._estimate is None else self._estimate.by_device
         devices = [torch.device(own.device) for own in several] or [self.device]
         return ". ".join(dict.fromkeys(map(_room_on, devices)))

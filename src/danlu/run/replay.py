@@ -1,7 +1,7 @@
-"""A rollout of a run of stage rl made again, token by token: the run taken up before it, with the rewards it was given.
+"""Replays a rollout of a run of stage rl, token by token: the run is restored before it, with the recorded rewards.
 
-From the nearest checkpoint before the rollout, or from the start, the steps between are taken again. Nothing is judged
-anew: a judge would say something else, and a reward may be gone. What is written goes to a folder that goes away.
+The steps from the nearest checkpoint before the rollout, or from the start, are taken again. Nothing is judged again: a
+judge would answer otherwise, and a reward may be gone. Output goes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from danlu.training.summary import SUMMARY
 RecordedRollouts = Mapping[int, Sequence[Mapping[str, Any]]]
 """The lines of rollouts.jsonl by the first step that is trained on their rollout."""
 RecordedVersions = Mapping[tuple[int, int], RunLengths]
-"""Of answers of asynchronous rollouts, by the number of the prompt and the sample."""
+"""Versions of the answers of asynchronous rollouts, by the number of the prompt and the sample."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a rollout that was made again first differs from the recorded one."""
+    """The first difference of a replayed rollout from the recorded one."""
 
     step: int
     """The first that is trained on the rollout."""
     number: int
-    """Of the prompt in the run."""
+    """The number of the prompt in the run."""
     row: str
     sample: int
     position: int
-    """Of the token in the answer."""
+    """The position of the token in the answer."""
     recorded: int | None
     """A token id; None where the answer has ended."""
     replayed: int | None
@@ -77,25 +77,25 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a replay."""
+    """The result of a replay."""
 
     step: int
     """The first that is trained on the rollout."""
     from_step: int
-    """Of the checkpoint that the replay began with; 0: the start of the run."""
+    """The step of the checkpoint that the replay began with; 0: the start of the run."""
     rollouts: int
-    """That were made again and compared, with those of the steps between."""
+    """The number of rollouts that were replayed and compared, with those of the steps between."""
     answers: int
-    """Of the rollout that was asked for."""
+    """The number of answers of the requested rollout."""
     tokens: int
     difference: Difference | None
 
 
 class RecordedRewards:
-    """The `Rewards` of a replay: what rollouts.jsonl says of the answer with this number and sample.
+    """The `Rewards` of a replay: the rewards in rollouts.jsonl for the answer with this number and sample.
 
     Args:
-        rollouts: whose prompts are answered.
+        rollouts: the rollouts with the answered prompts.
         resampled: whether prompts without signal were replaced: they are not recorded, and had equal rewards.
     """
 
@@ -127,7 +127,7 @@ class RecordedRewards:
         return RewardTable(values, failures, steps)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: there are no files to close."""
 
     def _recorded(self, answer: JudgedAnswer) -> list[float]:
         rewards = self.rewards.get((answer.number, answer.sample))
@@ -142,20 +142,20 @@ class RecordedRewards:
 
 
 def _not_asked(answers: Sequence[JudgedAnswer]) -> Sequence[float | None]:
-    """The reward of a part whose numbers are recorded."""
+    """The reward of a part with recorded values, which is never called."""
     raise AssertionError("a replay asks for no rewards")
 
 
 class ReplayBuilder(RolloutBuilder):
-    """A `ModelBuilder` whose policy is given recorded rewards, and whose asynchronous answers are drawn with the
-    weights of recorded versions."""
+    """A `ModelBuilder` that gives its policy recorded rewards, and draws its asynchronous answers with the weights of
+    recorded versions."""
 
     def __init__(self, recipe: Recipe, stage: Stage, rewards: RecordedRewards, versions: RecordedVersions) -> None:
         super().__init__(recipe, stage)
         self.rewards, self.versions = rewards, versions
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> AnsweringDecoder:
-        """The policy that is trained, and the frozen models beside it."""
+        """Places the trained policy, and the frozen models."""
         placed = super().place(ranks, device, start, stage_data)
         return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
 
@@ -190,9 +190,9 @@ class _Comparison:
 def replay(run: Path, step: int, *, log: Log, stream: TextIO | None = None) -> Replayed:
     """Makes the rollout that a step of a run was trained on again, and compares all its tokens.
 
-    Stops at the first difference, of the rollouts between too. The run's folder is only read.
-    Raises RecipeError where the run has no such step or has no rollouts, CheckpointError where the rollout cannot be
-    made again, and what a run raises.
+    Stops at the first difference, of the rollouts between too. The run's folder is only read. Raises RecipeError where
+    the run has no such step or has no rollouts, CheckpointError where the rollout cannot be made again, and the errors
+    of a run.
     """
     recipe = run_recipe(run)
     if recipe.stage != "rl":
@@ -226,7 +226,7 @@ def replay(run: Path, step: int, *, log: Log, stream: TextIO | None = None) -> R
 
 
 def first_difference(recorded: Sequence[Mapping[str, Any]], replayed: Sequence[Mapping[str, Any]]) -> Difference | None:
-    """Where the tokens of a rollout's lines first differ; None where they are the same.
+    """The first difference between the tokens of a rollout's lines; None where they are the same.
 
     Raises CheckpointError where the prompts are others.
     """
@@ -254,7 +254,7 @@ def _token(tokens: Sequence[int], position: int) -> int | None:
 
 
 def _repeated(run: Run, recorded: RecordedRollouts, first: int, from_step: int, log: Log) -> Replayed:
-    """Takes the steps up to the rollout and makes it, comparing what is made on the way."""
+    """Takes the steps up to the rollout and replays it, comparing the rollouts on the way."""
     assert run.metrics is not None, "one process replays"
     comparison = _Comparison(recorded, run.metrics.path.with_name(ROLLOUTS))
     difference = None
@@ -286,7 +286,7 @@ def _loaded(run: Path, output: Path, recipe: Recipe, *, from_start: bool, log: L
 
 
 def _checkpoint_before(run: Path, first: int) -> tuple[int, Path] | None:
-    """(step, folder) of the last checkpoint from which the rollout of step `first` is still to be made."""
+    """Returns (step, folder) of the last checkpoint from which the rollout of step `first` is still to be made."""
     infos = [info for info in CheckpointStore(run / CHECKPOINTS).checkpoints() if info.complete and info.step < first]
     return (infos[-1].step, infos[-1].path) if infos else None
 
@@ -345,9 +345,9 @@ def _check_complete(
 
 
 def _recorded_versions(run: Path, recipe: Recipe, recorded: RecordedRollouts) -> RecordedVersions:
-    """With which weights the answers of asynchronous rollouts were drawn.
+    """The versions of the weights that drew the answers of asynchronous rollouts.
 
-    Raises CheckpointError where that is not recorded of all answers that the steps depend on.
+    Raises CheckpointError where they are not recorded for all answers that the steps depend on.
     """
     if objective_section(recipe).resample:
         raise CheckpointError(
@@ -383,7 +383,8 @@ def _refuse_rewinds(run: Path, from_step: int, first: int) -> None:
 
 
 def _warn_of_changes(run: Path, rehearsed: Run, log: Log) -> None:
-    """Says what differs between the machine that trained and this one, and what followed from the moment."""
+    """Logs the differences between the machine that trained and this one, and the parts of a run that depend on
+    timing."""
     warning = "tokens may differ where nothing is wrong"
     recipe = run_recipe(run)
     if recipe.rollout.staleness > 0 and recipe.numerics != "exact":

@@ -1,9 +1,9 @@
 """From a recipe to a finished run folder: a list of calls that builds the parts and hands them to the loop.
 
-What all runs have in common is here. What a language model and a classifier differ in is behind a `Task`, which the
-stage chooses. A run leaves in its folder: recipe.yaml (resolved), environment.json, metrics.jsonl, tensorboard/,
-checkpoints/, the result as a model folder in model/ (model-ema/ beside it when the recipe keeps an average), and at the
-end summary.json.
+The common part of all runs is here. The differences between a language model and a classifier are behind a `Task`,
+which the stage chooses. A run leaves in its folder: recipe.yaml (resolved), environment.json, metrics.jsonl,
+tensorboard/, checkpoints/, the result as a model folder in model/ (and model-ema/ when the recipe keeps an average),
+and at the end summary.json.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     folder: Path
     steps: int
@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def stopped(self) -> str:
-        """What to tell of a run that a signal ended."""
+        """The message about a run that a signal ended."""
         if not self.steps:
             return "stopped before the first step, with nothing to save; the same command starts again"
         return f"stopped after step {self.steps}, saved in {self.folder}; the same command goes on from there"
@@ -110,14 +110,11 @@ def train(
     """Trains the recipe in its output folder, going on where an earlier run of it stopped.
 
     resume: auto (go on when the folder holds a run of this recipe), never (refuse such a folder), or the path of one of
-    its checkpoints.
-    stream: where progress is shown; stderr by default.
-    dry_run: do all up to the first step (rows, weights, optimizer, a checkpoint taken up), and then stop. The output
-    folder is only looked at; tokens stay in their cache.
-    stage: what is trained, by default the row of `STAGES` that the recipe names.
-    rehearse: what a dry run does with the run that is ready; what it writes goes away with it.
-    Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
-    one); whatever was saved before stays.
+    its checkpoints. stream: where progress is shown; stderr by default. dry_run: do all up to the first step (rows,
+    weights, optimizer, a checkpoint taken up), and then stop. The output folder is only looked at; tokens stay in their
+    cache. stage: the row of `STAGES` that is trained, by default the one that the recipe names. rehearse: called by a
+    dry run with the run that is ready; its files are temporary. Raises DanluError of the kind that fits, and Stopped
+    for a signal when there is nothing to be saved (or a second one); earlier checkpoints stay.
     """
     recipe = loaded.recipe
     stage = stage or STAGES[recipe.stage]
@@ -154,7 +151,7 @@ def train(
 
 
 def _silence(line: str) -> None:
-    """What processes other than the first say."""
+    """The log of processes other than the first, which drops lines."""
 
 
 def _train(
@@ -170,7 +167,8 @@ def _train(
     device: torch.device,
     ranks: Ranks,
 ) -> Outcome:
-    """into: what is written to; of a dry run not the run's folder, but one that goes away."""
+    """Trains the recipe. into: the folder that is written to; for a dry run not the run's folder, but a temporary
+    one."""
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
     # Before recipes are compared: the run's own holds what auto chose when it began.
@@ -265,7 +263,7 @@ def _barrier(name: str) -> None:
 
 
 def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, log: Log) -> None:
-    """Writes what the run is and where it runs; says what of that could make a resumed run differ."""
+    """Writes the recipe and the environment of the run; logs changes that could make a resumed run differ."""
     environment = describe_environment(device)
     file = folder / ENVIRONMENT
     if start is not None:
@@ -352,7 +350,7 @@ def _build(
 
 
 def _total_steps(recipe: Recipe, stage_data: StageData) -> tuple[int, int | None]:
-    """(steps of the run, packs of it), the second None where the recipe counts steps.
+    """Returns (steps of the run, packs of it), the second None where the recipe counts steps.
 
     Raises RecipeError for a schedule that needs more steps.
     """
@@ -486,7 +484,7 @@ def _shows(
 
 
 def _parameter_counts(run: Run) -> tuple[int, int]:
-    """(parameters, trained parameters) of the whole model, over all processes."""
+    """Returns (parameters, trained parameters) of the whole model, over all processes."""
     parallel = run.learner.parallel
     model, local = run.learner.model, {**parallel.elsewhere, **parallel.local_parameters}
     return parameters_of(model, local), trained_parameters_of(model, local)
@@ -503,7 +501,7 @@ def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> s
 
 
 def _amount(reader: Reader, run: Run) -> str:
-    """What a step trains: "4 x 64 tokens"; of stages "8 x 32 tokens, from step 6 on of 4 x 64 tokens"."""
+    """The size of a step: "4 x 64 tokens"; with stages "8 x 32 tokens, from step 6 on of 4 x 64 tokens"."""
     stretches = run.data_loader.stretches
     first = stretches[0].amount or reader.amount(stretches[0].per_step)
     return ", ".join([first, *(f"from step {later.first_step:,} on of {later.amount}" for later in stretches[1:])])

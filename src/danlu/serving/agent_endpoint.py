@@ -1,7 +1,7 @@
-"""OpenAI's chat completions for agents that are trained: what they ask is handed to the trainer, which answers.
+"""OpenAI's chat completions for agents that are trained: their requests are handed to the trainer, which answers.
 
-An HTTP server in a thread of the trainer's process. The API key of a request says which episode it belongs to. What
-would not be trained on as it was drawn is refused with status 400 and the reason.
+An HTTP server in a thread of the trainer's process. The API key of a request says which episode it belongs to. Requests
+that would not be trained on as they were drawn are refused with status 400 and the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class AgentRequest:
 
     @property
     def content(self) -> str:
-        """What is asked, in one form: by which questions of one agent are put in order."""
+        """The request's content in one form, by which the questions of one agent are put in order."""
         return json.dumps([self.messages, self.tools, self.body.stop, self.body.max_new_tokens], sort_keys=True)
 
 
@@ -129,7 +129,7 @@ class AgentEndpoint:
         selector.register(self._wake_reading, selectors.EVENT_READ)
 
     def take(self) -> list[AgentRequest]:
-        """What was asked since the last call."""
+        """Returns the requests since the last call."""
         with suppress(BlockingIOError):
             while os.read(self._wake_reading, 4096):
                 pass
@@ -148,7 +148,7 @@ class AgentEndpoint:
         return BodyMessage.model_validate(message).turn
 
     def _read_calls(self, tools: Sequence[Mapping[str, Any]]) -> ReadCalls | None:
-        """How calls of these tools are read; None without tools."""
+        """The parser for calls of these tools; None without tools."""
         if not tools:
             return None
         self._calls = self._calls or ReadCalls.of(self._tokenizer.template(tools=True), ())
@@ -249,7 +249,7 @@ class AgentEndpoint:
 
 
 def check_trained_as_drawn(body: ChatBody, sampling: SamplingOptions) -> None:
-    """Raises ApiError for what could not be trained on as it is drawn.
+    """Raises ApiError for a request that could not be trained on as it is drawn.
 
     sampling: of answers that are trained on. Greedy evaluations take the same requests, and ignore their temperature.
     """
@@ -297,9 +297,10 @@ _NOT_TRAINED: dict[str, Any] = {
 
 
 def reply_message(text: str, read_calls: ReadCalls | None, name: str) -> Message:
-    """An answer as the message of a chat completion, its calls apart from its text; read_calls: None without tools.
+    """Returns an answer as the message of a chat completion, its calls apart from its text; read_calls: None without
+    tools.
 
-    name: what the names of its calls follow from, nine letters and digits each, which Mistral's templates ask for.
+    name: the names of its calls follow from it, nine letters and digits each, which Mistral's templates ask for.
 
     A text with a call that cannot be read stays as it is.
     """

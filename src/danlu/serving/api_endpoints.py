@@ -54,7 +54,7 @@ SHORT_BODY_BYTES = 64 * 2**10
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="parsing")
 
 CLIENT_GONE = 499
-"""The status of a request whose client left before the answer, as nginx logs it; nobody receives it."""
+"""The status of a request by a client that left before the answer, as nginx logs it; nobody receives it."""
 
 Result = TypeVar("Result")
 
@@ -121,7 +121,7 @@ class Api:
     async def _requests(
         self, body: SamplingBody, model: ServedModel, prompts: Sequence[Sequence[int]]
     ) -> list[engine_request.Request]:
-        """What the engine is asked: a request for each prompt. Raises ApiError."""
+        """Makes the engine's requests: one for each prompt. Raises ApiError."""
         check_stops_length(body.stop, model)
         silent_stops, stop_strings = await self._tokenize(partial(split_stops, body.stop, model), "stop")
         model_stops = frozenset[int]() if body.ignore_eos else model.stop_ids
@@ -205,7 +205,7 @@ class Api:
             )
 
     async def _answer(self, request: Request, call: Call, body: SamplingBody, writer: AnswerWriter) -> Response:
-        """Has the engine answer. An error is told by the response's status until the engine has taken the requests."""
+        """Lets the engine answer. An error is in the response's status until the engine has taken the requests."""
         request.state.writer = writer
         try:
             await self._engine.submit(call)
@@ -408,7 +408,7 @@ async def collect(call: Call) -> list[Completion]:
 
 
 async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) -> AsyncGenerator[str]:
-    """The answers as server-sent events. What the engine fails with is one of them, since the status is sent."""
+    """Yields the answers as server-sent events. An error of the engine is one of them, since the status is sent."""
     for opening in writer.opening():
         yield event_text(opening)
     try:

@@ -1,7 +1,7 @@
 """One engine for the many clients of an event loop: a thread of its own runs it, as an engine is for one thread only.
 
-The event loop puts commands into a queue; the thread carries them out between two steps, and hands what a step has
-drawn to the loop at once, however many tokens it is.
+The event loop puts commands into a queue; the thread carries them out between two steps, and hands all tokens of a step
+to the loop at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from danlu.inference.stopping import Decode
 
 
 class ServedEngine(RolloutEngine, Protocol):
-    """An engine of this process, which says what it holds."""
+    """An engine of this process, with its capacity and its statistics."""
 
     def submit(
         self,
@@ -55,11 +55,11 @@ class EngineStopped(Exception):
 
 
 Event = NewToken | Completion | Exception | None
-"""What the engine says to a call: at first None, where it has taken the requests."""
+"""The engine's events for a call: at first None, where it has taken the requests."""
 
 
 class Call:
-    """Requests whose answers are wanted together, and what the engine says to them.
+    """Requests with answers that are wanted together, and the engine's events for them.
 
     Its methods are for the thread of the event loop that it was made in.
     """
@@ -68,15 +68,15 @@ class Call:
         self.requests = requests
         self.decode = decode
         self.stream = stream
-        """Whether single tokens are wanted beside whole answers."""
+        """Whether single tokens are wanted in addition to whole answers."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the engine has taken all requests; raises what it refused one with."""
+        """Done when the engine has taken all requests; raises its refusal."""
         self.missing = sum(request.samples for request in requests)
         """Answers that are not complete."""
         self._events: asyncio.Queue[NewToken | Completion | Exception] = asyncio.Queue()
 
     async def events(self) -> AsyncIterator[NewToken | Completion]:
-        """Tokens, if they are wanted, and each answer as it is complete. Raises what the engine failed with."""
+        """Yields tokens, if they are wanted, and each answer as it is complete. Raises the engine's error."""
         while self.missing:
             event = await self._events.get()
             if isinstance(event, Exception):
@@ -85,7 +85,7 @@ class Call:
             yield event
 
     def put(self, event: Event) -> None:
-        """Takes what the engine says."""
+        """Takes an event of the engine."""
         if self.accepted.done():
             if event is not None:
                 self._events.put_nowait(event)
@@ -110,11 +110,11 @@ class Work:
 
     def __init__(self, do: Callable[[], list[Completion]]) -> None:
         self.do = do
-        """What is done; answers that it completed go to those who wait for them."""
+        """The work to do; answers that it completed go to those who wait for them."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, event: Event) -> None:
-        """Takes that it is done, or what it raised."""
+        """Takes the result: None, or the error that the work raised."""
         if self.done.done():  # nobody waits any more
             return
         if isinstance(event, Exception):
@@ -139,9 +139,9 @@ class EngineThread:
     def __init__(self, engine: ServedEngine, on_failure: Callable[[], None] | None = None) -> None:
         self.longest = engine.longest
         self.statistics = engine.statistics
-        """As of the last step."""
+        """The statistics as of the last step."""
         self.failure: Exception | None = None
-        """What ended the engine for good, once it has."""
+        """The error that ended the engine for good, once it has."""
         self._engine = engine
         self._on_failure = on_failure
         self._ended = False
@@ -162,7 +162,7 @@ class EngineThread:
         self._thread.start()
 
     async def submit(self, call: Call) -> None:
-        """Waits until the engine has taken the requests. Raises what it refuses one with; it has none of them then."""
+        """Waits until the engine has taken the requests. Raises its refusal of one; it has none of them then."""
         if self._ended:
             raise EngineStopped(self._reason)
         self._commands.put(Submit(call))
@@ -173,7 +173,7 @@ class EngineThread:
             raise
 
     def abort(self, call: Call) -> None:
-        """Takes back what is unfinished of a call; its blocks are free with the next step."""
+        """Takes back the unfinished requests of a call; their blocks are free with the next step."""
         if call.missing:
             self._commands.put(Abort(call))
 
@@ -183,7 +183,7 @@ class EngineThread:
         return self._ended
 
     async def do(self, work: Callable[[], list[Completion]]) -> None:
-        """Has the engine's thread do something between two steps, and waits until it is done. Raises what it raises."""
+        """Runs `work` in the engine's thread between two steps, and waits until it is done. Raises its error."""
         if self._ended:
             raise EngineStopped(self._reason)
         command = Work(work)
@@ -198,7 +198,7 @@ class EngineThread:
             await asyncio.sleep(0.01)
 
     def _end(self) -> None:
-        """Refuses what came too late, and what comes from now on."""
+        """Refuses the commands that are still queued, and those that come from now on."""
         self._ended = True
         with suppress(Empty):
             while True:
@@ -296,7 +296,7 @@ class EngineThread:
             self._post(completions)
 
     def _give_up_failed(self) -> None:
-        """Tells calls what one of their requests failed at in this step, and takes back the rest of them."""
+        """Reports to calls the errors of their requests in this step, and takes back the rest of them."""
         failed, self._failed = self._failed, []
         for call, problem in failed:
             if call in self._unfinished_calls:
@@ -305,7 +305,7 @@ class EngineThread:
                 self._abort(call.requests)
 
     def _note(self, call: Call, error: Exception) -> None:
-        """Keeps what a call failed at until the step is over, since the engine is in the midst of it."""
+        """Keeps the error of a call until the step is over, since the engine is in the midst of it."""
         self._failed.append((call, error))
 
     def _post(self, completions: Iterable[Completion]) -> None:
@@ -325,7 +325,7 @@ class EngineThread:
         return list(dict.fromkeys(self._calls.values()))
 
     def _flush(self) -> None:
-        """Hands what has come up to the event loop."""
+        """Hands the events since the last call to the event loop."""
         if self._outbox:
             outbox, self._outbox = self._outbox, []
             with suppress(RuntimeError):  # the event loop has ended: nobody waits any more

@@ -28,7 +28,7 @@ FINISH_REASONS: dict[Finish, str] = {
 }
 
 LOWEST_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON cannot write; as in vLLM."""
+"""The value in place of minus infinity, which JSON cannot write; as in vLLM."""
 
 Top = tuple[tuple[int, float], ...]
 
@@ -176,7 +176,7 @@ def openai_call(call: ToolCall, call_id: str) -> dict[str, Any]:
 
 
 class CompletionWriter(AnswerWriter):
-    """Of POST /v1/completions."""
+    """The writer of POST /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
@@ -252,7 +252,7 @@ class CompletionWriter(AnswerWriter):
 
 
 class ChatWriter(AnswerWriter):
-    """Of POST /v1/chat/completions."""
+    """The writer of POST /v1/chat/completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl"

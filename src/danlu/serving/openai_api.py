@@ -1,7 +1,7 @@
-"""Requests as OpenAI's API has them, with some of vLLM's parameters: what is taken, what is refused, and how.
+"""Requests as OpenAI's API has them, with some of vLLM's parameters: accepted and refused ones, and their checks.
 
-A parameter that would change the answer and is not there is refused by its name, so that no client takes an answer for
-something that it is not. Those that only describe the request are ignored.
+A parameter that would change the answer and is not supported is refused by its name, so that no client misunderstands
+an answer. Those that only describe the request are ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from danlu.inference.request import SamplingOptions
 from danlu.recipe.messages import format_value
 
 MAX_SAMPLES = 128
-"""Of one prompt, as with OpenAI."""
+"""The most answers of one prompt, as with OpenAI."""
 MAX_CHOICES = 16384
-"""Of one request, as in vLLM."""
+"""The most answers of one request, as in vLLM."""
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 """Texts that end an answer, of one request."""
@@ -70,7 +70,7 @@ WITHOUT_EFFECT: dict[str, Sequence[Any]] = {
 
 
 class ApiError(Exception):
-    """What is wrong with a request, or why it was not answered, as OpenAI's clients expect it."""
+    """The fault of a request, or the reason why it was not answered, as OpenAI's clients expect it."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -141,7 +141,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, values: Any) -> Any:
-        """Takes null out, what is ignored, and what is refused at other values only."""
+        """Takes out null, ignored parameters, and those that are refused at other values only."""
         if not isinstance(values, dict):
             return values
         return {
@@ -163,7 +163,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What completions and chat completions share."""
+    """The common parameters of completions and chat completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     temperature: float | None = None
@@ -211,17 +211,19 @@ class SamplingBody(Body):
     @property
     @abstractmethod
     def max_new_tokens(self) -> int | None:
-        """The most tokens of an answer; None: what the context has room for."""
+        """The most tokens of an answer; None: all that the context has room for."""
 
     @property
     @abstractmethod
     def top_logprobs_count(self) -> int | None:
-        """How many of the likeliest tokens are wanted with each token; None where no log-probabilities are."""
+        """The number of likeliest tokens that are returned with each token; None where no log-probabilities are
+        wanted."""
 
     def sampling_options(self, advised: Mapping[str, Any], seed: int, vocab_size: int) -> SamplingOptions:
-        """How the answers are drawn. Raises ApiError.
+        """Makes the sampling options of the answers. Raises ApiError.
 
-        advised: by the model's generation_config.json, where the request says nothing. seed: where it has none.
+        advised: values of the model's generation_config.json, for parameters that the request lacks. seed: the seed of
+        requests without one.
         """
         names = (*SAMPLING_FIELDS, "presence_penalty", "frequency_penalty")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -242,7 +244,7 @@ class SamplingBody(Body):
 
 
 class CompletionBody(SamplingBody):
-    """POST /v1/completions"""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
     max_tokens: Positive = 16
@@ -272,7 +274,7 @@ class CompletionBody(SamplingBody):
 
 
 class Message(BaseModel):
-    """A turn of a conversation. What else it has is the chat template's business."""
+    """A turn of a conversation. Its further fields are the chat template's business."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -299,7 +301,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ChatBody(SamplingBody):
-    """POST /v1/chat/completions"""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None

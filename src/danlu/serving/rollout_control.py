@@ -1,4 +1,5 @@
-"""What a trainer does to the engine of `danlu serve --rollouts`: pauses it, replaces its weights, and asks what it has.
+"""The trainer's control of the engine of `danlu serve --rollouts`: it pauses it, replaces its weights, and reads its
+state.
 
 Methods that change something are called in the engine's thread, between two steps.
 """
@@ -50,19 +51,19 @@ class RolloutControl:
     adapters: ReplaceableAdapters
     is_asleep: bool = False
     _labels: dict[int, str] = field(default_factory=dict)
-    """By the engine's versions, which count what was replaced since the server was started."""
+    """Labels by the engine's versions, which count the replacements of weights since the server was started."""
 
     @property
     def label(self) -> str:
-        """Of the weights that are loaded."""
+        """The label of the loaded weights."""
         return self.label_of(self.engine.version)
 
     def label_of(self, version: int) -> str:
-        """Of the weights that a token was drawn with."""
+        """The label of the weights that a token was drawn with."""
         return self._labels.get(version, UNKNOWN)
 
     def description(self) -> dict[str, Any]:
-        """What a trainer has to know, as JSON has it."""
+        """Facts that a trainer has to know, as JSON."""
         return {
             "label": self.label,
             "vocab_size": self.model.config.vocab_size,
@@ -74,11 +75,11 @@ class RolloutControl:
         }
 
     def pause(self, mode: Literal["abort", "keep"]) -> list[Completion]:
-        """Stops answering; returns what `abort` has ended."""
+        """Stops answering; returns the answers that `abort` has ended."""
         return self.engine.pause(mode)
 
     def resume(self) -> list[Completion]:
-        """Goes on."""
+        """Resumes the engine."""
         self.engine.resume()
         return []
 
@@ -102,7 +103,7 @@ class RolloutControl:
         return self.resume()
 
     def drop_prefix_cache(self) -> list[Completion]:
-        """Reads everything anew that is unfinished."""
+        """Drops the prefix cache, so that all unfinished requests are read again."""
         self.engine.update(self.engine.version)
         return []
 
@@ -175,9 +176,9 @@ def _chain(first: tuple[str, Tensor], rest: Iterator[tuple[str, Tensor]]) -> Ite
 
 
 def rollout_control_of(loaded: LoadedModel, options: EngineOptions) -> RolloutControl:
-    """An engine whose weights a trainer may replace, with what it takes to do so.
+    """Makes an engine with weights that a trainer may replace, and its control.
 
-    Adapters that the model was loaded with stay, below those that come. Raises what `engine_of` raises.
+    Adapters that the model was loaded with stay, below those that come. Raises the errors of `engine_of`.
     """
     stacks = loaded.stacks
     if stacks is None:

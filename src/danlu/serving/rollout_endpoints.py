@@ -67,7 +67,7 @@ class LabelBody(Body):
 
 
 class WeightsBody(Body):
-    """Where weights lie: in a folder that both sides see, or in files that were sent."""
+    """The place of weights: a folder that both sides see, or uploaded files."""
 
     folder: str | None = None
     upload: str | None = None
@@ -86,7 +86,7 @@ class DigestsBody(Body):
 
 
 class EmptyBody(Body):
-    """That a request has one at all, declared as JSON, is what a page in a browser cannot send unasked."""
+    """An empty body: a page in a browser cannot send a body that is declared as JSON unasked."""
 
 
 class RolloutEndpoints:
@@ -103,7 +103,7 @@ class RolloutEndpoints:
         self._uploads = Path(tempfile.mkdtemp(prefix="danlu-uploads-"))
 
     def close(self) -> None:
-        """Deletes what was sent."""
+        """Deletes the uploaded files."""
         shutil.rmtree(self._uploads, ignore_errors=True)
 
     @property
@@ -262,7 +262,8 @@ class RolloutEndpoints:
         return JSONResponse({})
 
     async def _refusing(self, work: Awaitable[Result]) -> Result:
-        """What work comes to. Raises ApiError where the engine refuses it, fails at it, or is not there any more."""
+        """Returns the result of work. Raises ApiError where the engine refuses it, fails at it, or is not there any
+        more."""
         try:
             return await work
         except DanluError as error:

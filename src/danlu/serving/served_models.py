@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a request chooses with `model`."""
+    """The model that a request chooses with `model`."""
 
     name: str
     adapter: str | None
@@ -32,11 +32,11 @@ class ServedModel:
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     virtual_tokens: int
-    """How many tokens the engine puts before its prompts."""
+    """The number of tokens that the engine puts before its prompts."""
     advised: Mapping[str, Any]
     """Sampling options where a request has none, by generation_config.json."""
     read_calls: ReadCalls = field(default_factory=ReadCalls)
-    """How calls of tools are read from its answers, but for the tools."""
+    """The parser of tool calls in its answers, without the tools."""
     notes: tuple[str, ...] = ()
     """Remarks that a server prints at its start."""
 
@@ -46,7 +46,7 @@ class ServedModels:
 
     def __init__(self, models: Sequence[ServedModel], config: ModelConfig) -> None:
         self.config = config
-        """Of all of them."""
+        """The config of all of them."""
         self._by_name = {model.name: model for model in models}
 
     @property
@@ -75,9 +75,8 @@ class ServedModels:
 def served_models(
     resolved: ResolvedModel, loaded: LoadedModel, name: str | None = None, chat_template: Path | None = None
 ) -> ServedModels:
-    """A loaded model and its adapters: first what the command line calls the model, then the others.
-
-    name: of the base, in place of its folder's. Raises RecipeError where an adapter has it.
+    """A loaded model and its adapters: first the model of the command line, then the others. name: the base's, in place
+    of its folder's. Raises RecipeError where an adapter has it.
     """
     from danlu.inference.chat_adapters import ChatAdapters  # here, since it brings torch
 
@@ -122,7 +121,7 @@ def _calls(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def base_name(folder: Path, adapters: Sequence[str]) -> str:
-    """What a server calls the model of a folder: the hub id it is a snapshot of, its run, or the folder's own name.
+    """A server's name for the model of a folder: the hub id it is a snapshot of, its run, or the folder's own name.
 
     adapters: names that are taken.
     """

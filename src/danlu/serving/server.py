@@ -38,23 +38,23 @@ if TYPE_CHECKING:  # it brings torch
     from danlu.serving.rollout_control import RolloutControl
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Answered without an API key, and not logged: what watches a server asks every few seconds."""
+"""Paths that need no API key, and are not logged: monitors of a server ask every few seconds."""
 UNLOGGED_PATHS = (*OPEN_PATHS, f"{PREFIX}/answer", f"{PREFIX}/info")
-"""Those, and what a trainer asks hundreds of times."""
+"""Paths that are not logged: those, and the ones that a trainer asks hundreds of times."""
 
 GRACE_S = 5
-"""How long answers that were ended have for reaching their clients."""
+"""Seconds that answers which were ended have for reaching their clients."""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is used.
+    """The settings of a server.
 
-    seed: of requests that bring none. quiet: without a line for each request. leaves_key: whether the key lies in a
-    file for trainers of this machine (`danlu.core.server_key`), which is deleted at the end. weights_root: the
-    folder below which a trainer may name folders of weights.
+    seed: of requests that bring none. quiet: no line for each request. leaves_key: whether the key lies in a file for
+    trainers of this machine (`danlu.core.server_key`), which is deleted at the end. weights_root: the folder below
+    which a trainer may name folders of weights.
     """
 
     seed: int
@@ -65,11 +65,11 @@ class ServerOptions:
 
 
 def bind(host: str, port: int, host_option: str = "--host", port_option: str = "--port") -> socket.socket:
-    """A socket on an address, which nobody can connect to yet. port: 0 takes a free one.
+    """Opens a socket on an address, which nobody can connect to yet. port: 0 takes a free one.
 
-    host_option, port_option: what messages call where they are set.
+    host_option, port_option: the names of their options in messages.
 
-    Raises ResourceError that says what is wrong with the address, before a model is loaded for nothing.
+    Raises ResourceError that explains the fault of the address, before a model is loaded for nothing.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -106,7 +106,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where the API is."""
+    """The url of the API."""
     host, port, *_ = listener.getsockname()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -172,7 +172,7 @@ def _is_local(host: str) -> bool:
 
 
 def _log_line(scope: Scope, status: int, duration_s: float, *, is_cut_off: bool) -> str:
-    """`POST /v1/completions 200 tiny 12 + 34 tokens 0.52 s`"""
+    """Formats a request: `POST /v1/completions 200 tiny 12 + 34 tokens 0.52 s`."""
     writer: AnswerWriter | None = scope.get("state", {}).get("writer")
     has_left = status == CLIENT_GONE or (status == 200 and writer is not None and not writer.is_complete)
     outcome = "cut off" if is_cut_off else "client left" if has_left else str(status)
@@ -185,10 +185,10 @@ def _log_line(scope: Scope, status: int, duration_s: float, *, is_cut_off: bool)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends unfinished answers when it is to end, so that their streams can close.
+    """Serves with uvicorn, and ends unfinished answers at shutdown, so that their streams can close.
 
-    A second SIGINT while it ends cuts off what has not ended by then. With `rollouts` a trainer may replace the
-    weights: the endpoints for that are there too.
+    A second SIGINT during shutdown cuts off the remaining ones. With `rollouts` a trainer may replace the weights: the
+    endpoints for that are there too.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Server(uvicorn.Server):
     def listen(self) -> None:
         """Answers until a signal comes; SIGINT and SIGTERM end the process afterwards, as they would without a server.
 
-        Raises what the engine failed with, where it failed for good.
+        Raises the engine's error, where it failed for good.
         """
         host, port, *_ = self._listener.getsockname()
         try:
@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's own, except that `listen` raises the signals again, when the event loop has ended.
+        """Captures signals as uvicorn does, except that `listen` raises them again, when the event loop has ended.
 
         Two that are raised within the loop break it off with the requests that are still in it.
         """

@@ -1,4 +1,4 @@
-"""Which runs a study has: every combination of the values that vary, with its recipe and its name in the folder."""
+"""The runs of a study: every combination of the varied values, with its recipe and its name in the folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from danlu.training.run_lock import LOCK_FILE
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run with its recipe, whose `output` is the run's own folder."""
+    """A run with its recipe; the recipe's `output` is the run's own folder."""
 
     combination: Combination
     recipe: Recipe
@@ -33,23 +33,23 @@ class PlannedRun:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The folder of the run."""
         return Path(self.recipe.output)
 
     @property
     def recipe_file(self) -> Path:
-        """The file with the run's resolved recipe, beside its folder."""
+        """The file with the run's resolved recipe, next to its folder."""
         return self.folder.with_name(f"{self.folder.name}.yaml")
 
     @property
     def log(self) -> Path:
-        """The file with what the run prints, beside its folder."""
+        """The file with the run's output, next to its folder."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a study folder is to hold: the runs asked for, and the other runs that it lists already."""
+    """The contents of a study folder: the requested runs, and the other runs that it lists already."""
 
     folder: Path
     keys: tuple[str, ...]
@@ -87,7 +87,7 @@ def make_plan(path: Path, varied: Sequence[VariedKey], overrides: Sequence[str])
 
 
 def notes(plan: Plan) -> list[str]:
-    """Remarks on a study that may run but may not say what it seems to; for the console, once."""
+    """Warnings about a study with results that may mislead; for the console, once."""
     held_out = plan.runs[0].recipe.data.eval
     if SEED in plan.keys and isinstance(held_out, int | float):
         return [
@@ -141,12 +141,12 @@ def _with_first(line: str, of: Sequence[Combination], combinations: Sequence[Com
 
 
 def _overrides_text(combination: Combination) -> str:
-    """`adapter.rank=8 seed=1`."""
+    """Formats overrides: `adapter.rank=8 seed=1`."""
     return " ".join(combination.overrides)
 
 
 def value_text(recipe: Recipe, key: str) -> str:
-    """A value of a recipe as a table shows it: a section by what stands for it alone, its kind or its path."""
+    """Formats a value of a recipe for a table: a section by its short form alone, its kind or its path."""
     value = value_at(recipe, key)
     if isinstance(value, Section) and value.short is not None:
         value = getattr(value, value.short)
@@ -199,7 +199,8 @@ def _refuse_other_recipe(folder: Path, known: PlannedRun, recipe: Recipe, keys: 
 
 
 def _same_run(recipe: Recipe, runs: Sequence[PlannedRun], keys: Sequence[str]) -> PlannedRun | None:
-    """The run whose recipe is alike in the keys that vary and in all that matters to the result; None without one."""
+    """The run with a recipe that is equal in the varied keys and in all that matters to the result; None without
+    one."""
 
     def differs(run: PlannedRun) -> bool:
         differences = [change for change in changes(run.recipe, recipe) if change.key != "output"]

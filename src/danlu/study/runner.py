@@ -1,7 +1,7 @@
 """Trains the runs of a study, each by a `danlu train` of its own.
 
 A process of its own gives each run its own peak of memory, and lets the others go on when one fails. This file loads no
-torch: beside a run that trains, the study itself is small.
+torch: compared with a run that trains, the study itself is small.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LOG_LINES = 12  # of a failed run's log, in the message about it
 
 
 class Process(Protocol):
-    """A process that runs: what is used of `subprocess.Popen`."""
+    """A running process: the part of `subprocess.Popen` that is used."""
 
     def wait(self, timeout: float | None = None) -> int: ...
 
@@ -51,7 +51,7 @@ class StudyObserver(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a study ended."""
+    """The end of a study."""
 
     finished: int  # runs
     total: int  # runs
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def launch(run: PlannedRun) -> Process:
-    """Starts `danlu train` of the run's recipe; what it prints is appended to its log.
+    """Starts `danlu train` of the run's recipe; its output is appended to its log.
 
     The process has a group of its own, so that Ctrl-C reaches it once: through `SignalForwarder`.
     """
@@ -79,7 +79,7 @@ def launch(run: PlannedRun) -> Process:
 
 
 class SignalForwarder:
-    """While entered, each of `STOP_SIGNALS` is forwarded to the run under way, which saves and stops.
+    """Forwards each of `STOP_SIGNALS`, while entered, to the run under way, which saves and stops.
 
     A signal that was ignored before (`nohup`) stays so.
     """
@@ -120,7 +120,7 @@ class SignalForwarder:
 
 
 def run(plan: Plan, observer: StudyObserver) -> Outcome:
-    """Trains what is not finished, in order. Another `danlu study` of the folder is kept out meanwhile.
+    """Trains the unfinished runs, in order. Another `danlu study` of the folder is kept out meanwhile.
 
     A run that fails is reported, and the next one begins. After a signal the run under way saves and stops, and no
     other begins. Raises ResourceError for a folder that cannot be written or is in use.
@@ -155,7 +155,7 @@ def run(plan: Plan, observer: StudyObserver) -> Outcome:
 
 
 def _follow(child: Process, log: Path, start: int, observer: StudyObserver) -> int:
-    """Waits for the end of a process and reports what it writes to its log from byte `start` on; its exit code."""
+    """Waits for the end of a process and reports its log from byte `start` on; returns its exit code."""
     with log.open("rb") as output:
         output.seek(start)
         rest = b""
@@ -172,7 +172,7 @@ def _follow(child: Process, log: Path, start: int, observer: StudyObserver) -> i
 
 
 def _failure(code: int, log: Path, start: int) -> str:
-    """Why a run failed: its error message, or the end of what it wrote."""
+    """Describes why a run failed: its error message, or the end of its output."""
     lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     first = next((number for number, line in enumerate(lines) if line.startswith("error: ")), None)
     shown = lines[-MAX_LOG_LINES:] if first is None else lines[first : first + MAX_LOG_LINES]
