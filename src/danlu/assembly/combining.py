@@ -1,9 +1,9 @@
 """Several LoRA adapters combined into one adapter folder.
 
-The base is read only for an adapter whose start PEFT takes out of it (PiSSA, OLoRA). `cat` puts factors side by side,
-which is exactly the weighted sum of changes. `linear` sums the As and the Bs, as PEFT does under that name, and so has
-cross terms. The combinations of ties (arXiv:2306.01708) and dare (arXiv:2311.03099) have full rank, and the adapter
-holds their largest singular directions.
+The base is read only for an adapter with a start that PEFT takes out of it (PiSSA, OLoRA). `cat` puts factors side by
+side, which is exactly the weighted sum of changes. `linear` sums the As and the Bs, as PEFT does under that name, and
+so has cross terms. The combinations of ties (arXiv:2306.01708) and dare (arXiv:2311.03099) have full rank, and the
+adapter holds their largest singular directions.
 
 O, I outputs and inputs of a layer · r rank
 """
@@ -76,7 +76,7 @@ def combine(
     """Combines several LoRA folders into one.
 
     rank: the rank of the result of ties and dare; by default the sum of the ranks. into: the base, if not the one they
-    name; its weights are read only for an adapter whose start PEFT takes out of them.
+    name; its weights are read only for an adapter with a start that PEFT takes out of them.
 
     Raises ModelError for adapters that are not plain LoRA, or not of one base, and for `linear` of unequal ranks;
     ResourceError if `target` holds anything.
@@ -127,7 +127,7 @@ def _exact_change(name: str, parts: Sequence[Factors | None], combination: Combi
 
 
 def _change(factors: Factors) -> Tensor:
-    """s B A, float32; of an embedding its transpose."""
+    """Computes the change s B A, float32; for an embedding its transpose."""
     change = factors.scale * (factors.b.float() @ factors.a.float())
     return change.t() if factors.embedding else change
 

@@ -84,7 +84,7 @@ def quantization(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """What NF4, FP4, INT8 and INT4 lose of a model: errors of its linear layers, bits a parameter, perplexity.
+    """Measure the losses of a model in NF4, FP4, INT8 and INT4: errors of linear layers, bits a parameter, perplexity.
 
     bits are counted from what is stored. error is ||W - Q|| / ||W|| of all linear layers together, worst that of the
     layer that loses most (--json names it), mean is mean |W - Q| / mean |W|.

@@ -62,7 +62,7 @@ def launch_chain(
 ) -> int:
     """Starts `danlu train` of the chain in `processes` processes, and returns the exit code.
 
-    Raises RecipeError for a stage whose layout does not fit them, before any process starts.
+    Raises RecipeError for a stage with a layout that does not fit them, before any process starts.
     """
     # Here: see `train_chain`.
     from danlu.cli.launcher import launch

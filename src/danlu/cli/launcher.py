@@ -52,7 +52,7 @@ def launch(
     grace_s: float = GRACE_S,
     progress_s: float | None = None,
 ) -> int:
-    """Runs `python ARGUMENTS` in so many processes of one process group, to their end.
+    """Runs `python ARGUMENTS` in the processes of one process group, to their end.
 
     Args:
         arguments:  by the number of the attempt, 0 to `restarts`. Each process calls `danlu.cli.worker.run_worker`.

@@ -133,7 +133,7 @@ def _dry_run_folder() -> Path:
 
 
 def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: int, logs: Path | None) -> int:
-    """Starts `danlu train` with the same arguments in so many processes, and returns the exit code.
+    """Starts `danlu train` with the same arguments in several processes, and returns the exit code.
 
     logs: the folder that the processes of a dry run print into; None where that is the run's.
     """

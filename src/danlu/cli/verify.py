@@ -1,4 +1,4 @@
-"""`danlu verify`: whether a recipe's layout computes what one process does."""
+"""`danlu verify`: checks that a recipe's layout computes the same as one process."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def redirect_output(world: World, folder: Path) -> Callable[[str], None]:
 
 
 def exit_report_of(rank: int, error: BaseException) -> ExitReport:
-    """The report of an error: a DanluError's text; else what it means, the phase of the run, and the traceback."""
+    """The report of an error: a DanluError's text; else its meaning, the phase of the run, and the traceback."""
     process_group = _process_group()
     reported = error if process_group is None else process_group.error_to_report(error)
     if isinstance(reported, RecipeError):

@@ -162,7 +162,7 @@ class Answer:
         )
 
     def prompt_to_score(self, start: int, stop: int) -> range:
-        """Returns the places among `start` to `stop`, which a pass computes, whose next tokens are prompt tokens that
+        """Returns the places among `start` to `stop`, which a pass computes, with next tokens of the prompt that
         `prompt_scores` lacks."""
         if not self.request.prompt_logprobs:
             return range(0)

@@ -18,7 +18,7 @@ class Segment:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     drawn: tuple[bool, ...]
-    """For each token, whether the policy drew it."""
+    """Whether the policy drew each token."""
 
     @property
     def read(self) -> int:

@@ -4,7 +4,7 @@ Decoding with a small model is bound not by arithmetic but by calls of a few mic
 layers the modules of `models/` make 391 of them, this makes 278, and leaves the overhead of modules out. Norms are four
 calls, queries, keys and values are rotated together, the scale of attention is in the rotation, and the pool's entries
 of all layers are written at once. It is the same arithmetic in another order, so it serves the engine's fast numerics
-alone, and only decoders whose modules are as they were built: see `FusedDecoder.of`.
+alone, and only decoders with modules as they were built: see `FusedDecoder.of`.
 
 Q sequences, one token each · D model width · H query heads · K key/value heads · C head width · F MLP width · L layers
 """

@@ -36,7 +36,7 @@ from danlu.numerics import batch_invariant
 from danlu.objectives.vocab_slices import EXACT_SLICE_ROWS, logits_in_slices
 
 PROMPT_ROWS = 128
-"""Logits of so many tokens of a prompt are made at a time: of all of them they would be larger than the model."""
+"""The number of a prompt's tokens with logits in memory at a time: logits of all would be larger than the model."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def with_length(routes: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def end_to_end(routes: Sequence[np.ndarray | None], tokens: Sequence[int]) -> np.ndarray | None:
-    """The routes of several sequences, of so many tokens each, one behind the other; None where none has any."""
+    """The routes of several sequences, of these numbers of tokens, one after the other; None where none has any."""
     known = next((each for each in routes if each is not None), None)
     if known is None:
         return None

@@ -24,7 +24,8 @@ an episode has had all its turns; abort: whoever asked took the request back, or
 
 
 LOWEST_TEMPERATURE = 1e-6
-"""Logits over a lower one leave the range of float32, or differ by so much that only the likeliest is ever drawn: 0."""
+"""The lowest temperature: logits over a lower one leave the range of float32, or differ by so much that only the
+likeliest is ever drawn, as at 0."""
 HIGHEST_PENALTY = 1e6
 """Logits times a larger penalty for repetition, or over one below its inverse, do likewise."""
 

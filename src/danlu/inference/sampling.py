@@ -97,7 +97,7 @@ def draw(logits: Tensor, rows: Sequence[DrawRow], *, slice_rows: int | None = No
 
     Args:
         logits: [B, V] float32, after a final soft cap; not changed.
-        slice_rows: log-probabilities are summed in slices of so many tokens, which gives the bits of
+        slice_rows: log-probabilities are summed in slices of this many tokens, which gives the bits of
             `objectives.token_logprobs` in such slices; None sums in blocks, which is faster.
     """
     assert len(rows) == len(logits), f"{len(rows)} rows for {len(logits)} rows of logits"

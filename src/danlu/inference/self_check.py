@@ -149,7 +149,7 @@ class _Check:
         return self._run(tokens, positions, BlockwiseAttention((0, lengths[0], sum(lengths))))
 
     def _tree(self) -> list[tuple[str, Tensor]]:
-        """The first sequence as a stem with a branch, behind another branch; the rows of that one left out."""
+        """The first sequence as a shared prefix with a branch, after another branch; the rows of that one left out."""
         sequence, other = self.sequences
         stem = min(STEM, len(sequence) - 1)
         beside = len(other) // 2
@@ -232,7 +232,7 @@ class _Fingerprints:
 
     @contextmanager
     def recording(self, tokens: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """A list that the operations of a pass over so many tokens fill."""
+        """A context with a list that the operations of a pass over `tokens` tokens fill."""
         self._recorded, self._tokens = [], tokens
         # Rows of experts are sorted by expert, and may be of other processes' tokens, as many as there are here or not.
         of_experts = {

@@ -110,7 +110,7 @@ def _exchanged(layer: ContextLayer, rows: Sequence[int], place: int) -> Fraction
 def _keys_sent(
     layer: ContextLayer, rows: Sequence[int], own: int, transport: Transport
 ) -> Iterator[tuple[Kind, Fraction]]:
-    """Bytes of one layer's keys and their gradients, where group number `own` is one of several with so many rows."""
+    """Bytes of one layer's keys and their gradients, where group number `own` is one of several with these rows."""
     if len(rows) == 1:
         return
     backward = layer.output.has_gradient

@@ -262,7 +262,7 @@ def expert_traffic(
 
 
 def _among(ranks: Sequence[int], layout: Layout, kind: Kind, full_bytes: int, what: str) -> Iterator[CollectiveTraffic]:
-    """The record of collectives of a group that move so many bytes in all; none for nothing, or for a group of one."""
+    """The record of collectives of a group that move these bytes in all; none for nothing, or for a group of one."""
     if len(ranks) > 1 and full_bytes:
         yield CollectiveTraffic(axis_of(ranks, layout), kind, ring_bytes(kind, len(ranks), full_bytes), what=what)
 
@@ -270,7 +270,7 @@ def _among(ranks: Sequence[int], layout: Layout, kind: Kind, full_bytes: int, wh
 def _traffic(
     layout: Layout, axes: tuple[str, ...], kind: Kind, full_bytes: int, what: str, among: int | None = None
 ) -> Iterator[CollectiveTraffic]:
-    """The record of collectives that move so many bytes in all; none for nothing, or for a group of one.
+    """The record of collectives that move these bytes in all; none for nothing, or for a group of one.
 
     among: size of the group, where it is not the whole axis.
     """

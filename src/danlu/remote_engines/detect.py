@@ -61,7 +61,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
 
 
 def without_routes(name: str) -> str:
-    """Warns a user whose policy has experts of a server that does not report the experts that tokens went to."""
+    """Warns a user with a policy with experts of a server that does not report the experts that tokens went to."""
     return (
         f"rollout: {name} does not say which experts tokens went to, so routers choose anew in training; `gap` in "
         "metrics.jsonl says how far that is from the rollout"

@@ -1,4 +1,4 @@
-"""How new weights reach an engine: not at all, in buckets over a process group, as a folder, or the adapter alone.
+"""Ways of weight sync to an engine: in buckets over a process group, as a folder, or the adapter alone.
 
 An engine within the process has the trainer's tensors. A server has its own. It takes them over a process group that it
 joins (`GroupHandOver`), or from files on a disk that both sides see (`FolderHandOver`, `AdapterHandOver`).
@@ -185,7 +185,7 @@ def folder_weights(
 
 
 def buckets(tensors: Weights, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in order, in lists of at most so many bytes; one that is larger is alone."""
+    """Yields lists of tensors in order, each of at most `bucket_bytes` bytes; a larger tensor is alone."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:

@@ -174,7 +174,7 @@ def _means(curve: Curve) -> tuple[list[tuple[float, float]], int]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """About four round numbers that enclose a range."""
+    """Returns about four round numbers that enclose a range."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
         margin = abs(low) / 2 or 1.0
         low, high = low - margin, high + margin

@@ -43,7 +43,7 @@ class RunReport:
 
     record: RunRecord
     state: str
-    """running, finished or stopped"""
+    """The state of the run: running, finished or stopped."""
     samples: RolloutSamples
 
     @property

@@ -24,8 +24,8 @@ SMALLEST_DIFFERENCE = 1e-9
 class PairEstimator:
     """An `Estimator` that adds no columns of tokens: it keeps a pair of each prompt's answers.
 
-    Of answers with equal rewards the first is taken. A prompt whose answers all have the same reward, or of which fewer
-    than two have any, has no pair: nothing of it is trained, or counted in a divisor.
+    Of answers with equal rewards the first is taken. A prompt has no pair if its answers all have the same reward, or
+    if fewer than two have any: nothing of it is trained, or counted in a divisor.
     """
 
     columns: ClassVar[tuple[str, ...]] = ()

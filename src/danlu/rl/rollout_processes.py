@@ -323,7 +323,7 @@ class _Process:
 
 
 _Event = tuple[_Process, bytes, bytes]
-"""(process, kind of the frame, content); an empty kind: the process has ended."""
+"""An event of a process: (process, kind of the frame, content); an empty kind: the process has ended."""
 
 
 def _read_frames(process: _Process, replies: Any, events: queue.Queue[_Event]) -> None:

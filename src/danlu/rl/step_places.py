@@ -12,7 +12,7 @@ from danlu.inference.stopping import Decode, Detokenizer
 from danlu.rewards.protocol import StepRewards
 
 TokenRewards = tuple[np.ndarray, np.ndarray]
-"""(places [K] int64 among the drawn tokens of an answer, rewards [K] float64)."""
+"""Rewards at steps: (places [K] int64 among the drawn tokens of an answer, rewards [K] float64)."""
 
 
 def token_rewards(

@@ -424,7 +424,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _scaler(tokens: int) -> LossScaler:
-    """fp16's loss scaling for steps of so many tokens: the loss is their sum, which is a scale already."""
+    """Makes fp16's loss scaling for steps of this many tokens: the loss is their sum, which is a scale already."""
     from danlu.numerics.loss_scaling import LossScaler
 
     return LossScaler(scale=2.0 ** max(0, 20 - tokens.bit_length()))

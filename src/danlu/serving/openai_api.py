@@ -32,7 +32,7 @@ MAX_STOP_TOKENS = 256
 MAX_DETOKENIZED = 64 * 2**10
 """Token ids that are made text at a time."""
 MAX_VALUES = 2**20
-"""Values in a request's JSON, by its commas: so many token ids, say. Python makes an object of each."""
+"""The most values in a request's JSON, by its commas: token ids, for example. Python makes an object of each."""
 
 IGNORED = frozenset(
     (

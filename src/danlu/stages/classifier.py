@@ -124,7 +124,7 @@ class PlacedClassifier:
     notes: Sequence[str] = ()
 
     def parameters(self) -> list[tuple[str, Parameter]]:
-        """All of the model by name: as much of each parameter as this process has."""
+        """All parameters of the model by name: this process's shard of each."""
         local = self.parallel.local_parameters
         return [(name, local[name].local if local else parameter) for name, parameter in self.model.named_parameters()]
 
@@ -136,7 +136,7 @@ class PlacedClassifier:
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
     def micro(self, optimizer: Optimizers, most: int) -> int:
-        """Images in a micro-batch, at most so many."""
+        """The number of images in a micro-batch, at most `most`."""
         asked = self.recipe.batch.micro
         return min(MAX_IMAGES_PER_MICRO_BATCH if asked == "auto" else asked, most)
 
@@ -264,7 +264,7 @@ class ClassifierLearner:
     source_names: tuple[str, ...] = ()  # of the images, for the loss by source
 
     def weights(self) -> dict[str, Tensor]:
-        """All of the model: as much of each parameter as this process has."""
+        """All parameters of the model: this process's shard of each."""
         local = self.parallel.local_parameters
         named = self.model.named_parameters()
         return {name: (local[name].local if local else parameter).detach() for name, parameter in named}
@@ -274,7 +274,7 @@ class ClassifierLearner:
         return Totals.of(items)
 
     def micro_batches(self, items: Sequence[Image]) -> Sequence[Sequence[int]]:
-        """A contiguous share of the images, so many in each micro-batch."""
+        """A contiguous share of the images, `micro` in each micro-batch."""
         return shard_in_order(items, self.parallel, self.micro)
 
     def prepare(

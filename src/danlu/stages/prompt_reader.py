@@ -81,7 +81,7 @@ class PromptReader:
         return f"{items} prompts x {self.recipe.rollout.samples} answers"
 
     def targets(self, items: int) -> int:
-        """The most targets that so many prompts have."""
+        """The most targets that `items` prompts have."""
         rollout, environment = self.recipe.rollout, self.recipe.environment
         longest = rollout.max_new_tokens
         if environment is not None:

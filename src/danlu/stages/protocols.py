@@ -179,7 +179,7 @@ class ModelBuilder(Protocol):
 
 
 class Mixing(NamedTuple):
-    """A model's weights become share x policy + (1 - share) x its own, every so many steps."""
+    """A model's weights become share x policy + (1 - share) x its own, each `every` steps."""
 
     every: int
     share: float

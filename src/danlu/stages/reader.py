@@ -85,7 +85,7 @@ class PackReader:
         return f"{items} x {data.max_length} tokens" if data.packing.kind != "none" else f"{items} rows"
 
     def targets(self, items: int) -> int:
-        """The most targets that so many packs have."""
+        """The most targets that `items` packs have."""
         return items * self.recipe.data.max_length
 
 

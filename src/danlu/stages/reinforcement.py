@@ -200,7 +200,7 @@ def experience_items(
 
 
 def _rollouts(recipe: Recipe, prompts: int) -> int:
-    """The number of rollouts of a run over so many prompts."""
+    """The number of rollouts of a run over `prompts` prompts."""
     batch = recipe.batch
     assert batch.prompts is not None, "the recipe's rules ask for prompts"
     if recipe.steps is not None:

@@ -82,7 +82,7 @@ class TreeReader:
         return f"{items} {self.items}"
 
     def targets(self, items: int) -> int:
-        """The most targets that so many rows have: two answers each."""
+        """The most targets that `items` rows have: two answers each."""
         return items * 2 * self.recipe.data.max_length
 
 
@@ -118,7 +118,7 @@ class Trees:
 
 
 def laid_out(sample: Sample, longest_shared: int | None) -> Sample:
-    """The sample as it goes through a model: one that is too long to share its stem has copies of it."""
+    """The sample as it goes through a model: one that is too long to share its prefix has copies of it."""
     if longest_shared is None or longest_path(sample) <= longest_shared:
         return sample
     return with_own_prompt(sample) if MISMATCHED in sample.facts else repeat_stem(sample)

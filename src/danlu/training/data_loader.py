@@ -59,7 +59,7 @@ class DataLoader:
     Args:
         source     the items
         per_step   packs in a step
-        total      packs of the whole run; the last step takes what is left. None: endless, steps decide.
+        total      packs of the whole run; the last step takes the rest. None: endless, steps decide.
         stretches  ranges of steps that differ in their items, in order; by default all steps are alike
     """
 

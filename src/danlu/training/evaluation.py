@@ -31,7 +31,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp of the negative log-likelihood; KeyError for an objective that does not report it."""
+        """The perplexity, exp of the negative log-likelihood; KeyError for an objective that does not report it."""
         nll = self.metrics["nll"]
         return math.exp(nll) if nll < 700 else math.inf
 

@@ -30,7 +30,7 @@ class Executor:
 
     Args:
         micro_steps: the micro-batches, each made for its first action, and dropped after its last.
-        on_loss: is given the loss of each micro-batch whose last chunk is here.
+        on_loss: is given the loss of each micro-batch, where its last chunk is here.
         on_backward: is called with the number of a micro-batch after each backward pass of it, and each weight pass.
         on_update: is called with the number of a micro-batch where the list has the update of a step that consists of
             it alone.

@@ -13,7 +13,7 @@ from danlu.training.units import first_few
 
 
 def log_step(run: Run, gradients: StepGradients, seconds: float) -> None:
-    """Writes the line of metrics of the present step, which took so many seconds."""
+    """Writes the line of metrics of the present step, which took `seconds`."""
     totals = gradients.totals
     of_stretch = run.data_loader.stretch_of(run.state.step).metrics
     extra: dict[str, float] = {**gradients.metrics, **of_stretch, "elapsed_s": time.perf_counter() - run.started}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TimelineWriter:
-    """The timeline of every so many steps, in the file of this rank; by default of no step.
+    """The timeline of each `every` steps, in the file of this rank; by default of no step.
 
     A pass begins when its inputs are here, so that waiting is no part of it. On a GPU each pass waits until the device
     has done it, so such a step takes longer than others.

@@ -59,7 +59,7 @@ class ClearItems:
             return self._clear(count, self._margin_in_evaluation)
 
     def _clear(self, count: int, margin_of: Callable[[list[Item], Item], float]) -> list[int] | None:
-        """The first so many candidates that are clear behind those before them; they are candidates no more."""
+        """Takes the first `count` candidates that are clear after those before them; they are candidates no more."""
         numbers: list[int] = []
         for number in self._left:
             before = [self._candidates[other] for other in numbers]

@@ -96,7 +96,7 @@ def _layer_traffic(
     assert isinstance(learner, DecoderLearner), "that of a decoder"
 
     def tensor(width: int, *makers: str, element_bytes: int = learner.dtype.itemsize) -> TokenTensor:
-        """makers: how the names of the parameters begin that it is made by."""
+        """makers: prefixes of the names of the parameters that make the tensor."""
         has_gradient = input_has_gradient or any(name.startswith(makers) for name in trained)
         return TokenTensor(width, element_bytes, has_gradient)
 

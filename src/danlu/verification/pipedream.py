@@ -29,7 +29,7 @@ from danlu.verification.trace import LocalShards, StepTrace, local_shards, targe
 
 
 def trace_turn(training: ProxyTraining, run: Run, steps: int) -> list[StepTrace]:
-    """Takes a turn of so many steps by `train.pipedream.train_turn` itself; each as this process sees it.
+    """Takes a turn of `steps` steps by `training.pipedream.train_turn` itself; each as this process sees it.
 
     Raises TrainingError for numbers that are not finite.
     """

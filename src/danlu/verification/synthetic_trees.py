@@ -43,7 +43,7 @@ TreeParts = tuple[list[int], list[int], dict[str, np.ndarray]]
 
 
 def _pair(random: np.random.Generator, max_length: int, number: int, mismatched: bool) -> TreeParts:
-    """A stem with a chosen and a rejected answer; every second row has a margin."""
+    """Makes a prompt with a chosen and a rejected answer; every second row has a margin."""
     stem = int(random.integers(SHORTEST, max_length // 2))
     answers = random.integers(SHORTEST, max_length - stem + 1, 2).tolist()
     margin = float(random.random()) if number % 2 else math.nan
@@ -51,7 +51,7 @@ def _pair(random: np.random.Generator, max_length: int, number: int, mismatched:
 
 
 def _judged(random: np.random.Generator, max_length: int, number: int, mismatched: bool) -> TreeParts:
-    """A stem with an answer, desirable or not in turn."""
+    """Makes a prompt with an answer, desirable or not in turn."""
     count = 1 + mismatched
     stem = int(random.integers(SHORTEST, max_length // 2))
     answers = random.integers(SHORTEST, max_length - stem + 1, count).tolist()
@@ -70,7 +70,7 @@ def _steps(random: np.random.Generator, max_length: int, number: int, mismatched
 
 
 def _facts(*of_answers: float) -> np.ndarray:
-    """A fact of the answers behind a stem, which has none."""
+    """Makes a fact of a prompt's answers; the prompt has none."""
     return np.array([math.nan, *of_answers], np.float32)
 
 

@@ -116,13 +116,13 @@ class SpoiledStep:
 
 
 TakeSteps = Callable[[ProxyTraining, Run, int], Iterable[StepTrace]]
-"""Takes so many steps of a run; each as this process sees it."""
+"""Takes a number of steps of a run; each as this process sees it."""
 
 
 def trace_steps(
     training: ProxyTraining, run: Run, steps: int, *, withheld_until: int | None = None
 ) -> Iterator[StepTrace]:
-    """Takes so many steps, one after the other. Raises TrainingError for a loss that is not finite.
+    """Takes `steps` steps, one after the other. Raises TrainingError for a loss that is not finite.
 
     withheld_until: up to this step of the run one parameter (`withheld_parameter`) has no gradient, and no state.
     """

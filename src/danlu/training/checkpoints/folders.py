@@ -3,13 +3,11 @@
 Nothing here needs torch, so `danlu checkpoint` answers at once::
 
     checkpoints/
-      step-00000500/
-        model-00001-of-00002.safetensors    tensors of the group "model", readable by any safetensors reader
-        ...                                 or, of rank 3 of several, model-rank00003-00001-of-00002.safetensors
-        state.json                          everything that is not a tensor
-        manifest.json                       size of each file; dtype, shape, place and SHA-256 of each tensor, and
-                                            which box of the whole it is, where it is a part
-        COMPLETE                            the mark: SHA-256 of manifest.json, and what a listing shows
+      step-00000500/ model-00001-of-00002.safetensors    tensors of the group "model", readable by any safetensors
+      reader ...                                 or, of rank 3 of several, model-rank00003-00001-of-00002.safetensors
+      state.json                          everything that is not a tensor manifest.json                       size of
+      each file; dtype, shape, place and SHA-256 of each tensor, and which box of the whole it is, where it is a part
+      COMPLETE                            the mark: SHA-256 of manifest.json, and the values of a listing
       .step-00000600.4711.tmp/              being written by process 4711 and those it works with
       .step-00000600.old/                   stands in for step 600 while that step is written again
 
