@@ -26,7 +26,7 @@ from danlu.data.demo_data import Question, every_question, questions
 from danlu.demo import demo
 from danlu.demo.demo import Answered, AnsweredSum, Result, Tally
 from danlu.demo.demo_recipes import Place, Size
-from danlu.recipe import library, load_chain
+from danlu.recipe import Chain, library, load_recipe_or_chain
 from danlu.run.train import Outcome
 
 SMALL = Size(
@@ -136,8 +136,8 @@ def test_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert danlu("demo", "--data-only") == 0
     told = capsys.readouterr().out
     assert "danlu recipes copy chain" in told and "Right answers" not in told
-    loaded = load_chain(library.folder() / "chain.yaml")
-    assert loaded is not None and len(loaded.stages) == 6  # whose files are checked
+    loaded = load_recipe_or_chain(library.folder() / "chain.yaml")
+    assert isinstance(loaded, Chain) and len(loaded.stages) == 6  # whose files are checked
 
 
 def test_again_it_says_that_it_is_finished_and_touches_nothing(finished: Result) -> None:

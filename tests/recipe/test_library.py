@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from danlu.core.errors import RecipeError, ResourceError
-from danlu.recipe import library, load, load_chain
+from danlu.recipe import Chain, library, load, load_recipe_or_chain
 
 
 def test_names_and_first_lines() -> None:
@@ -35,13 +35,13 @@ def test_the_copy_of_a_chain_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     copy = library.copy("chain", Path("."))
     with pytest.raises(RecipeError) as caught:
-        load_chain(copy)
+        load_recipe_or_chain(copy)
     for line in caught.value.problems:
         file = Path(line.partition("no file or folder '")[2].partition("'")[0])
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
-    chain = load_chain(copy)
-    assert chain is not None
+    chain = load_recipe_or_chain(copy)
+    assert isinstance(chain, Chain)
     assert [stage.loaded.recipe.output for stage in chain.stages] == [
         f"runs/chain/{each.name}" for each in chain.stages
     ]

@@ -15,7 +15,7 @@ import yaml
 from builders.tiny_world import CONFIG, World, danlu, last_state, metrics, write_rows
 
 from danlu.core.errors import RecipeError
-from danlu.recipe import Chain, load_chain
+from danlu.recipe import Chain, Loaded, load_recipe_or_chain
 from danlu.run.chain import StageOutcome, train_chain
 from danlu.run.train import Outcome
 from danlu.training import loop
@@ -43,14 +43,14 @@ def write(file: Path, content: dict[str, Any]) -> Path:
 
 
 def chain_of(file: Path, *overrides: str) -> Chain:
-    chain = load_chain(file, overrides)
-    assert chain is not None
+    chain = load_recipe_or_chain(file, overrides)
+    assert isinstance(chain, Chain)
     return chain
 
 
 def problems(file: Path, *overrides: str) -> Sequence[str]:
     with pytest.raises(RecipeError) as caught:
-        load_chain(file, overrides)
+        load_recipe_or_chain(file, overrides)
     return caught.value.problems
 
 
@@ -143,7 +143,7 @@ def test_names_and_overrides_that_lead_nowhere(tiny_world: World, tmp_path: Path
         assert "expected a list of recipes" in problems(write(file, {**content, "stages": stages}))[0]
     shared_start = {**values(tiny_world, tmp_path / "run"), "model": str(tiny_world.base)}
     assert "model.path: a start is for one stage" in problems(write(file, shared_start))[0]
-    assert load_chain(tiny_world.recipe(tmp_path / "one")) is None
+    assert isinstance(load_recipe_or_chain(tiny_world.recipe(tmp_path / "one")), Loaded)
 
 
 def test_a_policy_does_not_start_from_a_reward_model(tiny_world: World, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from danlu.core.errors import RecipeError
 from danlu.core.terminal import printable
-from danlu.recipe import Chain, Loaded, Recipe, load, load_chain
+from danlu.recipe import Chain, Loaded, Recipe, load_recipe_or_chain
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.explanation import Explanation
 from danlu.recipe.explanation import explain as look_up
@@ -30,10 +30,9 @@ def explain(
     if overrides and recipe is None:
         raise typer.BadParameter("overrides need --recipe")
     loaded = None
-    if recipe is not None and (chain := load_chain(recipe, overrides or ())) is not None:
-        key, loaded = _in_stage(chain, key)
-    elif recipe is not None:
-        loaded = load(recipe, overrides or ())
+    if recipe is not None:
+        read = load_recipe_or_chain(recipe, overrides or ())
+        key, loaded = _in_stage(read, key) if isinstance(read, Chain) else (key, read)
     console = Console(highlight=False, soft_wrap=False)
     if key is None:
         rows = [(name, first_sentence(field.description)) for name, field in Recipe.model_fields.items()]

@@ -24,7 +24,7 @@ from danlu.models.hf_folder import LENET, model_type, read_config
 from danlu.parallel.exit_reports import EXIT_REPORT
 from danlu.parallel.layout import layout_of
 from danlu.parallel.world import World, world_from_environment
-from danlu.recipe import Loaded, Recipe
+from danlu.recipe import Chain, Loaded, Recipe
 
 if TYPE_CHECKING:
     from danlu.run.train import Outcome
@@ -71,19 +71,18 @@ def train(
         )
     if world is not None:
         run_worker(world, lambda: _run_rank(world, recipe, overrides or [], resume, dry_run, quiet))
-    chain = recipes.load_chain(recipe, overrides or [])
-    if chain is not None:
+    loaded = recipes.load_recipe_or_chain(recipe, overrides or [])
+    if isinstance(loaded, Chain):
         from danlu.cli.chain import launch_chain, train_chain  # here: see `_train`
 
         if processes is None or processes == 1:
-            code = train_chain(chain, resume, dry_run, quiet)
+            code = train_chain(loaded, resume, dry_run, quiet)
         else:
             check_processes(processes)
-            code = launch_chain(chain, [str(recipe), *(overrides or [])], resume, processes, dry_run, quiet)
+            code = launch_chain(loaded, [str(recipe), *(overrides or [])], resume, processes, dry_run, quiet)
         if code:
             raise typer.Exit(code)
         return
-    loaded = recipes.load(recipe, overrides or [])
     if processes is None or processes == 1:
         code = _train(loaded, resume, dry_run, quiet)
     else:
@@ -105,8 +104,9 @@ def train(
 
 def _run_rank(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:
     """Runs one process of several, and returns its exit code."""
-    chain = recipes.load_chain(recipe, overrides)
-    loaded = recipes.load(recipe, overrides) if chain is None else chain.stages[0].loaded
+    read = recipes.load_recipe_or_chain(recipe, overrides)
+    chain = read if isinstance(read, Chain) else None
+    loaded = read.stages[0].loaded if isinstance(read, Chain) else read
     output = loaded.recipe.output if chain is None else chain.output
     print_to_terminal = redirect_output(world, _dry_run_folder() if dry_run else Path(output).expanduser())
     # Here: see `_train`.

@@ -1,13 +1,13 @@
 """The typed recipe: one YAML file that defines a run.
 
-`sections` has the types; `load` reads a file with its overrides and reports every problem at once, `load_chain` one
-with the recipes of several stages; `resolved_yaml` writes a recipe in full; `changes`, `explanation.explain` and
-`json_schema.schema` answer questions about one. Nothing here imports torch.
+`sections` has the types; `load` reads a file with its overrides and reports every problem at once,
+`load_recipe_or_chain` also one with the recipes of several stages; `resolved_yaml` writes a recipe in full; `changes`,
+`explanation.explain` and `json_schema.schema` answer questions about one. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from danlu.recipe.chain import Chain, ChainStage, load_chain
+from danlu.recipe.chain import Chain, ChainStage, load_recipe_or_chain
 from danlu.recipe.diff import Change, changes
 from danlu.recipe.loading import Loaded, load, load_resolved
 from danlu.recipe.resolved_yaml import resolved_yaml
@@ -21,7 +21,7 @@ __all__ = [
     "Recipe",
     "changes",
     "load",
-    "load_chain",
+    "load_recipe_or_chain",
     "load_resolved",
     "resolved_yaml",
 ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from danlu.core.errors import RecipeError
 from danlu.core.spelling import did_you_mean
 from danlu.recipe import overrides as overriding
-from danlu.recipe.loading import Loaded, check, complete, in_order, loaded, read_text
+from danlu.recipe.loading import Loaded, check, complete, in_order, load_tree, loaded, read_text
 from danlu.recipe.messages import format_value
 from danlu.recipe.overrides import Override
 from danlu.recipe.sections import Continue, Model, Recipe
@@ -58,8 +58,8 @@ class Chain:
     stages: tuple[ChainStage, ...]
 
 
-def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> Chain | None:
-    """Reads and checks a chain; None for a file that has no `stages`, which is a recipe or unreadable.
+def load_recipe_or_chain(path: str | Path, overrides: Sequence[str] = ()) -> Loaded | Chain:
+    """Reads and checks a file: a chain where it has `stages`, else a recipe, as `load` does. The file is parsed once.
 
     An override that begins with a stage's name (`sft.steps=10`) is for that stage; any other is for every stage.
     Raises RecipeError with one line for each problem: file, line and column (or the override), key, remedy.
@@ -67,7 +67,7 @@ def load_chain(path: str | Path, overrides: Sequence[str] = ()) -> Chain | None:
     problems: list[Problem] = []
     tree = parse(read_text(Path(path)), str(path), problems)
     if tree is None or tree.child(STAGES) is None:
-        return None
+        return load_tree(tree, path, overrides, problems)
     chain = _Reader(tree, overriding.parse_overrides(overrides, problems), problems).read()
     if problems or chain is None:
         raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])

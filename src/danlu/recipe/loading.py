@@ -78,7 +78,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises RecipeError with one line for each problem: file, line and column (or the override), key, remedy.
     """
     problems: list[Problem] = []
-    tree = parse(read_text(Path(path)), str(path), problems)
+    return load_tree(parse(read_text(Path(path)), str(path), problems), path, overrides, problems)
+
+
+def load_tree(tree: Node | None, path: str | Path, overrides: Sequence[str], problems: list[Problem]) -> Loaded:
+    """Checks a recipe as `load` does, given the tree and the problems that `parse` has made of its file."""
     recipe = None if tree is None else _check(tree, overriding.parse_overrides(overrides, problems), problems)
     if problems or recipe is None or tree is None:
         raise RecipeError([problem.line(str(path)) for problem in in_order(problems)])
