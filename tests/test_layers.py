@@ -23,7 +23,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("rl",),
     ("stages",),
     ("run",),
-    ("study", "verification"),
+    ("evaluation", "study", "verification"),
     ("demo",),
     ("cli",),
     ("__main__",),

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from danlu.assembly.merging import merge
 from danlu.cli.main import main
-from danlu.cli.model_flags import quantization_section
 from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.core.types import Pack
 from danlu.inference.load_model import load_chat_tokenizer, load_model
+from danlu.inference.quantization_choice import quantization_section
 from danlu.inference.resolve_model import resolve_model
 from danlu.models.saving import save
 from danlu.recipe import load

@@ -10,29 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.cli.model_flags import (
-    Base,
-    CacheGib,
-    ChatTemplate,
-    Device,
-    Draft,
-    Dtype,
+    EngineFlags,
     MaxNewTokens,
-    MinP,
     ModelArgument,
-    Quantization,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    check_flags,
+    ModelFlags,
+    SamplingFlags,
     check_utf8,
-    engine_flags,
-    print_notes,
-    quantization_section,
-    sampling_flags,
-    sampling_options,
+    takes_flag_groups,
 )
 from danlu.core.errors import DanluError, DataError
 from danlu.core.terminal import echo, escape_unencodable, print_status, print_status_early
@@ -51,28 +35,19 @@ COMMANDS = {
 }
 
 
+@takes_flag_groups
 def chat(
     model: ModelArgument,
+    *,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: MaxNewTokens = 1024,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = None,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    chat_template: ChatTemplate = None,
-    base: Base = None,
+    sampling: SamplingFlags,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="An adapter folder or run to switch to with /adapter; may be given several times."),
     ] = None,
-    quantization: Quantization = None,
-    cache_gib: CacheGib = None,
-    draft: Draft = None,
+    loading: ModelFlags,
+    engine: EngineFlags,
 ) -> None:
     """Talk with a model. Ctrl-C interrupts an answer, Ctrl-D or /exit leaves, /help lists the commands.
 
@@ -80,31 +55,27 @@ def chat(
 
     When stdin is not a terminal, each line is a user's turn, and the answers alone go to stdout.
     """
-    sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
+    loading.check(sampling.given, sampling.seed, sampling.stops)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.inference.resolve_model import resolve_model
 
-    resolved = resolve_model(model, base, adapter or [])
+    resolved = resolve_model(model, loading.base, adapter or [])
     print_status_early(f"reading {resolved.given_path}")
     context = resolved.config.context_length
-    options = sampling_options(resolved, sampling, seed)
-    engine_options = engine_flags(resolved, cache_gib, draft)
+    options = sampling.options(resolved)
+    engine_options = engine.options(resolved)
     from danlu.inference.chat import Conversation
     from danlu.inference.chat_adapters import ChatAdapters
     from danlu.inference.load_engine import engine_of
-    from danlu.inference.load_model import load_chat_tokenizer, load_model
 
-    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
+    chat_tokenizer = loading.load_tokenizer(resolved)
     chat_tokenizer.require_chat_template()
-    section = quantization_section(quantization, resolved)
-    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
-    print_notes(loaded)
-    chat_adapters = ChatAdapters(resolved, loaded, chat_template)
+    loaded = loading.load(resolved, chat_tokenizer)
+    chat_adapters = ChatAdapters(resolved, loaded, loading.chat_template)
     active = chat_adapters.switch(chat_adapters.active_name)
-    chat_format = active.chat_format(stop or [], max_new_tokens, context)
+    chat_format = active.chat_format(sampling.stops, max_new_tokens, context)
     conversation = Conversation(engine_of(loaded, engine_options), chat_format, options, system=system)
-    session = Session(conversation, chat_adapters, stop or [], max_new_tokens, context)
+    session = Session(conversation, chat_adapters, sampling.stops, max_new_tokens, context)
     escape_unencodable()
     if sys.stdin.isatty():
         speaks = f", adapter {chat_adapters.active_name}" if chat_adapters.adapters else ""

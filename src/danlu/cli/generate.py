@@ -12,29 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.cli.model_flags import (
-    Base,
-    CacheGib,
-    ChatTemplate,
-    Device,
-    Draft,
-    Dtype,
+    EngineFlags,
     MaxNewTokens,
-    MinP,
     ModelArgument,
-    Quantization,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    check_flags,
+    ModelFlags,
+    SamplingFlags,
     check_utf8,
-    engine_flags,
-    print_notes,
-    quantization_section,
-    sampling_flags,
-    sampling_options,
+    takes_flag_groups,
 )
 from danlu.core.errors import DataError, RecipeError
 from danlu.core.terminal import echo, escape_unencodable, print_status_early
@@ -48,8 +32,10 @@ if TYPE_CHECKING:
     from danlu.rl.prompt_rows import PromptRow
 
 
+@takes_flag_groups
 def generate(
     model: ModelArgument,
+    *,
     prompt: Annotated[str | None, typer.Option(help="The text to continue; '' starts from nothing.")] = None,
     file: Annotated[
         Path | None,
@@ -63,13 +49,7 @@ def generate(
         bool, typer.Option("--chat", help="Ask the prompt as a user's turn, by the chat template.")
     ] = False,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = None,
-    seed: Seed = 0,
+    sampling: SamplingFlags,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -78,16 +58,11 @@ def generate(
             "prompt or messages, sample, text, tokens, logprobs, finish.",
         ),
     ] = False,
-    cache_gib: CacheGib = None,
-    draft: Draft = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    chat_template: ChatTemplate = None,
-    base: Base = None,
+    engine: EngineFlags,
     adapter: Annotated[
         list[str] | None, typer.Option(help="An adapter folder or run on top of MODEL, which answers with it.")
     ] = None,
-    quantization: Quantization = None,
+    loading: ModelFlags,
 ) -> None:
     """Continue a prompt. The text alone goes to stdout, as it is written.
 
@@ -95,8 +70,7 @@ def generate(
 
     An adapter is merged into its base in memory where it can be, so that it costs no time at each token.
     """
-    sampling = sampling_flags(temperature, top_p, top_k, min_p, repetition_penalty)
-    precision = check_flags(sampling, seed, dtype, device, stop or [], quantization)
+    loading.check(sampling.given, sampling.seed, sampling.stops)
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.inference.resolve_model import resolve_model
 
@@ -104,31 +78,30 @@ def generate(
     of_file = not isinstance(given, str)
     if (of_file or samples > 1) and not as_json:
         raise RecipeError("several answers are lines of JSON: add --json")
-    resolved = resolve_model(model, base, adapter or [])
+    resolved = resolve_model(model, loading.base, adapter or [])
     check_one_adapter(resolved)
     print_status_early(f"reading {resolved.given_path}")
-    options = sampling_options(resolved, sampling, seed)
-    engine_options = engine_flags(resolved, cache_gib, draft)
+    options = sampling.options(resolved)
+    engine_options = engine.options(resolved)
     from danlu.inference.load_engine import engine_of, with_room_for
-    from danlu.inference.load_model import load_chat_tokenizer, load_model
     from danlu.rl.prompt_rows import PromptRow
 
     where = "--prompt" if file is None else str(file)
     rows = [PromptRow.of_text(given, where)] if isinstance(given, str) else given
-    tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
+    tokenizer = loading.load_tokenizer(resolved)
     prompts = encode_prompts(rows, tokenizer, resolved, as_turn=chat)
-    section = quantization_section(quantization, resolved)
-    loaded = load_model(resolved, tokenizer, precision=precision, device=device, quantization=section, merged=True)
-    print_notes(loaded)
-    requests = requests_of(rows, prompts, loaded, options, stop or [], max_new_tokens=max_new_tokens, samples=samples)
-    if cache_gib is None:
+    loaded = loading.load(resolved, tokenizer, merged=True)
+    requests = requests_of(
+        rows, prompts, loaded, options, sampling.stops, max_new_tokens=max_new_tokens, samples=samples
+    )
+    if engine.cache_gib is None:
         engine_options = with_room_for(loaded, requests, engine_options)
-    engine = engine_of(loaded, engine_options)
+    answering = engine_of(loaded, engine_options)
     escape_unencodable()
     if as_json:
-        write_answers(engine, requests, rows, numbered=of_file)
+        write_answers(answering, requests, rows, numbered=of_file)
     else:
-        stream_answer(engine, requests[0])
+        stream_answer(answering, requests[0])
 
 
 def encode_prompts(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from danlu.adapters.adapter_config import QUANTIZATIONS
-from danlu.cli.model_flags import quantization_section
 from danlu.core.errors import RecipeError
 from danlu.core.terminal import print_status, print_status_early
 
@@ -88,6 +87,7 @@ def write_model(
     """Merges adapters into a base, and prints the result and its rounding errors."""
     from danlu.assembly import merging
     from danlu.cli.train import suggested_commands
+    from danlu.inference.quantization_choice import quantization_section
     from danlu.planning.precision import DTYPES
 
     section = quantization_section(quantization)

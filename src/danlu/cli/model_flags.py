@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 
@@ -14,12 +16,12 @@ from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.core.terminal import print_status
 
 if TYPE_CHECKING:
+    from danlu.inference.chat_tokenizer import ChatTokenizer
     from danlu.inference.engine import EngineOptions
     from danlu.inference.generation_config import Precision
     from danlu.inference.load_model import LoadedModel
     from danlu.inference.request import SamplingOptions
     from danlu.inference.resolve_model import ResolvedModel
-    from danlu.recipe.sections import QuantizationSection
 
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token each time. Default: the model's own, else 0.8.")
@@ -69,19 +71,6 @@ def check_utf8(text: str, where: str) -> str:
     return text
 
 
-def print_notes(loaded: LoadedModel) -> None:
-    """Prints remarks on how a model was loaded to stderr."""
-    for note in loaded.notes:
-        print_status(note)
-
-
-def sampling_flags(*values: float | None) -> dict[str, Any]:
-    """The flags that were given, by the names of SamplingOptions. values: in the order of SAMPLING_FIELDS."""
-    from danlu.inference.generation_config import SAMPLING_FIELDS
-
-    return {name: value for name, value in zip(SAMPLING_FIELDS, values, strict=True) if value is not None}
-
-
 def check_flags(
     sampling: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
 ) -> Precision:
@@ -109,62 +98,126 @@ def check_flags(
     return cast("Precision", dtype)
 
 
-def engine_flags(resolved: ResolvedModel, cache_gib: float | None, draft: str | None) -> EngineOptions:
-    """The engine's options by --cache-gib and --draft. Raises ModelError for a draft model that cannot be used."""
-    from danlu.inference.engine import DraftOptions, EngineOptions
-    from danlu.inference.resolve_model import resolve_model
+@dataclass(frozen=True)
+class ModelFlags:
+    """The flags that say how a model is loaded."""
 
-    if cache_gib is not None and not cache_gib > 0:
-        raise RecipeError(f"--cache-gib: {cache_gib:g} is out of range; it must be above 0")
-    options = EngineOptions() if cache_gib is None else EngineOptions(cache_gib=cache_gib)
-    if draft is None:
-        return options
-    if draft == "ngram":
-        return replace(options, draft=DraftOptions("ngram"))
-    drafts, own = resolve_model(draft).config.vocab_size, resolved.config.vocab_size
-    if drafts != own:
-        raise ModelError(
-            f"--draft: {draft} has a vocabulary of {drafts} tokens, and {resolved.given_path} one of {own}: it has to "
-            "be a smaller model of the same family, or ngram"
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    chat_template: ChatTemplate = None
+    base: Base = None
+    quantization: Quantization = None
+
+    def check(self, sampling: dict[str, Any], seed: int, stops: list[str]) -> Precision:
+        """The precision, by `check_flags`, which raises RecipeError."""
+        return check_flags(sampling, seed, self.dtype, self.device, stops, self.quantization)
+
+    def load_tokenizer(self, resolved: ResolvedModel) -> ChatTokenizer:
+        """The model's tokenizer with the chat template that was asked for."""
+        from danlu.inference.load_model import load_chat_tokenizer
+
+        return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
+
+    def load(self, resolved: ResolvedModel, tokenizer: ChatTokenizer, *, merged: bool = False) -> LoadedModel:
+        """The model, whose notes are printed to stderr. merged: as in `load_model`."""
+        from danlu.inference.load_model import load_model
+        from danlu.inference.quantization_choice import quantization_section
+
+        section, precision = quantization_section(self.quantization, resolved), cast("Precision", self.dtype)
+        loaded = load_model(
+            resolved, tokenizer, precision=precision, device=self.device, quantization=section, merged=merged
         )
-    return replace(options, draft=DraftOptions("model", model=draft))
+        for note in loaded.notes:
+            print_status(note)
+        return loaded
 
 
-def quantization_section(kind: str | None, resolved: ResolvedModel | None = None) -> QuantizationSection | None:
-    """The recipe's section for --quantization; without the flag, that of an adapter's base while it was trained.
+@dataclass(frozen=True)
+class SamplingFlags:
+    """The flags that say how tokens are drawn, and what ends an answer."""
 
-    None keeps weights as they are stored. Raises ModelError for values of danlu.json that no recipe may have.
-    """
-    values: Mapping[str, Any] = {"kind": kind}
-    if kind is None:
-        from danlu.models.hf_folder import CONFIG, read_json
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    stop: Stop = None
+    seed: Seed = 0
 
-        if resolved is None or "quantization_config" in read_json(resolved.folder / CONFIG) or not resolved.stacks:
-            return None
-        if (trained_with := resolved.stacks[0][-1].quantization) is None:
-            return None
-        values = trained_with
-    elif kind == "none":
-        return None
-    # Imported here: it brings pydantic, which takes half a second.
-    from pydantic import ValidationError
+    @property
+    def given(self) -> dict[str, Any]:
+        """The flags that were given, by the names of SamplingOptions."""
+        from danlu.inference.generation_config import SAMPLING_FIELDS
 
-    from danlu.recipe import sections
+        return {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
 
-    known = {"nf4": sections.Nf4, "fp4": sections.Fp4, "int8": sections.Int8, "int4": sections.Int4}
-    try:
-        return known[values["kind"]](**values)
-    except ValidationError as error:  # a kind alone is right: it is an adapter's own danlu.json
-        assert resolved is not None
-        first = error.errors()[0]
-        key = ".".join(("quantization", *map(str, first["loc"])))
-        raise ModelError(f"{resolved.stacks[0][-1].path / 'danlu.json'}: {key}: {first['msg']}") from None
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return self.stop or []
+
+    def options(self, resolved: ResolvedModel) -> SamplingOptions:
+        """Sampling options by the flags, else by the model's generation_config.json, else by danlu's own defaults."""
+        from danlu.inference.generation_config import sampling_defaults
+        from danlu.inference.request import SamplingOptions
+
+        recommended = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
+        return SamplingOptions(**{**recommended, **self.given}, seed=self.seed)
 
 
-def sampling_options(resolved: ResolvedModel, sampling: dict[str, Any], seed: int) -> SamplingOptions:
-    """Sampling options by the flags, else by the model's generation_config.json, else by danlu's own defaults."""
-    from danlu.inference.generation_config import sampling_defaults
-    from danlu.inference.request import SamplingOptions
+@dataclass(frozen=True)
+class EngineFlags:
+    """The flags of the engine that answers."""
 
-    recommended = sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder) or FALLBACK
-    return SamplingOptions(**{**recommended, **sampling}, seed=seed)
+    cache_gib: CacheGib = None
+    draft: Draft = None
+
+    def options(self, resolved: ResolvedModel) -> EngineOptions:
+        """The engine's options. Raises RecipeError for --cache-gib, ModelError for a draft model that does not fit."""
+        from danlu.inference.engine import DraftOptions, EngineOptions
+        from danlu.inference.resolve_model import resolve_model
+
+        if self.cache_gib is not None and not self.cache_gib > 0:
+            raise RecipeError(f"--cache-gib: {self.cache_gib:g} is out of range; it must be above 0")
+        options = EngineOptions() if self.cache_gib is None else EngineOptions(cache_gib=self.cache_gib)
+        if self.draft is None:
+            return options
+        if self.draft == "ngram":
+            return replace(options, draft=DraftOptions("ngram"))
+        drafts, own = resolve_model(self.draft).config.vocab_size, resolved.config.vocab_size
+        if drafts != own:
+            raise ModelError(
+                f"--draft: {self.draft} has a vocabulary of {drafts} tokens, and {resolved.given_path} one of {own}: "
+                "it has to be a smaller model of the same family, or ngram"
+            )
+        return replace(options, draft=DraftOptions("model", model=self.draft))
+
+
+def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Makes an option of each field of the dataclasses that a command takes, such as `ModelFlags`."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        if parameter.name in groups:
+            group = groups[parameter.name]
+            of_group = get_type_hints(group, include_extras=True)
+            parameters += [
+                Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=of_group[field.name])
+                for field in fields(group)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
+
+    @wraps(command)
+    def with_groups(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**given, **made)
+
+    # typer reads both.
+    with_groups.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_groups

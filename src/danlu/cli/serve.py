@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal
 
 import typer
 
-from danlu.cli.model_flags import (
-    Base,
-    ChatTemplate,
-    Device,
-    Dtype,
-    ModelArgument,
-    Quantization,
-    check_flags,
-    print_notes,
-    quantization_section,
-)
+from danlu.cli.model_flags import ModelArgument, ModelFlags, takes_flag_groups
 from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.server_key import write_key
 from danlu.core.terminal import print_status, print_status_early
@@ -27,8 +18,10 @@ EXTRA = ("starlette", "uvicorn")
 """Packages that only this verb needs."""
 
 
+@takes_flag_groups
 def serve(
     model: ModelArgument,
+    *,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="An adapter folder or run, which requests choose by its name; may be given several times."),
@@ -63,17 +56,13 @@ def serve(
         typer.Option(help="exact: the log-probabilities of a trainer with numerics: exact, to the last bit."),
     ] = "fast",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    chat_template: ChatTemplate = None,
-    base: Base = None,
-    quantization: Quantization = None,
+    loading: ModelFlags,
 ) -> None:
     """Answer over HTTP as OpenAI's API does: completions and chat, streamed, by a model and its adapters.
 
     Any OpenAI client works with base_url http://127.0.0.1:8000/v1. Ctrl-C ends.
     """
-    precision = check_flags({}, seed or 0, dtype, device, [], quantization)
+    loading.check({}, seed or 0, [])
     if api_key == "":
         raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
     if weights_root is not None and not (rollouts and weights_root.is_dir()):
@@ -83,19 +72,11 @@ def serve(
         raise RecipeError("--adapter: a trainer brings its adapter itself; leave it out with --rollouts")
     if rollouts and draft_tokens and numerics == "exact":
         raise RecipeError("--draft-tokens: drafts change the random numbers of a draw; leave it out with exact")
-    try:
-        from danlu.serving import server
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA:
-            raise
-        raise ResourceError(
-            f"danlu serve needs the package {package}, which is not installed: pip install 'danlu[serve]'"
-        ) from None
+    server = _server_module()
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.inference.resolve_model import resolve_model
 
-    resolved = resolve_model(model, base, adapter or [])
+    resolved = resolve_model(model, loading.base, adapter or [])
     listener = server.bind(host, port)
     makes_key = rollouts and api_key is None
     if api_key is None and not makes_key and not server.is_loopback(listener):
@@ -103,15 +84,11 @@ def serve(
     print_status_early(f"reading {resolved.given_path}")
     from danlu.inference.engine import DraftOptions, EngineOptions
     from danlu.inference.load_engine import engine_of
-    from danlu.inference.load_model import load_chat_tokenizer, load_model
     from danlu.serving.rollout_control import rollout_control_of
     from danlu.serving.served_models import served_models
 
-    chat_tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, chat_template, model=resolved.folder)
-    section = quantization_section(quantization, resolved)
-    loaded = load_model(resolved, chat_tokenizer, precision=precision, device=device, quantization=section)
-    print_notes(loaded)
-    models = served_models(resolved, loaded, name, chat_template)
+    loaded = loading.load(resolved, loading.load_tokenizer(resolved))
+    models = served_models(resolved, loaded, name, loading.chat_template)
     for note in models.notes:
         print_status(note)
     draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None
@@ -121,13 +98,33 @@ def serve(
     control = rollout_control_of(loaded, settings) if rollouts else None
     engine = engine_of(loaded, settings) if control is None else control.engine
     if makes_key:
-        api_key = secrets.token_urlsafe(32)
-        file = write_key(listener.getsockname()[1], api_key)
-        print_status(
-            f"--rollouts: the API key is {api_key}\nA trainer of this user on this machine reads it in {file}; another "
-            "one needs it in the variable that rollout.server.api_key_variable names"
-        )
+        api_key = _new_key(listener.getsockname()[1])
     options = server.ServerOptions(
         secrets.randbits(62) if seed is None else seed, api_key, quiet, makes_key, weights_root or Path.cwd()
     )
     server.Server(models, engine, listener, options, control).listen()
+
+
+def _server_module() -> ModuleType:
+    """The module of the server. Raises ResourceError where a package that only it needs is not installed."""
+    try:
+        from danlu.serving import server
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA:
+            raise
+        raise ResourceError(
+            f"danlu serve needs the package {package}, which is not installed: pip install 'danlu[serve]'"
+        ) from None
+    return server
+
+
+def _new_key(port: int) -> str:
+    """A new API key, written to the file in which a trainer of this user looks for the one of a port, and printed."""
+    api_key = secrets.token_urlsafe(32)
+    file = write_key(port, api_key)
+    print_status(
+        f"--rollouts: the API key is {api_key}\nA trainer of this user on this machine reads it in {file}; another "
+        "one needs it in the variable that rollout.server.api_key_variable names"
+    )
+    return api_key

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.cli.eval_rewards import opened_new
 from danlu.core.errors import RecipeError
 from danlu.core.terminal import echo
 from danlu.data.sources import read_rows
+from danlu.evaluation.reward_model import opened_new
 from danlu.inference.load_engine import engine_of, with_room_for
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.recipe.sections import Source

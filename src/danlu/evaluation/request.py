@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from danlu.cli.model_flags import print_notes, quantization_section
-from danlu.core.terminal import print_status_early
+from danlu.core.terminal import print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.inference.chat_tokenizer import ChatTokenizer
@@ -56,7 +55,8 @@ class Request:
             quantization=self.quantization,
             merged=merged,
         )
-        print_notes(loaded)
+        for note in loaded.notes:
+            print_status(note)
         return loaded
 
 
@@ -74,6 +74,7 @@ def request_of(
     may_classify: bool = True,
 ) -> Request:
     """Resolves the decoder that flags name. Raises a DanluError for its faults, without reading weights."""
+    from danlu.inference.quantization_choice import quantization_section
     from danlu.inference.resolve_model import resolve_model
     from danlu.models.hf_validation import check_headers
 

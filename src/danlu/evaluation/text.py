@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.cli.eval_request import DEFAULT_MAX_LENGTH, KEYS, Request
 from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.core.terminal import echo, print_status
+from danlu.evaluation.request import DEFAULT_MAX_LENGTH, KEYS, Request
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.rules import language_stage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from danlu.cli.eval_rewards import opened_new
-from danlu.cli.model_flags import engine_flags, quantization_section
 from danlu.core.errors import DataError, RecipeError
 from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.core.terminal import echo, print_status
@@ -25,6 +23,7 @@ from danlu.data.prompt_formats import parse_prompt
 from danlu.data.prompts import Prompt, PromptSpec, prompt_lines, read_prompts
 from danlu.data.raw_rows import BadRow
 from danlu.data.sources import read_rows
+from danlu.evaluation.reward_model import opened_new
 from danlu.recipe import Recipe, load
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, RewardSection
@@ -36,10 +35,11 @@ from danlu.rewards.summary import distinct_failures, summarise
 from danlu.training.progress import RowProgress
 
 if TYPE_CHECKING:
-    from danlu.cli.eval_request import Request
+    from danlu.evaluation.request import Request
     from danlu.inference.chat_tokenizer import ChatTokenizer
     from danlu.inference.engine import EngineOptions
     from danlu.inference.load_model import LoadedModel
+    from danlu.inference.resolve_model import ResolvedModel
 
 ANSWERS_AT_A_TIME = 128
 """The number of answers that are judged together, like those of a rollout while training: functions get them as
@@ -116,7 +116,9 @@ class Answer:
     judged: JudgedAnswer
 
 
-def evaluate(request: Request | None, flags: RewardFlags, cache_gib: float | None, draft: str | None) -> None:
+def evaluate(
+    request: Request | None, flags: RewardFlags, engine_options: Callable[[ResolvedModel], EngineOptions]
+) -> None:
     """Runs the whole verb. request: the model; None where rows have the answers and no tokens are counted.
 
     All faults of flags, rewards, rows and their columns are raised before a language model is loaded.
@@ -125,7 +127,7 @@ def evaluate(request: Request | None, flags: RewardFlags, cache_gib: float | Non
         raise RecipeError(
             "MODEL is missing: name the model that answers, or with --answers the column of given answers"
         )
-    options = None if request is None else engine_flags(request.resolved, cache_gib, draft)
+    options = None if request is None else engine_options(request.resolved)
     recipe = flags.recipe(None if request is None else request.context)
     tokenizer = None if request is None else request.tokenizer()
     answers, prompts = list[Answer](), tuple[Prompt, ...]()
@@ -271,6 +273,7 @@ def evaluate_rollouts(
 
 def _reward_model(request: Request | None, section: ModelReward) -> Reward:
     """A reward model, with the precision and on the device that the flags say."""
+    from danlu.inference.quantization_choice import quantization_section
     from danlu.stages.reward_model import load_reward_model, resolve_reward_model
 
     resolved = resolve_reward_model(section.path)
