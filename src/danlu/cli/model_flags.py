@@ -196,7 +196,7 @@ class EngineFlags:
 def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Makes an option of each field of the dataclasses that a command takes, such as `ModelFlags`."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
     for parameter in signature(command).parameters.values():
         if parameter.name in groups:
