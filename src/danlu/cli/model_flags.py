@@ -211,11 +211,11 @@ def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def with_groups(**given: Any) -> None:
-        made = {
+        values = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        command(**given, **made)
+        command(**given, **values)
 
     # typer reads both.
     with_groups.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
