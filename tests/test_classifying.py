@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_names_its_cause(images: str) -> None:
     recipe = recipe_of(images, "none")
     stage = STAGES["classify"]
     stage_data = stage.reader(recipe).read(None)  # type: ignore[arg-type]
-    placed = stage.builder(recipe, stage).place(Ranks(), torch.device("cpu"), None, stage_data)
+    placed = stage.builder(recipe, stage).place(Ranks(), torch.device("cpu"), None, stage_data).policy
     learner = placed.learner(2)
     batch = learner.collate([stage_data.source.at(0), stage_data.source.at(1)])
     with torch.no_grad():

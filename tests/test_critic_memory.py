@@ -21,6 +21,7 @@ from danlu.recipe import Recipe, load
 from danlu.recipe.sections import Lora
 from danlu.run.memory_preview import estimate_from_config
 from danlu.stages.rewards_on_base import own_reward_bytes, shared_rewards
+from danlu.stages.step_budget import DecoderBudget
 
 CRITICS: dict[str, dict[str, Any]] = {
     "head": {},
@@ -43,7 +44,7 @@ def test_shapes_alone_tell_what_is_held_but_for_the_score_head(tiny_world: World
     recipe = recipe_of(tiny_world, tmp_path, **CRITICS[critic])
     placed = placed_of(recipe)
     config = placed.model.config
-    expected = placed.estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 2)
+    expected = DecoderBudget(placed).estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 2)
     parts, counted = vars(foreseen(recipe, config).parts), vars(expected.parts)
     head = 4 * config.hidden_size  # bytes in float32
     for name, value in counted.items():

@@ -44,6 +44,7 @@ from danlu.run import memory_preview, train
 from danlu.run.memory_preview import estimate_from_config
 from danlu.run.memory_report import MemoryReport
 from danlu.stages.builder import placed_decoder
+from danlu.stages.step_budget import DecoderBudget
 from danlu.stages.table import STAGES
 from danlu.training import loop
 from danlu.training.memory_parts import MemoryParts
@@ -80,7 +81,7 @@ def test_shapes_alone_tell_what_a_placed_model_holds(tiny_world: World, tmp_path
     recipe = recipe_of(tiny_world, tmp_path, {"precision": "bf16", **RUNS[name]})
     placed = placed_of(recipe)
     optimizer = optimizer_of(placed.parameters(), recipe, CPU)
-    held = placed.estimate(optimizer, 2)
+    held = DecoderBudget(placed).estimate(optimizer, 2)
     config = placed.model.config
     foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=2)
     assert vars(foreseen.parts) == vars(held.parts)
@@ -103,7 +104,7 @@ def test_each_device_of_a_map_is_told_by_itself(
     subject = subject_of(recipe, config, loss_device, ranks=Ranks())
     placed = place(subject, recipe, Ranks(), loss_device)
     decoder = placed_decoder(recipe, STAGES["sft"], placed, config, loss_device)
-    held = decoder.estimate(optimizer_of(decoder.parameters(), recipe, CPU), 2)
+    held = DecoderBudget(decoder).estimate(optimizer_of(decoder.parameters(), recipe, CPU), 2)
     foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=2)
     assert [vars(own.parts) for own in foreseen.by_device] == [vars(own.parts) for own in held.by_device]
     first, second = held.by_device
@@ -203,7 +204,7 @@ def test_shapes_alone_tell_what_quantized_experts_hold(tiny_world: World, tmp_pa
     }
     recipe = load(tiny_world.recipe(tmp_path / "run", precision="bf16", **changes)).recipe
     placed = placed_of(recipe)
-    held = placed.estimate(optimizer_of(placed.parameters(), recipe, CPU), 1)
+    held = DecoderBudget(placed).estimate(optimizer_of(placed.parameters(), recipe, CPU), 1)
     config = placed.model.config
 
     def foreseen(layout: Layout, device_type: str = "cpu") -> MemoryParts:
@@ -287,11 +288,10 @@ def measured_step(
     tokens, weights = np.ones(row, dtype=np.int32), np.ones(row, dtype=np.float32)
     weights[0] = 0
     packs = [Pack((Sample(tokens, weights, "row"),) * (length // row))] * micro
-    placed = replace(placed, lengths=np.full(9 * micro, row))
     accumulate(compute, packs, step=1, clip=None)
     optimizer.zero_grad()
     peak = peak_in(lambda: accumulate(compute, packs, step=2, clip=None))
-    return peak, placed.estimate(optimizer, micro)
+    return peak, DecoderBudget(placed, lengths=np.full(9 * micro, row)).estimate(optimizer, micro)
 
 
 def fast(names: Iterable[str], *fast_ones: str) -> list[Any]:
@@ -353,7 +353,7 @@ def test_two_answers_of_full_length_are_expected_where_they_are_one_item(
     accumulate(compute, items, step=1, clip=None)
     optimizer.zero_grad()
     peak = peak_in(lambda: accumulate(compute, items, step=2, clip=None))
-    parts = placed.estimate(optimizer, 1).parts
+    parts = DecoderBudget(placed).estimate(optimizer, 1).parts
     expected = parts.activations + parts.logits + parts.gradients
     assert peak <= expected <= 1.5 * peak, f"{expected / peak:.2f}"
     of_one = estimate_from_config(

@@ -66,7 +66,7 @@ def _see(recipe: Recipe, fault: str | None) -> Seen:
     stage, device = STAGES["classify"], torch.device("cpu")
     ranks = ranks_of(layout_of(recipe.parallel, world_size()), "cpu")
     stage_data = stage.reader(recipe).read(io.StringIO())
-    placed = stage.builder(recipe, stage).place(ranks, device, None, stage_data)
+    placed = stage.builder(recipe, stage).place(ranks, device, None, stage_data).policy
     learner = placed.learner(2)
     if fault == "no sum":
         parallel = replace(learner.parallel, finish_backward=lambda: None)

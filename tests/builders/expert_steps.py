@@ -18,6 +18,7 @@ from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.recipe import load
 from danlu.run.memory_preview import estimate_from_config
 from danlu.stages.placed import PlacedDecoder
+from danlu.stages.step_budget import DecoderBudget
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.state import restore
 from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
@@ -64,7 +65,8 @@ def memory(cases: Sequence[Case]) -> list[tuple[MemoryParts, MemoryParts]]:
         training = _training(file, kind, 1, None)
         placed, layout = training.placed, training.ranks.layout
         assert isinstance(placed, PlacedDecoder)
-        counted = placed.estimate(optimizer_of(placed.parameters(), training.recipe, torch.device("cpu")), 1)
+        optimizer = optimizer_of(placed.parameters(), training.recipe, torch.device("cpu"))
+        counted = DecoderBudget(placed).estimate(optimizer, 1)
         config = placed.model.config
         foreseen = estimate_from_config(training.recipe, config, layout=layout, device_type="cpu", micro=1)
         found.append((counted.parts, foreseen.parts))

@@ -146,7 +146,9 @@ def place_stage(recipe: Recipe, stage: Stage = STAGE) -> tuple[PlacedDecoder, St
     builder, device = DecoderBuilder(recipe, stage), torch.device("cpu")
     builder.check(None)
     stage_data = builder.with_columns(Ranks(), device, stage.reader(recipe).read(io.StringIO()), io.StringIO())
-    return builder.place(Ranks(), device, None, stage_data), stage_data
+    policy = builder.place(Ranks(), device, None, stage_data).policy
+    assert isinstance(policy, PlacedDecoder)
+    return policy, stage_data
 
 
 def loss_of(placed: PlacedDecoder, stage_data: StageData, count: int = 4) -> tuple[float, float]:

@@ -1277,9 +1277,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_critic_memory.py",
     ),
     Mutation(
-        "stages/placed.py",
-        "weights=models + own + _replaced_bytes(adapters) + self.reward_bytes - adapter,",
-        "weights=models + own + _replaced_bytes(adapters) + self.reward_bytes,",
+        "stages/step_budget.py",
+        "weights=models + own + replaced + self.reward_bytes - adapter,",
+        "weights=models + own + replaced + self.reward_bytes,",
         "test_critic_memory.py",
     ),
     Mutation("data/batch.py", ".view(array.shape)", ".flatten()", "data/test_batch.py", only="copy"),

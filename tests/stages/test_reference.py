@@ -29,6 +29,7 @@ from danlu.recipe import load, sections
 from danlu.recipe.reference import resolve_reference
 from danlu.run.memory_preview import estimate_from_config
 from danlu.stages.roles import FrozenDecoder
+from danlu.stages.step_budget import DecoderBudget
 from danlu.training.learner import MicroStep
 
 EVERY_KIND = ("cached", "frozen", "adapter-off")
@@ -170,7 +171,7 @@ def test_a_frozen_model_is_counted_and_foreseen(
         changes = {**changes_of(start, adapters), "precision": precision, "reference": {"kind": kind}}
         recipe = recipe_of(tiny_world, tmp_path, "run", **changes)
         placed, _ = place_stage(recipe)
-        counted = placed.estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 1)
+        counted = DecoderBudget(placed).estimate(optimizer_of(placed.parameters(), recipe, torch.device("cpu")), 1)
         foreseen = estimate_from_config(recipe, placed.model.config, layout=Layout(), device_type="cpu", micro=1)
         parts[kind] = counted.parts.weights
         assert foreseen.parts.weights == pytest.approx(counted.parts.weights, rel=0.02)

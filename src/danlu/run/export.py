@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from danlu.core.errors import CheckpointError
 from danlu.core.output_folder import refuse_existing
-from danlu.core.shard_box import BoxValue, ShardBox
+from danlu.core.shard_box import ShardBox
 from danlu.parallel.comm import ALONE
 from danlu.recipe import Recipe
+from danlu.stages.protocols import Exporter
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.folders import is_checkpoint_folder, is_complete
 from danlu.training.checkpoints.gathering import Gathering
@@ -23,7 +23,7 @@ from danlu.training.state import Run, shard_boxes
 
 
 def export_result(
-    run: Run, placed: Writes, recipe: Recipe, folder: Path, log: Callable[[str], None]
+    run: Run, exporter: Exporter, recipe: Recipe, folder: Path, log: Callable[[str], None]
 ) -> tuple[Path, ...]:
     """Writes the result: a model or an adapter, and its average next to it.
 
@@ -39,21 +39,14 @@ def export_result(
     own, averaged = (folder / name for name in result_names(recipe))
     run.store.wait()  # its group is used here
     if run.ema is None:
-        return (_write(placed, own, run),)
+        return (_write(exporter, own, run),)
     with run.averaged():
-        _write(placed, averaged, run)
-    return _write(placed, own, run), averaged
+        _write(exporter, averaged, run)
+    return _write(exporter, own, run), averaged
 
 
-class Writes(Protocol):
-    """The part of a `PlacedModel` that writes a result."""
-
-    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None: ...  # as `PlacedModel` has it
-
-
-def _write(placed: Writes, target: Path, run: Run | None = None) -> Path:
-    """Writes `placed` as `target`. run: the run with its shards on several processes; None where this process has all
-    of it."""
+def _write(exporter: Exporter, target: Path, run: Run | None = None) -> Path:
+    """Writes `target`. run: the run with its shards on several processes; None where this process has all of it."""
     parallel = None if run is None else run.learner.parallel
     local = {} if parallel is None else parallel.all_parameters
     with Gathering(ALONE if run is None else run.store.group) as gathering:
@@ -61,7 +54,7 @@ def _write(placed: Writes, target: Path, run: Run | None = None) -> Path:
         def value(name: str, box: ShardBox | None = None) -> Tensor | None:
             return gathering.part(name, local[name].local, local[name].box, box)
 
-        placed.write(target, value if local else None, writes=gathering.first)
+        exporter.write(target, value if local else None, writes=gathering.first)
     return target
 
 
@@ -104,11 +97,11 @@ def _write_checkpoint(path: Path, target: Path, average: bool) -> None:
     if average and recipe.ema is None:
         raise CheckpointError(f"{path}: the run keeps no averaged weights (its recipe has no `ema`)")
     stage = STAGES[recipe.stage]
-    placed = stage.builder(recipe, stage).unplaced(path)
+    policy, exporter = stage.builder(recipe, stage).unplaced(path)
     group = "ema" if average else "model"
-    weights = placed.weights()
+    weights = policy.weights()
     if average:
-        trained = {name for name, parameter in placed.parameters() if parameter.requires_grad}
+        trained = {name for name, parameter in policy.parameters() if parameter.requires_grad}
         weights = {name: tensor for name, tensor in weights.items() if name in trained}
     load_checkpoint(path, {group: weights})
-    _write(placed, target)
+    _write(exporter, target)

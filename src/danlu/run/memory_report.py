@@ -11,7 +11,7 @@ import torch
 from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines
 from danlu.core.errors import ResourceError
 from danlu.recipe import Recipe
-from danlu.stages.protocols import PlacedModel
+from danlu.stages.protocols import StepBudget
 from danlu.training.memory_parts import MemoryParts, resident_bytes
 from danlu.training.metrics import peak_memory_bytes
 from danlu.training.out_of_memory import is_out_of_memory, out_of_memory_message
@@ -28,12 +28,12 @@ class MemoryReport:
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         self._run: Run | None = None
-        self._placed: PlacedModel | None = None
+        self._budget: StepBudget | None = None
         self._estimate: MemoryEstimate | None = None
 
-    def began(self, run: Run, placed: PlacedModel) -> None:
+    def began(self, run: Run, budget: StepBudget) -> None:
         """Sets the run: from here on the parts of a step's memory are known."""
-        self._run, self._placed, self._estimate = run, placed, placed.expected(run)
+        self._run, self._budget, self._estimate = run, budget, budget.expected(run)
 
     def expected(self) -> Sequence[str]:
         """Lines for the console on the expected memory of a step; with advice where that is more than there is."""
@@ -69,10 +69,10 @@ class MemoryReport:
 
     def _parts(self) -> MemoryParts | None:
         """The parts as they were measured, once there was a step; else as they are expected."""
-        run, placed = self._run, self._placed
+        run, budget = self._run, self._budget
         counted = None if run is None else run.learner.activations
-        if run is not None and placed is not None and counted is not None and counted.peak_bytes:
-            return placed.memory(run)
+        if run is not None and budget is not None and counted is not None and counted.peak_bytes:
+            return budget.memory(run)
         return None if self._estimate is None else self._estimate.parts
 
     def _room(self) -> str:

@@ -31,7 +31,7 @@ from danlu.rl.rollout_sampler import GREEDY_NUMBERS
 from danlu.run.train import Log, train
 from danlu.stages.environments import episode_engine
 from danlu.stages.prompt_reader import RolloutBuilder
-from danlu.stages.protocols import Stage, StageData
+from danlu.stages.protocols import PlacedStage, Stage, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder, objective_section
 from danlu.stages.rollout import rollout_engine
@@ -154,10 +154,12 @@ class ReplayBuilder(RolloutBuilder):
         super().__init__(recipe, stage)
         self.rewards, self.versions = rewards, versions
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> AnsweringDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedStage:
         """Places the trained policy, and the frozen models."""
         placed = super().place(ranks, device, start, stage_data)
-        return replace(placed, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
+        assert isinstance(placed.policy, AnsweringDecoder), "stage rl trains one"
+        policy = replace(placed.policy, rewards=lambda recipe: self.rewards, asynchronous_engine=self._recorded_engine)
+        return replace(placed, policy=policy)
 
     def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
         chat = chat_tokenizer_of(recipe, placed.subject.model.config)

@@ -29,6 +29,7 @@ from danlu.numerics.deterministic import deterministic
 from danlu.optim.build import Optimizers
 from danlu.parallel.comm import ALONE, new_group, world_size
 from danlu.parallel.layout import layout_of
+from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.phase import track_modules
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.planning.precision import product_speeds, slower
@@ -38,7 +39,7 @@ from danlu.run.auto_values import with_date, with_factors, with_former_defaults,
 from danlu.run.export import export_result
 from danlu.run.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
 from danlu.run.memory_report import MemoryReport
-from danlu.stages.protocols import PlacedModel, Reader, Stage, StageData
+from danlu.stages.protocols import PlacedModel, PlacedStage, Reader, Stage, StageData, StepBudget
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.folders import step_of
 from danlu.training.checkpoints.loading import read_state
@@ -212,14 +213,14 @@ def _train(
         memory_report = closing.enter_context(MemoryReport(recipe, device))
         stage_data = builder.with_columns(ranks, device, stage_data, stream)
         placed = builder.place(ranks, device, start, stage_data)
-        peak = placed.peak()
-        for line in (*placed.notes, *([] if peak is None else [peak.line()])):
+        peak = placed.budget.peak()
+        for line in (*placed.policy.notes, *([] if peak is None else [peak.line()])):
             log(line)
         run = _build(recipe, stage, reader, stage_data, placed, device, into, start, log)
         run.inputs = known_inputs
         closing.callback(run.store.close)
         closing.callback(run.data_loader.close)
-        memory_report.began(run, placed)
+        memory_report.began(run, placed.budget)
         for line in memory_report.expected():
             log(line)
         run.stop_request = stop_request
@@ -243,13 +244,13 @@ def _train(
         return Outcome(folder, run.state.step, signalled, ())
     memory = None
     if run.learner.activations is not None and run.learner.activations.peak_bytes:
-        memory = placed.memory(run)
+        memory = placed.budget.memory(run)
         log(memory.line(program, peak_memory_bytes(device)))
     # The loss of items that the model makes itself falls and rises with them, whatever is learnt.
     logged = None if run.metrics is None or run.data_loader.generated is not None else read_metrics(run.metrics.path)
     if logged is not None and (flat := flat_loss(logged)) is not None:
         log(flat)
-    exported = export_result(run, placed, recipe, folder, log)
+    exported = export_result(run, placed.exporter, recipe, folder, log)
     if ranks.leads:
         write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
@@ -287,19 +288,19 @@ def _build(
     stage: Stage,
     reader: Reader,
     stage_data: StageData,
-    placed: PlacedModel,
+    placed: PlacedStage,
     device: torch.device,
     folder: Path,
     start: Start | None,
     log: Log,
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
-    ranks = placed.parallel.ranks
-    generate = placed.generate()  # first: prompts that cannot be continued are told before anything is written
-    optimizer = optimizer_of(placed.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
+    policy, ranks = placed.policy, placed.policy.parallel.ranks
+    generate = policy.generate()  # first: prompts that cannot be continued are told before anything is written
+    optimizer = optimizer_of(policy.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_steps, total_packs = _total_steps(recipe, stage_data)
-    micro = _micro_batch_size(recipe, reader, placed, optimizer, start)
+    micro = _micro_batch_size(recipe, reader, policy.parallel, placed.budget, optimizer, start)
     store = CheckpointStore(
         folder / CHECKPOINTS,
         keep=recipe.checkpoint.keep,
@@ -310,8 +311,8 @@ def _build(
         group=ALONE if ranks.alone else new_group("checkpoint", ranks.world.ranks, backend="gloo"),
     )
     metrics = MetricsLog(folder / METRICS) if ranks.leads else None
-    learner = placed.learner(micro, stage_data.sources)
-    source, held_out = stage.items(placed, stage_data, learner, folder)
+    learner = policy.learner(micro, stage_data.sources)
+    source, held_out = stage.items(policy, stage_data, learner, folder)
     run = Run(
         learner=learner,
         optimizer=optimizer,
@@ -326,24 +327,24 @@ def _build(
         stop_request=StopRequest(),
         scaler=_scaler(reader.targets(per_step)) if recipe.precision == "fp16" else None,
         roles=stage.trained_roles(recipe),
-        ema=_moving_average(recipe, placed),
+        ema=_moving_average(recipe, policy),
         held_out=held_out,
         early_stop=recipe.evaluation.early_stop,
         criterion=stage.criterion(recipe),
         sample_prompts=() if recipe.evaluation.samples is None else tuple(recipe.evaluation.samples.prompts),
         generate=generate,
-        least_seconds=placed.least_seconds(),
-        base=placed.base(),
+        least_seconds=placed.budget.least_seconds(),
+        base=policy.base(),
     )
     if not ranks.alone:
-        track_modules(placed.model)
+        track_modules(policy.model)
     lines = 0 if start is None else _resume(run, start, log)
-    placed.check_weights()
+    policy.check_weights()
     run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
     if metrics is not None:
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
-    log(_summary(recipe, reader, placed, run))
+    log(_summary(recipe, reader, policy, run))
     if (warning := few_steps(run.cadence.total, _amount(reader, run))) is not None:
         log(warning)
     return run
@@ -366,13 +367,18 @@ def _total_steps(recipe: Recipe, stage_data: StageData) -> tuple[int, int | None
 
 
 def _micro_batch_size(
-    recipe: Recipe, reader: Reader, placed: PlacedModel, optimizer: Optimizers, start: Start | None
+    recipe: Recipe,
+    reader: Reader,
+    parallel: ParallelContext,
+    budget: StepBudget,
+    optimizer: Optimizers,
+    start: Start | None,
 ) -> int:
     """Packs of a micro-batch: those of the run that goes on, or as many as are asked for or fit into memory.
 
     Raises RecipeError where the pipeline's schedule cannot do a step of so many micro-batches.
     """
-    ranks, pipeline = placed.parallel.ranks, placed.parallel.pipeline
+    ranks, pipeline = parallel.ranks, parallel.pipeline
     per_step = recipe.batch.packs(recipe.data.max_length)
     share = -(-per_step // ranks.data.size)
     is_one = pipeline.updates_each_micro_batch  # whose step is one micro-batch on each data rank
@@ -382,7 +388,7 @@ def _micro_batch_size(
     else:
         # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
         most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
-        micro = ranks.world.from_first(lambda: placed.micro(optimizer, most if recipe.batch.micro == "auto" else share))
+        micro = ranks.world.from_first(lambda: budget.micro(optimizer, most if recipe.batch.micro == "auto" else share))
     micro_batches = -(-per_step // (ranks.data.size * micro))
     is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
     unfit = pipeline.problems(micro_batches)
@@ -430,12 +436,12 @@ def _scaler(tokens: int) -> LossScaler:
     return LossScaler(scale=2.0 ** max(0, 20 - tokens.bit_length()))
 
 
-def _moving_average(recipe: Recipe, placed: PlacedModel) -> Ema | None:
+def _moving_average(recipe: Recipe, policy: PlacedModel) -> Ema | None:
     if recipe.ema is None:
         return None
     from danlu.optim.ema import Ema
 
-    return Ema(placed.parameters(), recipe.ema.decay)
+    return Ema(policy.parameters(), recipe.ema.decay)
 
 
 def _cadence(recipe: Recipe, total: int) -> Cadence:
@@ -490,12 +496,12 @@ def _parameter_counts(run: Run) -> tuple[int, int]:
     return parameters_of(model, local), trained_parameters_of(model, local)
 
 
-def _summary(recipe: Recipe, reader: Reader, placed: PlacedModel, run: Run) -> str:
+def _summary(recipe: Recipe, reader: Reader, policy: PlacedModel, run: Run) -> str:
     parameters, trained = _parameter_counts(run)
     packs = "" if run.data_loader.total is None else f", {run.data_loader.total:,} {reader.items}"
     counted = parameters_and_trained(parameters, trained)
     return (
-        f"{placed.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
+        f"{policy.name} with {counted}, on {run.learner.device}, {recipe.precision}; "
         f"{run.cadence.total:,} steps of {_amount(reader, run)} (micro-batches of {run.learner.micro}){packs}"
     )
 

@@ -34,12 +34,14 @@ from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_share
+from danlu.stages.export import DecoderExporter
 from danlu.stages.learner import DecoderLearner, objective_parameters, objective_tensors
 from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import ColumnSpec, ModelSpec, Stage, StageData
+from danlu.stages.protocols import ColumnSpec, ModelSpec, PlacedStage, Stage, StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.stages.roles import forward_of
+from danlu.stages.step_budget import DecoderBudget
 from danlu.training.checkpoints.loading import read_group, read_state
 from danlu.training.run_folder import Start
 
@@ -151,11 +153,17 @@ class DecoderBuilder:
             exact=recipe.numerics == "exact",
         )
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedStage:
         """The trained decoder and the frozen ones on the processes of a layout."""
-        return self._place(ranks, device, start, stage_data)
+        return self._stage(self._policy(ranks, device, start, stage_data), stage_data)
 
-    def _place(
+    def _stage(self, policy: PlacedDecoder, stage_data: StageData, reward_bytes: int = 0) -> PlacedStage:
+        """The policy with its budget and exporter."""
+        stored = None if self.recipe.on_policy else stage_data.stored  # own answers have other lengths than the rows
+        lengths = None if stored is None else stored.train.lengths
+        return PlacedStage(policy, DecoderBudget(policy, lengths, reward_bytes), DecoderExporter(policy))
+
+    def _policy(
         self,
         ranks: Ranks,
         device: torch.device,
@@ -190,15 +198,13 @@ class DecoderBuilder:
             embedding = placed.subject.model.embed_tokens
             embedding.sparse_gradient = embedding.weight.device.type == "cpu" and not recipe.compile
         decoder = placed_decoder(recipe, self.stage, placed, config, device, resumed=start is not None)
-        stored = None if recipe.on_policy else stage_data.stored  # own answers have other lengths than the rows
-        decoder = replace(decoder, lengths=None if stored is None else stored.train.lengths)
         if stage_data.empty is None:
             return decoder
         assert isinstance(stage_data.empty, Pack), "the items of a decoder are packs"
         return replace(decoder, empty=stage_data.empty)
 
-    def unplaced(self, checkpoint: Path) -> PlacedDecoder:
-        """The trained decoder on the CPU with memory for the weights of `checkpoint`."""
+    def unplaced(self, checkpoint: Path) -> tuple[PlacedDecoder, DecoderExporter]:
+        """The trained decoder on the CPU with memory for the weights of `checkpoint`, and its exporter."""
         self._check_base(checkpoint)
         device = torch.device("cpu")
         saved = None if self.recipe.adapter is None else read_group(checkpoint, "model")
@@ -217,9 +223,10 @@ class DecoderBuilder:
 
             critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), ParallelContext())
         balancer = balancer_of(self.recipe, placed)
-        return PlacedDecoder(
+        policy = PlacedDecoder(
             self.recipe, placed, device, *objectives, own_critic=critic, moving=moving, balancer=balancer
         )
+        return policy, DecoderExporter(policy)
 
     def _encode(self, text: str) -> list[int]:
         from danlu.inference.chat_tokenizer import ChatTokenizer

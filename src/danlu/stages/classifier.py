@@ -38,7 +38,7 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stages.protocols import LeastSeconds, Stage, StageData
+from danlu.stages.protocols import LeastSeconds, PlacedStage, Stage, StageData
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
 from danlu.training.memory_parts import Activations, MemoryParts
@@ -69,8 +69,13 @@ class ClassifierBuilder:
 
     def place(
         self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData | None = None
-    ) -> PlacedClassifier:
-        """A model this small is made whole on each process, and only then sharded."""
+    ) -> PlacedStage:
+        """The model, which is small enough to be made whole on each process and only then sharded."""
+        policy = self.place_policy(ranks, device, start)
+        return PlacedStage(policy, ClassifierBudget(policy), ClassifierExporter(policy))
+
+    def place_policy(self, ranks: Ranks, device: torch.device, start: Start | None) -> PlacedClassifier:
+        """The model on the processes of a layout."""
         if self.recipe.model.path is None:
             model = lenet.LeNet5().to(device)
             if start is None:
@@ -79,9 +84,10 @@ class ClassifierBuilder:
             model = lenet.load(resolve_folder(self.recipe.model.path), device=device)
         return self._placed(model, parallel_context_of(model, self.recipe, ranks), device)
 
-    def unplaced(self, checkpoint: Path) -> PlacedClassifier:
-        """A model on the CPU with memory for the weights of a checkpoint."""
-        return self._placed(lenet.LeNet5(), ParallelContext(), torch.device("cpu"))
+    def unplaced(self, checkpoint: Path) -> tuple[PlacedClassifier, ClassifierExporter]:
+        """A model on the CPU with memory for the weights of a checkpoint, and its exporter."""
+        policy = self._placed(lenet.LeNet5(), ParallelContext(), torch.device("cpu"))
+        return policy, ClassifierExporter(policy)
 
     def _placed(self, model: lenet.LeNet5, parallel: ParallelContext, device: torch.device) -> PlacedClassifier:
         return PlacedClassifier(self.recipe, model, parallel, device, *self._objectives())
@@ -135,11 +141,6 @@ class PlacedClassifier:
         """All of the model by name, live."""
         return {name: parameter.detach() for name, parameter in self.parameters()}
 
-    def micro(self, optimizer: Optimizers, most: int) -> int:
-        """The number of images in a micro-batch, at most `most`."""
-        asked = self.recipe.batch.micro
-        return min(MAX_IMAGES_PER_MICRO_BATCH if asked == "auto" else asked, most)
-
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> ClassifierLearner:
         """The placed model with the objective."""
         recipe = self.recipe
@@ -157,6 +158,18 @@ class PlacedClassifier:
         """None: it writes no texts."""
         return None
 
+
+@dataclass(frozen=True)
+class ClassifierBudget:
+    """The `StepBudget` of a classifier of images."""
+
+    policy: PlacedClassifier
+
+    def micro(self, optimizer: Optimizers, most: int) -> int:
+        """The number of images in a micro-batch, at most `most`."""
+        asked = self.policy.recipe.batch.micro
+        return min(MAX_IMAGES_PER_MICRO_BATCH if asked == "auto" else asked, most)
+
     def peak(self) -> None:
         """None: without utilisation there is nothing to divide by."""
 
@@ -172,7 +185,7 @@ class PlacedClassifier:
         counted = run.learner.activations
         assert counted is not None, "a classifier counts them"
         return MemoryParts(
-            weights=sum(parameter.nbytes for _, parameter in self.parameters()),
+            weights=sum(parameter.nbytes for _, parameter in self.policy.parameters()),
             adapter=0,
             gradients=run.optimizer.gradient_bytes(),
             optimizer=run.optimizer.resident_state_bytes(),
@@ -181,10 +194,17 @@ class PlacedClassifier:
             logits=0,  # autograd keeps them, so they are among the activations
         )
 
+
+@dataclass(frozen=True)
+class ClassifierExporter:
+    """The `Exporter` of a classifier of images."""
+
+    policy: PlacedClassifier
+
     def write(self, target: Path, value: Callable[[str], Tensor | None] | None, *, writes: bool) -> None:
         """The model's folder; value and writes as in `models.saving.save`."""
-        dtype = torch.bfloat16 if self.recipe.precision == "bf16" else torch.float32
-        lenet.save(self.model, target, dtype=dtype, value=value, writes=writes)
+        dtype = torch.bfloat16 if self.policy.recipe.precision == "bf16" else torch.float32
+        lenet.save(self.policy.model, target, dtype=dtype, value=value, writes=writes)
 
 
 @dataclass(frozen=True)

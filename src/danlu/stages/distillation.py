@@ -29,7 +29,7 @@ from danlu.stages.frozen_models import check_frozen_model
 from danlu.stages.likelihood import likelihood_metrics
 from danlu.stages.on_policy import longest_prompt
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import Better, ColumnSpec, FromColumns, ModelSpec, RoleSpec, StageData
+from danlu.stages.protocols import Better, ColumnSpec, FromColumns, ModelSpec, PlacedStage, RoleSpec, StageData
 from danlu.stages.reader import tokenizer_of
 from danlu.training.run_folder import Start
 
@@ -49,14 +49,13 @@ class DistillationBuilder(DecoderBuilder):
             longest_prompt(stage_data.stored)
         return super().with_columns(ranks, device, stage_data, stream)
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedStage:
         """The decoder and the teachers that are not cached, on the processes of a layout."""
-        decoder = super().place(ranks, device, start, stage_data)
-        return with_teacher_notes(decoder)
+        return self._stage(with_teacher_notes(self._policy(ranks, device, start, stage_data)), stage_data)
 
 
 def with_teacher_notes(decoder: PlacedDecoder) -> PlacedDecoder:
-    """Returns the placed models with notes on the teachers."""
+    """Returns the placed decoder with notes on the teachers."""
     notes = (*decoder.placed.notes, *_notes(decoder.recipe, decoder.model.config))
     return replace(decoder, placed=replace(decoder.placed, notes=notes))
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameter_roles import TRAINED
+from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task
@@ -19,9 +21,55 @@ from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.saving import save
 from danlu.recipe import Recipe, sections
+from danlu.stages.learner import objective_parameters
 from danlu.stages.reader import tokenizer_of, tokenizer_path
 
+if TYPE_CHECKING:
+    from danlu.stages.placed import PlacedDecoder
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecoderExporter:
+    """The `Exporter` of a decoder, or of the adapter that is trained on it."""
+
+    policy: PlacedDecoder
+
+    def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+        """A model in the type of activations that it was trained with (fp16: float32), or an adapter; before it the
+        model of values, where that is kept."""
+        policy = self.policy
+        if policy.recipe.value is not None and policy.recipe.value.save:
+            from danlu.stages.critic import critic_folder
+
+            self._write_critic(critic_folder(target), value, writes=writes)
+        classifies = policy.model.config.task != "causal-lm"  # a critic's head is no part of the result
+        head = self._gathered_score_head(value) if classifies else None
+        write(policy.placed.subject, policy.recipe, target, value, writes=writes, score_head=head)
+
+    def _write_critic(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+        policy, head = self.policy, self._gathered_score_head(value)
+        assert head is not None, "the recipe's rules ask for ppo"
+        if policy.own_critic is not None:
+            own = None if value is None else (lambda name, box=None: value(own_name(name), box))
+            write(policy.own_critic.subject, policy.recipe, target, own, writes=writes, score_head=head)
+            return
+        adapter = TRAINED if policy.critic_decoder is None else VALUE
+        write(policy.placed.subject, policy.recipe, target, value, writes=writes, score_head=head, adapter=adapter)
+
+    def _gathered_score_head(self, value: BoxValue | None) -> nn.Linear | None:
+        """The score head with the values that it has where it is trained: of a pipeline on another stage than the one
+        that writes. Every process calls it."""
+        head = self.policy.score_head
+        if head is None or value is None or self.policy.parallel.pipeline.alone:
+            return head
+        gathered = copy.deepcopy(head)
+        for name in objective_parameters(self.policy.objective):
+            values = value(name)
+            if values is not None:  # on the process that writes
+                gathered.get_parameter(name.rpartition(".")[2]).data.copy_(values)
+        return gathered
 
 
 def write(

@@ -24,7 +24,7 @@ from danlu.rewards.build import check_columns, check_first_tests, check_function
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.distillation import check_teachers, with_teacher_notes
-from danlu.stages.protocols import Prompts, StageData
+from danlu.stages.protocols import PlacedStage, Prompts, StageData
 from danlu.stages.reader import tokenizer_of, tokenizer_path
 from danlu.stages.reinforcement import AnsweringDecoder, empty_item, recipe_rewards, reward_parts
 from danlu.stages.reward_model import RewardModel
@@ -133,7 +133,7 @@ class RolloutBuilder(DecoderBuilder):
         if self.recipe.environment is not None:
             check_environment(self.recipe.environment)
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> AnsweringDecoder:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedStage:
         """Places the decoder, and the models of other roles, on the processes of a layout.
 
         Raises also the errors of loading rewards and a user's environment, and DataError for tests of programs that the
@@ -147,10 +147,9 @@ class RolloutBuilder(DecoderBuilder):
             judges.update(on_base)
             return lines
 
-        decoder = with_teacher_notes(self._place(ranks, device, start, stage_data, put_judges_on_base))
-        reward_bytes = own_reward_bytes(recipe, judges) if ranks.leads else 0
-        own = {**vars(decoder), "reward_bytes": reward_bytes}
-        return AnsweringDecoder(**own, rewards=partial(recipe_rewards, judges=judges))
+        decoder = with_teacher_notes(self._policy(ranks, device, start, stage_data, put_judges_on_base))
+        policy = AnsweringDecoder(**vars(decoder), rewards=partial(recipe_rewards, judges=judges))
+        return self._stage(policy, stage_data, own_reward_bytes(recipe, judges) if ranks.leads else 0)
 
     def _check_loading(self, stage_data: StageData) -> None:
         parts = reward_parts(self.recipe)

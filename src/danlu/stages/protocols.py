@@ -112,7 +112,7 @@ class Reader(Protocol):
 
 
 class PlacedModel(Protocol):
-    """The models of a stage on the processes of a run: all that is asked of them before training, and after."""
+    """The model that a stage trains, on the processes of a run: its parameters, its weights, and its learner."""
 
     @property
     def model(self) -> nn.Module: ...  # the policy
@@ -134,8 +134,6 @@ class PlacedModel(Protocol):
     def weights(self) -> dict[str, Tensor]:
         """The model's tensors in a checkpoint, by name, live: this process's shard of each."""
 
-    def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
-
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> AnyLearner: ...
 
     def check_weights(self) -> None:
@@ -143,6 +141,12 @@ class PlacedModel(Protocol):
         trained on."""
 
     def generate(self) -> Generate | None: ...  # texts, where the recipe asks for samples
+
+
+class StepBudget(Protocol):
+    """The memory and the time of a step of a placed model."""
+
+    def micro(self, optimizer: Optimizers, most: int) -> int: ...  # items in a micro-batch, at most so many
 
     def peak(self) -> Peak | None: ...  # what utilisation is measured against; None where that says nothing
 
@@ -152,8 +156,21 @@ class PlacedModel(Protocol):
 
     def memory(self, run: Run) -> MemoryParts: ...  # of a run that has counted its activations
 
+
+class Exporter(Protocol):
+    """Writes the result of a run."""
+
     def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         """Writes the result; `value` and `writes` as in `models.saving.save`."""
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """The model of a stage on the processes of a run, the budget of its steps, and the exporter of its result."""
+
+    policy: PlacedModel
+    budget: StepBudget
+    exporter: Exporter
 
 
 class ModelBuilder(Protocol):
@@ -172,10 +189,11 @@ class ModelBuilder(Protocol):
         Every process calls it, before models are placed: so the models that compute columns are alone in memory.
         """
 
-    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedModel:
+    def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedStage:
         """The models on the processes of a layout; `start` is the checkpoint that will be loaded into them."""
 
-    def unplaced(self, checkpoint: Path) -> PlacedModel: ...  # on the CPU, to load a checkpoint into and write it
+    def unplaced(self, checkpoint: Path) -> tuple[PlacedModel, Exporter]:
+        """The model on the CPU, to load a checkpoint into, and its exporter."""
 
 
 class Mixing(NamedTuple):
@@ -257,8 +275,8 @@ class Stage:
     """The task of the result: one that classifies has the head of the objective, and none over the vocabulary."""
     columns: Callable[[Recipe], Sequence[ColumnSpec]] = no_columns  # of the rows, computed before training
     items: Callable[[Any, StageData, AnyLearner, Path], tuple[ItemSource, HeldOut | None]] = read_items
-    """Maps (placed models, stage_data, learner, folder of the run) to the items of steps and those of evaluations: the
-    rows that were read, or items that the placed models make of them."""
+    """Maps (placed model, stage_data, learner, folder of the run) to the items of steps and those of evaluations: the
+    rows that were read, or items that the placed model makes of them."""
     objective_rate: Callable[[Recipe], float] = lambda recipe: 1.0
     """The factor on the learning rate for the objective's own parameters and a value model, which then are an optimizer
     group."""

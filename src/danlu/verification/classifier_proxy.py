@@ -18,7 +18,7 @@ from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.stages.classifier import ClassifierBuilder, PlacedClassifier
+from danlu.stages.classifier import ClassifierBuilder, ClassifierExporter, PlacedClassifier
 from danlu.stages.table import STAGES
 from danlu.training.run_folder import Start
 from danlu.verification.collective_traffic import data_parallel_traffic
@@ -40,10 +40,10 @@ class ClassifierProxy:
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
         start = None if resumed is None else Start(resumed, ())
-        return ClassifierBuilder(recipe, STAGES["classify"]).place(ranks, device, start)
+        return ClassifierBuilder(recipe, STAGES["classify"]).place_policy(ranks, device, start)
 
     def write(self, placed: PlacedClassifier, target: Path, value: BoxValue | None, *, writes: bool) -> None:
-        placed.write(target, value, writes=writes)
+        ClassifierExporter(placed).write(target, value, writes=writes)
 
     def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
         return data_parallel_traffic(training, micro_batches, gathered=torch.float32)

@@ -49,7 +49,7 @@ class _Weights:
     training: ProxyTraining
 
     def write(self, target: Path, value: BoxValue | None, *, writes: bool) -> None:
-        """Writes as `PlacedModel.write` does."""
+        """Writes as `Exporter.write` does."""
         placed, proxy = self.training.placed, self.training.proxy
         if proxy.has_files:
             proxy.write(placed, target, value, writes=writes)

@@ -68,7 +68,7 @@ class Proxy(Protocol):
     def write(self, placed: Any, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         """Writes the weights of the model that `place` has placed as a run ends with them, without a tokenizer.
 
-        value, writes: as `PlacedModel.write` has them.
+        value, writes: as `Exporter.write` has them.
         """
         ...
 

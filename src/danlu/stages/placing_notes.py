@@ -1,0 +1,56 @@
+"""Lines for the console on how a decoder was placed: kernels, quantized weights, experts without an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from danlu.assembly.parallelize import Placed, Subject
+from danlu.assembly.parameter_roles import TRAINED
+from danlu.assembly.recipe_adapters import adapter_warnings
+from danlu.models.block_scaled import scaled_method
+from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
+from danlu.models.modules import GroupedLinear
+from danlu.numerics.quantized_weight import QuantizedModule
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe, sections
+
+EXPERTS_STAY_WIDE = (
+    "model.path: this folder has its linear layers quantized, but not the matrices of experts, which are most of the "
+    "model and kept in the type of activations. The original model with `quantization: nf4` takes less"
+)
+
+EXPERTS_WITHOUT_ADAPTER = (
+    "adapter.targets: no adapter sits on the experts, which are most of this model: `experts` among the targets puts "
+    "one on each of their matrices"
+)
+
+
+def placing_notes(recipe: Recipe, placed: Placed) -> Iterator[str]:
+    """The notes of a recipe's model, in the order in which they are shown."""
+    subject = placed.subject
+    yield from adapter_warnings(recipe.model)
+    yield from placed.notes
+    if any(isinstance(module, QuantizedModule) for module in subject.model.modules()):
+        from danlu.numerics.four_bit_weight import unpack_kernels
+
+        yield from (kernel.note for kernel in unpack_kernels(subject.model, DTYPES[recipe.precision]))
+    if subject.model.config.has_experts:
+        yield from _expert_notes(subject)
+    path = recipe.model.path
+    method = None if path is None else scaled_method(read_json(resolve_folder(path) / CONFIG))
+    if method is not None and subject.adapters is None:  # the result is larger than the folder it starts from
+        dtype = "bfloat16" if recipe.precision == "bf16" else "float32"
+        yield f"model.path: weights stored as {method} are dequantised; the result has them in {dtype}"
+
+
+def _expert_notes(subject: Subject) -> Iterator[str]:
+    """Parts of quantization and adapters that do not reach the experts of a model with experts."""
+    modules = list(subject.model.modules())
+    is_quantized = any(isinstance(module, QuantizedModule) for module in modules)
+    experts_are = any(isinstance(module, GroupedLinear) and module.quantized is not None for module in modules)
+    if is_quantized and not experts_are:
+        yield EXPERTS_STAY_WIDE
+    added = None if subject.adapters is None else subject.adapters.added.get(TRAINED)
+    is_low_rank = added is not None and isinstance(added.section, sections.LowRank)
+    if added is not None and is_low_rank and not any(site.experts is not None for site in added.sites):
+        yield EXPERTS_WITHOUT_ADAPTER
