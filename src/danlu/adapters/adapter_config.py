@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.core.errors import ModelError
 from danlu.core.small_files import check_regular_entries, parse_json, read_small_text
 
-if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
     from danlu.core.types import Task
 
 CONFIG = "adapter_config.json"

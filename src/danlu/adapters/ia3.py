@@ -103,7 +103,7 @@ def to_peft(section: sections.Ia3, modules: Mapping[str, nn.Module], sites: Sequ
         of_inputs[layer.name] = first.of_inputs
         vector = first.ia3_l.detach().cpu().unsqueeze(0)  # [1, I]
         if not first.of_inputs:
-            vector = torch.ones(layer.shape[0], 1)  # what a part without an adapter has
+            vector = torch.ones(layer.shape[0], 1)  # the value of a part without an adapter
             for site, rows in layer.rows():
                 if site.name in adapted:
                     vector[rows, 0] = adapted[site.name].ia3_l.detach().cpu()

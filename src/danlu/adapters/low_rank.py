@@ -197,7 +197,7 @@ class _LowRankLinears(torch.autograd.Function):
         flat = saved[count + 1 + len(grads) :]
         wants_x, _, _, *wanted = ctx.needs_input_grad
         grad_x: Tensor | None = None
-        grad_u = torch.zeros_like(u)  # [T, R]; zero for branches whose output got no gradient
+        grad_u = torch.zeros_like(u)  # [T, R]; zero for branches with an output that got no gradient
         results: list[Any] = [None] * len(flat)
         by_norm: list[Tensor | None] = [None] * len(flat)  # gradients of A and B through DoRA's norms
         trained_a: dict[int, tuple[Tensor, slice]] = {}  # by its place, and its rows among those of all

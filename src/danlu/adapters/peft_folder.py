@@ -84,7 +84,7 @@ def write_adapter(
         "below": list(below),
         "adapter": added.section.model_dump(mode="json"),
         ROTATED: rotated,
-        # An adapter whose factors were subtracted from the base is written for the original one, before quantization.
+        # An adapter with factors taken out of the base is written for the original one, before quantization.
         "quantization": None if getattr(added.section, "init", None) in BASE_CHANGING_INITS else quantization,
     }
     write_files(folder, config, danlu, tensors)

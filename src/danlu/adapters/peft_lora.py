@@ -48,7 +48,7 @@ from danlu.recipe import sections
 _FACTORS = ("lora_A.weight", "lora_B.weight")
 _MAGNITUDE = "lora_magnitude_vector"
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
-# What PEFT's LoraConfig may say beyond what danlu computes: (key, values that change nothing).
+# Settings of PEFT's LoraConfig that danlu does not compute: (key, values that change nothing).
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -97,7 +97,7 @@ def to_peft(section: sections.LowRank, modules: Mapping[str, nn.Module], sites: 
             if layer.name in patterns:  # PEFT matches it with the parameter's name, danlu with the module's
                 patterns[f"{layer.name}.weight"] = patterns[layer.name]
     values |= {
-        "lora_dropout": 0.0 if parameters else section.dropout,  # PEFT loads no other beside `target_parameters`
+        "lora_dropout": 0.0 if parameters else section.dropout,  # PEFT loads no other together with `target_parameters`
         "target_modules": target_modules([name for name in modules if name not in weights], sites),
         "target_parameters": parameters or None,
         "bias": {"none": "none", "all": "all", "adapted": "lora_only"}[section.bias],

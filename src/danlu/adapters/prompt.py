@@ -51,7 +51,7 @@ class Prompt(VirtualTokens):
         rows: Tensor = self.embedding(positions.indices)
         if self.multiplier == 1.0:
             return rows.to(dtype)
-        # Undoes the embedding's multiplication, whose multiplier is rounded to the type of activations.
+        # Undoes the embedding's multiplication; its multiplier is rounded to the type of activations.
         return (rows / torch.tensor(self.multiplier, dtype=dtype, device=rows.device).to(rows.dtype)).to(dtype)
 
 

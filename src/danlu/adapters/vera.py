@@ -196,7 +196,7 @@ def to_peft(section: sections.Vera, modules: Mapping[str, nn.Module], sites: Seq
     """Values of adapter_config.json, and tensors by name. modules: by site name; sites: all of the model's."""
     tensors: dict[str, Tensor] = {}
     for layer in adapted_layers(modules, sites):
-        lambda_b = torch.zeros(layer.shape[0])  # what a part without an adapter has
+        lambda_b = torch.zeros(layer.shape[0])  # the value of a part without an adapter
         for site, rows in layer.rows():
             if site.name in modules:
                 module = module_of_type(modules[site.name], Vera)

@@ -44,7 +44,7 @@ class Absorb(Protocol):
     @property
     def merges_adapter(self) -> bool: ...  # whether the matrices have an adapter merged into them, without its dropout
 
-    # exact: by products that give a token the same bits whatever stands beside it.
+    # exact: by products that give a token the same bits whatever the other tokens are.
     def queries(self, q: Tensor, *, exact: bool = False) -> Tensor: ...  # [T, H, C] -> [T, H, L]
 
     def outputs(self, out: Tensor, *, exact: bool = False) -> Tensor: ...  # [T, H, value_width] -> [T, H, W]
@@ -85,7 +85,7 @@ class Attend(Protocol):
         scale: float,
         window: int | None,  # a query sees itself and window - 1 tokens before it; None = all
         softcap: float | None,  # Gemma-2: softcap * tanh(score / softcap)
-        sinks: Tensor | None = None,  # [H]: scores of one more key each, whose value is zero (gpt-oss)
+        sinks: Tensor | None = None,  # [H]: scores of one more key each, with a value of zero (gpt-oss)
     ) -> Tensor: ...  # [T, H, W]
 
     @property
@@ -110,7 +110,7 @@ class QuantizedWeight(Protocol):
     @property
     def shape(self) -> tuple[int, int]: ...
 
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [O, I], made anew by each call
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [O, I], a new tensor in each call
 
     def in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
 
@@ -128,7 +128,7 @@ class StackedQuantizedWeight(Protocol):
     @property
     def count(self) -> int: ...  # E
 
-    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [E, O, I], made anew by each call
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor: ...  # [E, O, I], a new tensor in each call
 
     def in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep
 
@@ -231,7 +231,7 @@ class ExpertExchange(Protocol):
         self, rows: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor]: ...  # rows [N, D] by expert, counts [E] int64 -> those of the experts that are here
 
-    def combine(self, rows: Tensor) -> Tensor: ...  # what these made of the rows -> [N, D], in the order of `dispatch`
+    def combine(self, rows: Tensor) -> Tensor: ...  # the experts' outputs -> [N, D], in the order of `dispatch`
 
 
 class ReduceGroup(Protocol):
@@ -294,7 +294,7 @@ class Site:
 
     name: str  # of the module: "layers.0.attention.q_proj"
     hf_name: str  # in Hugging Face folders: "model.layers.0.self_attn.q_proj"; parts of a fused tensor share one
-    group: str  # what it belongs to: "attention", "mlp", "experts", "embedding" or "head"
+    group: str  # "attention", "mlp", "experts", "embedding" or "head"
     layer: int | None
     shape: tuple[int, int]  # (O, I); (V, D) of an embedding
     module: Any

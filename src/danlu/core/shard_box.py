@@ -85,7 +85,7 @@ class ShardBox:
         if common is None:
             yield self
             return
-        # What is left is cut off slab by slab, one dimension after the other: below `common`, then above it.
+        # The rest is cut off slab by slab, one dimension after the other: below `common`, then above it.
         low, high = list(self.offsets), list(self.ends)
         for dim in range(len(low)):
             for slab_low, slab_high in ((low[dim], common.offsets[dim]), (common.ends[dim], high[dim])):

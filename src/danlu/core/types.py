@@ -196,7 +196,7 @@ class Totals:
 class TargetSources:
     """The source of rows of each target of a micro-batch, in a run that reports several."""
 
-    names: tuple[str, ...]  # [K] of all that are told apart, whether or not the micro-batch has targets of them
+    names: tuple[str, ...]  # [K] of all sources that are reported, whether or not the micro-batch has targets of them
     indices: Tensor  # [N] int64, into `names`; K for a target of another source
     weights: tuple[float, ...]  # [K] the weight that the micro-batch's targets of each source have in sum
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 DESCRIPTION = "columns.json"
 MAX_BLOCK_TOKENS, MAX_BLOCK_BYTES = 2**18, 2**24
-_CHECKED_AT_MOST = 256  # blocks whose checksum is verified when a store is opened: an even share of more
+_CHECKED_AT_MOST = 256  # blocks that are verified by checksum when a store is opened: an even share of more
 _OPEN_BLOCKS = 64
 _HEADER_BYTES = 4
 

@@ -79,7 +79,7 @@ class _Whole(NamedTuple):
 
     cost: int
     runs: Sequence[Run]
-    is_document: bool  # all of one; else a branch of a document whose other branches may be elsewhere
+    is_document: bool  # all of one; else a branch of a document with other branches that may be elsewhere
 
 
 def _branches_of(boundaries: Sequence[int], trees: Sequence[Branch]) -> list[list[Run]]:

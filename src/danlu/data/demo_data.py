@@ -112,7 +112,7 @@ class Question:
 
     messages: tuple[Message, ...]
     answer: str
-    held_out: bool  # never asked in `conversations`; the fact itself is told in `pretraining_documents`
+    held_out: bool  # never asked in `conversations`; the fact itself is in `pretraining_documents`
 
 
 def pretraining_documents(seed: int, n: int) -> Iterator[str]:

@@ -126,7 +126,7 @@ class ImageSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._digest = f"{dataset.digest()} {seed}"
-        # Of one epoch at a time: an order costs milliseconds as a whole, and as much for each hundred single elements.
+        # One epoch at a time: an order costs milliseconds as a whole, and as much for each hundred single elements.
         self._epoch, self._order = -1, np.arange(len(dataset))
 
     @property

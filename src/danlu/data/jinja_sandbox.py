@@ -127,6 +127,6 @@ def count_passes(template: Any) -> Any:
     for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         node.body.insert(0, nodes.ExprStmt(step()).set_lineno(node.lineno))
         if isinstance(node, nodes.For) and node.test is not None:
-            node.test = nodes.And(step(), node.test).set_lineno(node.lineno)  # what is filtered out is a pass too
+            node.test = nodes.And(step(), node.test).set_lineno(node.lineno)  # a pass that is filtered out counts too
     template.set_environment(template.environment)
     return template

@@ -181,7 +181,7 @@ def _chosen_and_rejected(value: Mapping[str, Any], where: str) -> tuple[Answer, 
     if _begins_with_answer(chosen) and _begins_with_answer(rejected) and prompt is not None:
         asked = [{"role": "user", "content": require_string(prompt, "prompt", where)}]
         return _answer(asked, chosen, "chosen", value, where), _answer(asked, rejected, "rejected", value, where)
-    # Whole conversations; a prompt beside them (UltraFeedback) repeats what they begin with.
+    # Whole conversations; a prompt next to them (UltraFeedback) repeats their beginning.
     return _without_prompt(_turns(chosen, "chosen", where), _turns(rejected, "rejected", where), value, where)
 
 

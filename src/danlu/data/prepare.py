@@ -158,7 +158,7 @@ def prepare(
     for source, store in zip(spec.eval_sources, eval_stores, strict=True):
         if not len(store):
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
-    # Of the evaluation one label may be enough.
+    # One label may be enough for the evaluation.
     if (problem := train_statistics.judgement_problem(", ".join(source.path for source in data.train))) is not None:
         raise DataError(problem)
     train, held_out, held_out_rows = None, None, tuple(held_out_rows or ())

@@ -24,7 +24,7 @@ from danlu.data.tokenizer import Encoded, Tokenizer
 
 _ANSWER_BEGINS = (Reason.ASSISTANT, Reason.REASONING, Reason.COMPLETION)
 _PROMPT_ENDS = (Reason.TEMPLATE, Reason.PROMPT)
-_ASSISTANT_REASONS = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # what an assistant turn is made of
+_ASSISTANT_REASONS = (Reason.ASSISTANT, Reason.REASONING, Reason.TERMINATOR)  # the parts of an assistant turn
 
 
 @dataclass(frozen=True)

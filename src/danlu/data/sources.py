@@ -204,7 +204,7 @@ def _files(path: Path) -> list[Path]:
             check_regular(path)
         except OSError as error:
             raise DataError(f"{path}: rows cannot be read from it: {error.strerror}") from error
-    # The folder of `Dataset.save_to_disk` keeps its rows in arrow files; the json beside them is about them.
+    # The folder of `Dataset.save_to_disk` keeps its rows in arrow files; the json next to them describes them.
     kinds = {".arrow"} if (path / "dataset_info.json").is_file() and (path / "state.json").is_file() else set(READERS)
     files = sorted(
         file

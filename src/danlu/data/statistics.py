@@ -78,7 +78,7 @@ class Statistics:
         default_factory=Counter
     )  # rows, by a key of turns with text that later turns do not see
     left_out_example: str = ""  # the first of these rows
-    split_prompts: int = 0  # rows with a trained answer whose generation prompt ends inside a token
+    split_prompts: int = 0  # rows with a trained answer and a generation prompt that ends inside a token
     split_prompt_example: str = ""  # the first of them, and the token
     unlike_prompts: int = 0  # rows with a trained answer that does not stand behind its whole generation prompt
     unlike_prompt_example: str = ""  # the first of them

@@ -26,7 +26,7 @@ LLAMA3_PATTERN = (
 """How Llama 3 cuts text before it merges bytes (tokenizer.py of the model's release)."""
 _LLAMA3_RANKS = 128_000
 _LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id", 9: "eot_id"}
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
 Token = TypeVar("Token", str, bytes)

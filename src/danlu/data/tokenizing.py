@@ -43,7 +43,7 @@ class TokenizeSettings:
     rendering: RenderSettings
     max_length: int | None  # None: documents are joined and cut by the packing
     overlong: Literal["truncate", "split", "drop"]
-    row_type: RowType | None = None  # of rows whose answers are compared or judged, which become trees
+    row_type: RowType | None = None  # of rows with compared or judged answers, which become trees
 
     @classmethod
     def of(cls, data: Data, format: Format | Literal["auto"], row_type: RowType | None = None) -> TokenizeSettings:

@@ -20,7 +20,7 @@ def available_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
-        # What torch keeps of freed memory is free for tensors too.
+        # Freed memory that torch keeps is free for tensors too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     limits = [limit for limit in (_host_available(_MEMINFO), _cgroup_available(_CGROUPS)) if limit is not None]
     return min(limits, default=None)

@@ -67,7 +67,7 @@ class PackedAttention:
         self._has_trees = any(len(document) > 1 for document in self.documents)
         self._kernels = kernels
         self._recomputed_layers = recomputed_layers
-        # Of each device, for a model may lie on several: an int32 copy, for the variable-length kernel.
+        # An int32 copy on each device of the model, for the variable-length kernel.
         self._offsets: dict[torch.device, Tensor] = {}
         self._dealt: dict[tuple[Any, ...], list[_Part]] = {}  # see `_parts`
         self._masks: dict[tuple[torch.device, int | None], Any] = {}  # by window, for flex attention
@@ -303,7 +303,7 @@ def _scaled_dot_product(
     branch_mask: of `PackedAttention._mask_of_branches`, needed where L > S. sinks: not with one.
     """
     length, before, width = len(q), len(k) - len(q), v.shape[2]
-    # What q, k and v are filled up with comes after every real query, which does not see it.
+    # The padding of q, k and v comes after every real query, which does not see it.
     q, k, v = (padded(x, kernels.document_multiple) for x in (q, k, v))
     # Where widths differ torch takes a kernel that keeps all scores (CPU) or has none for some types (CUDA). Features
     # that are zeros change neither scores nor what is asked for of the values.
@@ -312,7 +312,7 @@ def _scaled_dot_product(
     if branch_mask is not None:
         first = branch_mask.shape[1] - 2 * branch_mask.shape[0] - before
         mask = branch_mask[: len(q), first : first + len(k)]
-        if q.device.type != "cpu":  # whose kernels want rows of a mask aligned
+        if q.device.type != "cpu":  # its kernels want rows of a mask aligned
             mask = mask.contiguous()
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, S or L, C]
     groups = q.shape[1] // k.shape[1]

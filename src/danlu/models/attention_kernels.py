@@ -399,7 +399,7 @@ def kernels_of(device: torch.device) -> Kernels:
 @cache
 def _cuda_kernels(device: torch.device) -> Kernels:
     flash = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    if not flash:  # whose only kernel that keeps no scores knows no groups
+    if not flash:  # the only kernel that keeps no scores knows no groups
         return Kernels(grouped_heads=())
     # Imported here: it brings torch._dynamo along, a second at the start of every process, and only GPUs use it.
     try:
@@ -418,8 +418,8 @@ def _compiled_flex() -> Flex | None:
         return None
     from torch.nn.attention.flex_attention import flex_attention
 
-    # What cannot be compiled must fail, not go on uncompiled with all scores of a pack. And beyond the limit nothing is
-    # compiled any more: one model may have windows, softcaps, sinks and trees, each again for a pack of a single block.
+    # Code that cannot be compiled must fail, not go on uncompiled with all scores of a pack. Beyond the limit nothing
+    # is compiled any more: one model may have windows, softcaps, sinks and trees, each again for a pack of one block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_VARIANTS)
     return Flex(torch.compile(flex_attention, dynamic=True, fullgraph=True))
 

@@ -19,7 +19,7 @@ from danlu.models.rope_config import Rope
 from danlu.models.spec_shapes import MAXIMUMS as LAYER_MAXIMUMS
 from danlu.models.spec_shapes import Shapes, check_sizes
 
-if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
     from danlu.core.types import Task
 
 MAX_LAYERS = 10_000

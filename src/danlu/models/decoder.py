@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         for name in self.layers.keys() - kept:
             del self.layers[name]
         if not chunks.has_first and chunks.has_last and self.has_tied_head:
-            self.embed_tokens.adapter = None  # what it changes are the embeddings of tokens
+            self.embed_tokens.adapter = None  # it changes the embeddings of tokens only
         elif not chunks.has_first:
             del self.embed_tokens
         if not chunks.has_last:

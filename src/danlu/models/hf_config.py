@@ -18,7 +18,7 @@ from danlu.models.hf_values import HFValues
 from danlu.models.latent_spec import Latent
 from danlu.models.multimodal import MULTIMODAL, text_values
 
-if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
     from danlu.core.types import Task
 
 

@@ -122,7 +122,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     values = read_json(file)
     config = read_config_values(values, where=str(file))
     if config.multimodal is not None and config.tie_word_embeddings and "tie_word_embeddings" not in values:
-        # transformers unties a head then that is stored beside the embedding and differs from it.
+        # transformers then unties a head that is stored next to the embedding and differs from it.
         names = {language_name(name) for name in read_tensors(Path(folder))} if _has_weights(Path(folder)) else set()
         return replace(config, tie_word_embeddings="lm_head.weight" not in names)
     return config

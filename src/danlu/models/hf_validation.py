@@ -87,7 +87,7 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
         elif location.dtype not in FLOAT_DTYPES:
             problems.append(f"{tensor.name} in {location.file.name}: expected floating point, found {location.dtype}")
     may_hold = names | ({HEAD} if config.tie_word_embeddings else set())
-    if config.task != "causal-lm":  # whose own head is read by `models.score_head`
+    if config.task != "causal-lm":  # its own head is read by `models.score_head`
         may_hold |= {HEAD, SCORE, SCORE_BIAS}
     for name, location in stored.items():
         is_constant = any(name == weight or name.startswith(f"{weight}.") for weight in four_bit)

@@ -65,7 +65,7 @@ class BatchTokens:
     document_lengths: Tensor  # [documents] float32, real tokens of each
     packs: Tensor  # [T] int64, the number of each token's pack
     pack_lengths: Tensor  # [packs] float64, real tokens of each
-    factor: float  # what sums over tokens are multiplied by to be terms of the objective's total
+    factor: float  # the factor of sums over tokens as terms of the objective's total
     sum_over_documents: SumOverRanks | None = None
     """Sums over the processes that have other tokens of the same documents; None where there are none."""
 

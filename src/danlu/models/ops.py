@@ -280,7 +280,7 @@ class _RmsNorm(torch.autograd.Function):
             return None, grad_weight, None, None, None
         # The derivative of x r(x) w by x: r (w g - n mean(w g n)), with n = x r the normed row.
         sums, shard = torch.mv(product.reshape(-1, product.shape[-1]), scale), ctx.shard  # [T]
-        # Of features that several processes have, each has a part of the gradient: all parts add up to the sum, which
+        # Each process that has a feature has a part of its gradient: all parts add up to the sum, which
         # goes into the squares of one copy.
         mean = sums / product.shape[-1] if shard is None else shard.group.sum(sums) / (shard.width * shard.copies)
         wide_grad = wide_grad * scale

@@ -94,7 +94,7 @@ def save(
         shape = replace(shape, pad_token_id=pad_token[1])
     folder = Path(os.path.abspath(folder))
     if tokenizer_from is not None:
-        _files_to_copy(tokenizer_from)  # told before anything is written
+        _files_to_copy(tokenizer_from)  # reported before anything is written
     values = config_values(shape, torch_dtype=str(dtype).removeprefix("torch."))
     eos = values["eos_token_id"]
     if score_head is not None:

@@ -113,7 +113,7 @@ class Preference:
         if any(term.needs_mismatched for term in self.terms):
             kl = torch.cat((plain.chosen_facts[KTO_KL], plain.rejected_facts[KTO_KL]))
             metrics["kl"] = Metric(kl.sum(), float(len(kl)))
-        if len(losses) > 1:  # parts of means over the step, whose shares add up to 1
+        if len(losses) > 1:  # parts of means over the step, with shares that add up to 1
             count = len(plain.chosen) + (0 if self.paired else len(plain.rejected))
             metrics |= {f"loss/{name}": Metric(loss, count / divisor) for name, loss in losses.items()}
         return Loss(total * totals.weight, metrics)
@@ -249,7 +249,7 @@ def _reward_metrics(
         metrics["accuracy"] = Metric((margins > 0).to(margins).sum(), float(len(margins)))
         metrics["margin"] = Metric(margins.sum(), float(len(margins)))
         return metrics
-    # A difference of two means, each over its own answers: parts of it whose shares add up to 1, if there are both.
+    # A difference of two means, each over its own answers: parts with shares that add up to 1, if there are both.
     difference = _mean(chosen, divisors["chosen"]) - _mean(rejected, divisors["rejected"])
     has_both = divisors["chosen"] > 0 and divisors["rejected"] > 0
     share = (len(chosen) + len(rejected)) / (divisors["chosen"] + divisors["rejected"])

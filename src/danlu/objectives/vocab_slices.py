@@ -18,7 +18,7 @@ NARROWEST_SLICE = 256
 # S with `numerics: exact`, whatever N is: a product's bits hang on its number of columns, a sum's on how it is cut.
 # From 32,768 numbers on torch would sum a single row by several threads, and otherwise than many rows.
 EXACT_SLICE_ROWS = 2048
-# Columns of logits whose largest value is found before the column where it stands: see `argmax_rows`.
+# The largest value of columns of logits is found before its column: see `argmax_rows`.
 ARGMAX_COLUMNS = 64
 
 

@@ -278,7 +278,7 @@ def _make_optimizers(
             pages = paged_state({parameter: paged.specs(parameter.shape) for _, parameter in named}, section.folder)
             return [AdamW(groups, rate, section.betas, section.eps, moments=paged, pages=pages)]
         case sections.SGD():
-            # fused is one pass over memory on CPU; on CUDA it cannot take a parameter whose first gradient comes late.
+            # fused is one pass over memory on CPU; on CUDA not with a parameter that gets its first gradient late.
             fused = all(parameter.device.type == "cpu" for _, parameter in named)
             return [torch.optim.SGD(groups, rate, section.momentum, nesterov=section.nesterov, fused=fused)]
         case sections.Adafactor():

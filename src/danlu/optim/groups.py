@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 Role = Literal["matrix", "embedding", "head", "vector"]
 
-# Modules whose weight is looked up by token or position, in the names of the families we read.
+# Modules with a weight that is looked up by token or position, in the names of the families we read.
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_positions", "embedding", "wte", "wpe"})
 _HEADS = frozenset({"lm_head"})
 

@@ -162,7 +162,7 @@ def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel)
 
     def prepare_backward(is_last: bool, chunk: int) -> None:
         root.set_is_last_backward(is_last and chunk == lowest)
-        # What lies outside of layers is of the first chunk or of the last one, and is complete in the end.
+        # Parameters outside of layers belong to the first chunk or to the last one, and is complete in the end.
         prepare(outside, is_last and chunk == lowest)
         prepare(units.get(chunk, ()), is_last)
         # FSDP2 ends each backward pass with all units; those of chunks that are still to come have to stay gathered.
@@ -211,7 +211,7 @@ def gathered_once(model: nn.Module, section: Parallel) -> Iterator[None]:
 
     Afterwards it is sharded again. The first pass gathers, so all data ranks make that one at the same time.
     """
-    reshard(model)  # what is gathered now may be older than the shards
+    reshard(model)  # gathered parameters may be older than the shards
     for unit in _units(model):
         unit.set_reshard_after_forward(False, recurse=False)
     try:

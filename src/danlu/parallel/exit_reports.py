@@ -40,7 +40,7 @@ _LESS_MEMORY = (
 )
 _RESERVED_BYTES = 64 << 10  # a message and a traceback
 
-# Texts of exceptions of torch and its libraries in a process whose peer is gone.
+# Texts of exceptions of torch and its libraries in a process that has lost its peer.
 _PEER_IS_GONE = re.compile(
     r"gloo|transport/tcp|Connection (closed|reset|refused)|Broken pipe|NCCL|DistBackendError|TCPStore|recvValue"
     r"|socketPoll|failed to (recv|send)|Timed out waiting|remote process exited|Socket Timeout",

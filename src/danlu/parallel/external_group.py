@@ -77,7 +77,7 @@ class NCCLGroup:
 
         self._nccl = nccl
         self._communicators = [nccl.init_rank(world_size, unique_id, 0)]
-        # What a vLLM worker does when it has joined, to warm up, and waits for.
+        # A vLLM worker does this when it has joined, to warm up, and waits for it.
         nccl.all_reduce([torch.zeros(1, device="cuda")], comms=self._communicators)
         torch.cuda.synchronize()
 

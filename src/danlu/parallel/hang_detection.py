@@ -15,7 +15,7 @@ from danlu.parallel.world import format_ranks
 
 _LONGEST_WARNING_S = 60.0  # before a collective's time is up
 _LONGEST_INTERVAL_S = 5.0
-_LEAST_GRACE_S = 2.0  # for torch to fail a collective whose time is up
+_LEAST_GRACE_S = 2.0  # for torch to fail a collective that has used its time
 
 
 def hang_message(states: Mapping[int, ProcessState | None], timeout_s: float) -> str:
@@ -203,7 +203,7 @@ def _after_replies(
     if longest is None:
         return state, ()
     message = hang_message(states, limits.timeout_s)
-    # Of two inquiries that were started at once, the first replies make the report.
+    # The first replies make the report where two inquiries were started at once.
     if pending is not None and state.report is None:
         deadline_s = state.looked_at_s + limits.timeout_s - pending.elapsed_s - limits.interval_s
         state = replace(state, report=HangReport(pending, message, deadline_s))

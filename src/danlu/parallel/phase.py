@@ -50,7 +50,7 @@ def track_modules(model: nn.Module, tracker: PhaseTracker = PHASE) -> None:
     """
 
     def entered_backward(name: str) -> None:
-        # A module's output is that of its last part too, whose name says more.
+        # A module's output is that of its last part too, and that part's name says more.
         if not tracker.module.startswith(f"{name}."):
             tracker.module = name
 

@@ -225,7 +225,7 @@ class _RingAttention(torch.autograd.Function):
             of_stored, more = passes.add_gradients(total, q, output, received, hop)
             for x, y in zip(of_parameters, more, strict=bool(more)):
                 x += y
-            if travelling is not None:  # what ranks before this one have added to the gradients of the same keys
+            if travelling is not None:  # the sums of ranks before this one for the gradients of the same keys
                 for x, y in zip(of_stored, travelling(), strict=True):
                     x += y
             travelling = passes.pass_on(of_stored, hop + 1)

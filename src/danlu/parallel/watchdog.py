@@ -37,10 +37,10 @@ class Watchdog:
 
     Args:
         store      torch's store, on a connection that no other thread uses
-        timeout_s the time that a collective may take; an inquiry starts a minute before, or after half of it
+        timeout_s  the time that a collective may take; an inquiry starts a minute before, or after half of it
         say        shows a message to the user; called on rank 0 alone
         end        ends the process with a message, once torch ought to have: it may be stuck in C++
-        launcher process id of the launcher of this process; when that is gone, SIGTERM asks this one to stop
+        launcher   process id of the launcher of this process; when that is gone, SIGTERM asks this one to stop
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class World:
     local_rank: int | None  # number among the processes of this machine; None where it is not known
     address: str  # host of rank 0, at which the processes rendezvous
     port: int
-    source: str  # what said so, for messages: "torchrun"
+    source: str  # the source of these values, for messages: "torchrun"
 
     def variables(self) -> dict[str, str]:
         """The environment variables that torch.distributed reads."""

@@ -47,7 +47,7 @@ class ChainStage:
 
     name: str
     loaded: Loaded
-    inputs: tuple[str, ...]  # names of the earlier stages whose results it reads
+    inputs: tuple[str, ...]  # names of the earlier stages that it reads results of
 
 
 @dataclass(frozen=True)

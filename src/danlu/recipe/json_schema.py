@@ -103,6 +103,6 @@ def _admit_kind_alone(entry: dict[str, Any], names: list[str]) -> dict[str, Any]
     The variants' own short forms are not used here: as a bare value only a `kind` is taken.
     """
     about: dict[str, Any] = {key: entry[key] for key in ("description", "default") if key in entry}
-    options = entry.get("anyOf", [entry])  # with a null beside them where the section may be left out
+    options = entry.get("anyOf", [entry])  # with a null next to them where the section may be left out
     variants = [variant for option in options for variant in option.get("oneOf", [option])]
     return {**about, "anyOf": [*variants, {"enum": names}]}

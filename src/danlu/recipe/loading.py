@@ -34,7 +34,7 @@ class Loaded:
 
     recipe: Recipe
     origins: Mapping[str, Origin]  # by dotted key, of what was written and of what the stage decides
-    notes: tuple[str, ...]  # remarks for the console
+    notes: tuple[str, ...]  # warnings for the console
 
     def origin(self, key: str) -> str:
         """`sft.yaml:4:3`, `override 'steps=10'`, `environment $DATA (sft.yaml:3:7)`, `default of stage sft, ...` or

@@ -146,7 +146,7 @@ def describe_type(hint: Hint) -> str:
     members = union_members(hint)
     for member, bounds in members:
         if generic_origin(member) is Literal:
-            # A literal number beside a number type (`0` beside `int`) is covered by what that takes.
+            # A literal number next to a number type (`0` next to `int`) is covered by that type.
             values = get_args(member) if len(members) == 1 else [v for v in get_args(member) if isinstance(v, str)]
             options += [value if isinstance(value, str) else format_value(value) for value in values]
         elif member is type(None):

@@ -128,7 +128,7 @@ def _no_function(key: str, path: Path, name: str, offered: Sequence[str]) -> Rec
 @functools.cache
 def _module(path: Path, source: str, key: str) -> types.ModuleType:
     if (folder := str(path.parent)) not in sys.path:
-        sys.path.append(folder)  # the file may import those beside it
+        sys.path.append(folder)  # the file may import those next to it
     module = types.ModuleType(f"danlu_{key}_{path.stem}_{zlib.crc32(str(path).encode()):08x}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickling look it up there

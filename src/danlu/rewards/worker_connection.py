@@ -183,7 +183,7 @@ class WorkerConnection:
                 self._outgoing = self._outgoing[os.write(self._requests.fileno(), self._outgoing) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # what it means is told by `ending`
+        except BrokenPipeError:  # `ending` says why
             self._outgoing = memoryview(b"")
 
 

@@ -14,7 +14,7 @@ from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
 
-if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is told without
+if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
     from danlu.core.types import Task
 
 ARCHITECTURE_ENDINGS: dict[Task, str] = {

@@ -30,7 +30,7 @@ def read_minimax_m2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, An
 
 def write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
     rope = config.layers[0].attention.rope
-    # Beside the share of a head that transformers reads: vLLM and the published code read this key alone.
+    # In addition to the share of a head that transformers reads: vLLM and the published code read this key alone.
     return {**local_expert_keys(config), "rotary_dim": None if rope is None else rope.dim}
 
 

@@ -113,7 +113,7 @@ class Host:
         running.written += content
         if content and not running.written.endswith(b"\n"):
             return
-        status = self._end(running, _ENDING_S)  # whose pipe closes a moment before it has ended
+        status = self._end(running, _ENDING_S)  # its pipe closes a moment before it has ended
         if running.written.endswith(b"\n"):
             result = json.loads(running.written)
         else:

@@ -64,7 +64,7 @@ class AgentSource(Protocol):
     """Makes agents, in the process that it was sent to."""
 
     @property
-    def label(self) -> str: ...  # what messages call it
+    def label(self) -> str: ...  # its name in messages
 
     def load(self) -> Solve: ...  # Raises RecipeError for what cannot be run.
 

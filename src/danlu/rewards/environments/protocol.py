@@ -77,6 +77,6 @@ class EnvironmentSource(Protocol):
     """Makes environments, in the process that it was sent to."""
 
     @property
-    def label(self) -> str: ...  # what messages call it
+    def label(self) -> str: ...  # its name in messages
 
     def load(self) -> Callable[[], Environment]: ...  # Raises RecipeError for what cannot be run.

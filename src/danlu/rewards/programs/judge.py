@@ -78,7 +78,7 @@ def main(control: int, paths: list[str], limits: dict[str, int], temporary_bytes
     sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), io.StringIO(), io.StringIO()  # noqa: SIM115
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=control)
-    gc.freeze()  # what is here stays, and forks need not copy it to count it
+    gc.freeze()  # objects here stay, and forks need not copy them to count them
     while True:
         modules, descriptors, _, _ = socket.recv_fds(requests, 4096, 2)
         if not descriptors:
