@@ -11,23 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "danlu"
 
-FINISHED = {
-    *("__init__.py", "__main__.py", "environment.py", "registry.py"),
-    *(
-        "adapters",
-        "core",
-        "data",
-        "memory",
-        "models",
-        "numerics",
-        "objectives",
-        "optim",
-        "parallel",
-        "recipe",
-        "rewards",
-    ),
-}
-"""Rooms that the test holds."""
+UNFINISHED = {"cli", "inference", "stages"}
+"""Rooms that are rewritten right now."""
 
 _FRAGMENT = re.compile(
     r"""\s* (?:
@@ -60,7 +45,9 @@ def fragments(source: str, file: str = "") -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("room", sorted(FINISHED))
+@pytest.mark.parametrize(
+    "room", sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")} - UNFINISHED)
+)
 def test_docstrings_do_not_begin_in_the_middle(room: str) -> None:
     paths = sorted((SOURCE / room).rglob("*.py")) or [SOURCE / room]
     wrong = [line for path in paths for line in fragments(path.read_text(), str(path.relative_to(SOURCE)))]

@@ -20,7 +20,7 @@ hold the same head), by its inputs, by rows of the vocabulary, or not at all: it
 """
 
 RecomputePoints = Mapping[Literal["elementwise", "selective"], Sequence[str]]
-"""Kind of recomputation -> the functions between products, from the module on ("q_norm.forward"), whose outputs are
+"""Kind of recomputation -> the functions between products, from the module on ("q_norm.forward"), with outputs that are
 dropped and computed again in the backward pass. A path may lead to a module that is None."""
 
 BoundaryOp = Callable[[Tensor], Tensor]

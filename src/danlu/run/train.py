@@ -1,4 +1,4 @@
-"""From a recipe to a finished run folder: a list of calls that builds the parts and hands them to the loop.
+"""A run from its recipe to a finished folder: a list of calls that builds the parts and hands them to the loop.
 
 The common part of all runs is here. The differences between a language model and a classifier are behind a `Task`,
 which the stage chooses. A run leaves in its folder: recipe.yaml (resolved), environment.json, metrics.jsonl,
