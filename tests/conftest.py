@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +33,33 @@ settings.register_profile("new", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+TEXT_OF_TIER = {"distributed": r"mark\.distributed", "end_to_end": r"\btiny_world\b|\bloaded: Loaded\b"}
+"""A pattern that files with tests of a tier have, by the tier's mark."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of one tier imports only files that can have tests of it; importing all takes each worker half a minute."""
+    wanted = config.getoption("markexpr")
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    marks = re.findall(r"^pytestmark = pytest\.mark\.(\w+)$", text, re.MULTILINE)  # of all tests of the file
+    excluded = any(f"not {mark}" in wanted for mark in marks)
+    pattern = TEXT_OF_TIER.get(wanted.partition(" and ")[0])
+    return True if excluded or (pattern is not None and not re.search(pattern, text)) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that train, answer or check with a whole world of data are a tier of their own."""
+    texts: dict[Path, str] = {}
     for item in items:
         if isinstance(item, pytest.Function) and "tiny_world" in item.fixturenames:
             item.add_marker(pytest.mark.end_to_end)
+        text = texts.get(item.path) or texts.setdefault(item.path, item.path.read_text(encoding="utf-8"))
+        for tier, pattern in TEXT_OF_TIER.items():
+            if item.get_closest_marker(tier) is not None and not re.search(pattern, text):
+                raise pytest.UsageError(f"{item.nodeid}: a run of tier {tier} misses it: its file lacks {pattern}")
 
 
 @pytest.fixture(scope="session", autouse=True)
