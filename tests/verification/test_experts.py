@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from builders.faults import injected
 from builders.small_experts import EXPERT_CONFIGS, KINDS, experts_config
 from builders.tiny_world import tiny_world
 
@@ -209,7 +210,9 @@ def test_experts_of_a_folder_are_distributed_too(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides, parameter, cause = MISTAKES[name]
-    report, _ = verify("r.yaml", recipe(tmp_path, "mixtral", overrides, monkeypatch), Options(steps=2, fault=name))
+    report, _ = verify(
+        "r.yaml", recipe(tmp_path, "mixtral", overrides, monkeypatch), Options(steps=2, fault=injected(name))
+    )
     assert report.finding is not None
     assert report.finding.parameter == parameter
     assert cause in report.finding.cause
@@ -226,7 +229,7 @@ def test_two_mistakes_of_tensor_ranks_are_told_apart(
     name: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = recipe(tmp_path, "mixtral", ["parallel={tensor: 2}", BALANCED], monkeypatch)
-    report, _ = verify("r.yaml", cut, Options(steps=1, fault=name))
+    report, _ = verify("r.yaml", cut, Options(steps=1, fault=injected(name)))
     assert report.finding is not None
     assert MISTAKES[name][2] in report.finding.cause and MISTAKES[other][2] not in report.finding.cause
 
@@ -251,7 +254,7 @@ def test_a_mistake_is_named_where_lora_sits_on_experts(name: str, tmp_path: Path
     on_experts = recipe_of_folder(
         tmp_path, "mixtral", [*layout, "adapter={kind: lora, targets: [all-linear, experts]}"]
     )
-    report, _ = verify("r.yaml", on_experts, Options(steps=2, fault=name))
+    report, _ = verify("r.yaml", on_experts, Options(steps=2, fault=injected(name)))
     assert report.finding is not None
     assert report.finding.parameter == parameter
     assert MISTAKES[name][2] in report.finding.cause
@@ -260,8 +263,8 @@ def test_a_mistake_is_named_where_lora_sits_on_experts(name: str, tmp_path: Path
 def test_mistakes_of_experts_need_an_adapter_that_sits_on_them(tmp_path: Path) -> None:
     beside_experts = recipe_of_folder(tmp_path, "mixtral", ["parallel={expert: 2}", "adapter=lora"])
     for name in MISTAKES_WITH_LORA:
-        with pytest.raises(RecipeError, match=f"--inject {name}: not a mistake that this layout can make"):
-            verify("r.yaml", beside_experts, Options(steps=1, fault=name))
+        with pytest.raises(RecipeError, match=f"--inject {injected(name)}: not a mistake that this layout can make"):
+            verify("r.yaml", beside_experts, Options(steps=1, fault=injected(name)))
 
 
 REPLAYED = {
@@ -293,12 +296,12 @@ def test_tokens_of_rollouts_go_where_these_say(name: str, tmp_path: Path) -> Non
 
 def test_routes_that_are_not_replayed_are_named(tmp_path: Path) -> None:
     replayed = recipe_of_rollouts(tmp_path, REPLAYED["expert 2"])
-    report, _ = verify("r.yaml", replayed, Options(steps=1, fault="routes-not-replayed"))
+    report, _ = verify("r.yaml", replayed, Options(steps=1, fault=injected("routes-not-replayed")))
     assert report.finding is not None and report.finding.stage == "expert counts of step 1"
     assert "that their rollout says they went to" in report.finding.cause
     chosen_anew = recipe_of_rollouts(tmp_path, [*REPLAYED["expert 2"], "rollout.routing_replay=false"])
-    with pytest.raises(RecipeError, match="--inject routes-not-replayed: not a mistake that this layout can make"):
-        verify("r.yaml", chosen_anew, Options(steps=1, fault="routes-not-replayed"))
+    with pytest.raises(RecipeError, match="--inject builders.faults:routes-not-replayed: not a mistake that this"):
+        verify("r.yaml", chosen_anew, Options(steps=1, fault=injected("routes-not-replayed")))
 
 
 def test_a_router_that_the_family_does_not_keep_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

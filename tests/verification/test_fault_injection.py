@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from builders.faults import FAULTS
 from builders.tiny_world import tiny_world
 from torch.distributed.fsdp import FSDPModule
 
@@ -37,7 +38,6 @@ from danlu.training import state as state_module
 from danlu.training.checkpoints.gathering import Gathering
 from danlu.training.step import StepSums
 from danlu.verification import trace
-from danlu.verification.fault_injection import FAULTS
 
 TOUCHED = [
     (step, "clip_grad_norms"),

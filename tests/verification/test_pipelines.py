@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.faults import injected, pipelines
 from builders.small_experts import KINDS, experts_config
 from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.numerics.relative_error import worst_error
 from danlu.recipe import Recipe, load
 from danlu.verification import decoder_proxy
-from danlu.verification.pipeline_faults import PIPELINE_FAULTS
 from danlu.verification.verification import Options, verify
 
 pytestmark = pytest.mark.distributed
@@ -90,13 +90,13 @@ def test_a_right_layout_is_the_same(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_every_mistake_has_a_case() -> None:
-    assert list(MISTAKES) == sorted(PIPELINE_FAULTS) == list(PIPELINE_FAULTS)
+    assert list(MISTAKES) == sorted(pipelines.FAULTS) == list(pipelines.FAULTS)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides, over, parameter, cause = MISTAKES[name]
-    report, _ = verify("r.yaml", recipe(tmp_path, overrides, over, monkeypatch), Options(steps=2, fault=name))
+    report, _ = verify("r.yaml", recipe(tmp_path, overrides, over, monkeypatch), Options(steps=2, fault=injected(name)))
     assert report.finding is not None and not all(check.holds for check in report.checks)
     assert (report.finding.parameter, cause in report.finding.cause) == (parameter, True), report.finding
 
@@ -111,5 +111,7 @@ def test_what_stages_send_is_set_beside_the_formulas(tmp_path: Path, monkeypatch
 def test_gradients_that_are_too_large_are_caught_with_stages_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, _ = verify("r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(steps=1, fault="doubled"))
+    report, _ = verify(
+        "r.yaml", recipe(tmp_path, [PIPELINE], None, monkeypatch), Options(steps=1, fault=injected("doubled"))
+    )
     assert report.finding is not None and "too large by a constant" in report.finding.cause

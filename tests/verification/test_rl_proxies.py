@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from builders.faults import injected
 from builders.tiny_world import CONFIG, tiny_world, write_rows
 
 from danlu.recipe import load
@@ -71,5 +72,5 @@ def test_stages_of_a_pipeline_compute_the_same_policy_gradient(tmp_path, stage):
     own = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml", **values)).recipe
     found, _ = verify("recipe.yaml", own, Options(steps=1))
     assert found.finding is None and all(check.holds for check in found.checks)
-    broken, _ = verify("recipe.yaml", own, Options(steps=1, fault="norm-of-one-stage"))
+    broken, _ = verify("recipe.yaml", own, Options(steps=1, fault=injected("norm-of-one-stage")))
     assert broken.finding is not None  # control

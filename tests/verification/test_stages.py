@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from builders.adapter_folders import adapter_folder
 from builders.distillation_worker import teacher_folder
+from builders.faults import injected
 from builders.tiny_world import tiny_world, write_rows
 
 from danlu.core.errors import RecipeError
@@ -127,7 +128,9 @@ def test_a_stage_is_the_same_in_every_layout(case: str, layout: str, tmp_path: P
     ],
 )
 def test_mistakes_of_these_stages_are_caught(case: str, fault: str, cause: str, tmp_path: Path) -> None:
-    found, _ = verify("recipe.yaml", recipe(tmp_path, LAYOUTS["ddp"], changes(case)), Options(steps=1, fault=fault))
+    found, _ = verify(
+        "recipe.yaml", recipe(tmp_path, LAYOUTS["ddp"], changes(case)), Options(steps=1, fault=injected(fault))
+    )
     assert found.finding is not None and found.finding.stage == "loss of step 1"
     assert cause in found.finding.cause
 

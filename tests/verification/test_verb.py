@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,10 +34,58 @@ def test_a_layout_that_is_right_ends_with_0(file: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.distributed
 def test_one_that_is_wrong_ends_with_1(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert danlu("verify", file, "parallel.data=2", "--steps", 1, "--inject", "doubled") == 1
+    assert danlu("verify", file, "parallel.data=2", "--steps", 1, "--inject", "builders.faults:doubled") == 1
     said = capsys.readouterr().out
     assert "NOT the same as one process, first in: gradients of step 1" in said
     assert "first wrong parameter: embed_tokens.weight" in said and "ratio: x2 (data" in said
+
+
+@pytest.mark.distributed
+def test_the_fault_of_the_docs_is_found(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page_of_docs = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page_of_docs, flags=re.DOTALL)
+    (tmp_path / "my_faults.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert danlu("verify", file, "parallel.data=2", "--steps", 1, "--inject", "my_faults:halved") == 1
+    said = capsys.readouterr().out
+    assert "NOT the same as one process, first in: gradients of step 1" in said and "ratio: x0.5" in said
+    assert danlu("verify", file, "parallel.tensor=2", "--steps", 1, "--inject", "my_faults:halved") == 2
+    error = capsys.readouterr().err
+    assert "--inject my_faults:halved: not a mistake that this layout can make. It can make none" in error
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "message"),
+    [
+        ("halved", "", "--inject halved: not of the form MODULE:NAME, such as my_faults:halved for"),
+        (
+            "other_faults:halved",
+            "1 / 0",
+            "other_faults cannot be imported: ZeroDivisionError: division by zero. M",
+        ),
+        ("other_faults:halved", None, "other_faults cannot be imported: ModuleNotFoundError: No module named"),
+        ("other_faults:halved", "", "other_faults has no FAULTS, a dict from names to danlu.verification.fault.Fault"),
+        ("other_faults:halved", "FAULTS = {'halved': 1}", "other_faults has no FAULTS, a dict from names to danlu"),
+    ],
+)
+def test_a_module_without_faults_is_refused(
+    file: Path,
+    tmp_path: Path,
+    entry: str,
+    source: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if source is not None:
+        (tmp_path / "other_faults.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "other_faults", raising=False)
+    assert danlu("verify", file, "parallel.data=2", "--inject", entry) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+    sys.modules.pop("other_faults", None)
 
 
 def test_what_users_get_wrong_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

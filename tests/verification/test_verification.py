@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from builders.adapter_folders import adapter_folder
 from builders.digits import digits_folder
+from builders.faults import FAULTS, injected, pipelines
 from builders.small_config import small_config
 from builders.tiny_world import CONFIG, tiny_world
 
@@ -22,8 +23,6 @@ from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections.base import RowType
 from danlu.verification import decoder_proxy, verification
-from danlu.verification.fault_injection import FAULTS
-from danlu.verification.pipeline_faults import PIPELINE_FAULTS
 from danlu.verification.verification import Options, predict_traffic, verify
 
 TIED = {"tokenizer": None, "config": {**CONFIG, "tie_word_embeddings": True}}
@@ -273,7 +272,7 @@ OF_EXPERTS = (
     "routes-not-replayed",
 )
 """Mistakes of models with experts: in `test_experts.py`."""
-OF_PIPELINES = tuple(PIPELINE_FAULTS)
+OF_PIPELINES = tuple(pipelines.FAULTS)
 """In `test_pipelines.py`."""
 OF_SINKS = "sink-on-each-rank"
 
@@ -291,7 +290,7 @@ def test_every_mistake_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_known_mistake_is_caught_and_named(name: str, tmp_path: Path) -> None:
     overrides, options, parameter = CASES[name]
-    found, _ = verify("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, fault=name))
+    found, _ = verify("recipe.yaml", recipe(tmp_path, *overrides, **options), Options(steps=2, fault=injected(name)))
     assert found.finding is not None
     assert found.finding.parameter == parameter
     assert DIAGNOSES[name] in found.finding.cause
@@ -306,7 +305,7 @@ def test_a_length_that_is_lost_where_a_document_is_cut_is_named(scaled: str, tmp
     assert found.finding is None and all(check.holds for check in found.checks)
     assert any(line.startswith("rotations by length as of a model that was trained at") for line in found.about)
     assert ("stages of 96, 512 tokens, a step of each" in found.about) == (scaled == STAGES)
-    found, _ = verify("recipe.yaml", by_length, Options(steps=2, fault="document-lengths-lost"))
+    found, _ = verify("recipe.yaml", by_length, Options(steps=2, fault=injected("document-lengths-lost")))
     assert found.finding is not None and DIAGNOSES["document-lengths-lost"] in found.finding.cause
 
 
@@ -332,12 +331,12 @@ def test_a_sink_that_each_rank_of_a_ring_counts_is_named(tmp_path: Path, monkeyp
     monkeypatch.setattr(decoder_proxy, "_config", config)
     found, _ = verify("recipe.yaml", recipe(tmp_path, CONTEXT), Options(steps=2))
     assert found.finding is None and all(check.holds for check in found.checks)
-    found, _ = verify("recipe.yaml", recipe(tmp_path, CONTEXT), Options(steps=2, fault=OF_SINKS))
+    found, _ = verify("recipe.yaml", recipe(tmp_path, CONTEXT), Options(steps=2, fault=injected(OF_SINKS)))
     assert found.finding is not None and "a sink on each rank" in found.finding.cause
     assert found.finding.parameter == "embed_tokens.weight"
     gathered = recipe(tmp_path, "parallel={context: {size: 2, method: gather}}")
-    with pytest.raises(RecipeError, match=f"--inject {OF_SINKS}: not a mistake that this layout can make"):
-        verify("recipe.yaml", gathered, Options(steps=2, fault=OF_SINKS))
+    with pytest.raises(RecipeError, match=f"--inject {injected(OF_SINKS)}: not a mistake that this layout can make"):
+        verify("recipe.yaml", gathered, Options(steps=2, fault=injected(OF_SINKS)))
 
 
 def images(folder: Path, *overrides: str) -> Recipe:
@@ -371,7 +370,7 @@ def test_a_classifier_of_images_is_verified_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_with_images_are_named(fault: str, ratio: str, tmp_path: Path) -> None:
-    found, _ = verify("recipe.yaml", images(tmp_path, "parallel.data=2"), Options(steps=1, fault=fault))
+    found, _ = verify("recipe.yaml", images(tmp_path, "parallel.data=2"), Options(steps=1, fault=injected(fault)))
     assert found.finding is not None and found.finding.parameter == "c1.weight"
     assert found.finding.ratio == ratio and DIAGNOSES[fault] in found.finding.cause
 
@@ -398,8 +397,12 @@ def test_a_step_of_512_fake_processes_is_counted(tmp_path: Path) -> None:
         ([], {"processes": 1}, "there is nothing to compare it with"),
         (["parallel.workers=threads"], {}, "parallel.workers: threads are one process"),
         (["parallel.device_map=auto"], {}, "parallel.device_map: it divides one process"),
-        (["parallel.data=2"], {"fault": "stale"}, "--inject stale: not a mistake that this layout can make"),
-        (["parallel.data=2"], {"fault": "nothing"}, "--inject nothing: not a mistake"),
+        (
+            ["parallel.data=2"],
+            {"fault": injected("stale")},
+            "--inject builders.faults:stale: not a mistake that",
+        ),
+        (["parallel.data=2"], {"fault": injected("nothing")}, "--inject builders.faults:nothing: not a mistake"),
     ],
 )
 def test_what_does_not_fit_is_told(overrides: list[str], options: dict[str, Any], message: str, tmp_path: Path) -> None:

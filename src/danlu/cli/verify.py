@@ -44,7 +44,8 @@ def verify(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which processes that wait have failed.")] = 300,
     inject: Annotated[
-        str | None, typer.Option(metavar="NAME", hidden=True, help="Make this mistake on purpose (for teaching).")
+        str | None,
+        typer.Option(metavar="MODULE:NAME", help="Make a mistake on purpose, to see it found (docs/verify.md)."),
     ] = None,
 ) -> None:
     """Prove that a recipe's layout computes what one process does: loss, gradients, norms, weights, checkpoints.

@@ -22,7 +22,7 @@ from danlu.report.verification import Verification
 from danlu.verification import classifier_proxy, decoder_proxy
 from danlu.verification.comparison import TOLERANCES, compare, has_blockwise_state, sign_flip_distance
 from danlu.verification.diagnosis import Case, diagnose
-from danlu.verification.fault_injection import FAULTS
+from danlu.verification.fault import faults_of_module
 from danlu.verification.proxy import Proxy, has_experts
 from danlu.verification.proxy_model import CLIPPING
 from danlu.verification.routes import LEAST_MARGIN
@@ -43,7 +43,7 @@ class Options:
     steps: int = 3
     precision: Literal["fp32", "recipe"] = "fp32"
     traffic: bool = False
-    fault: str | None = None
+    fault: str | None = None  # MODULE:NAME, see `fault.Fault`
     timeout_s: float = 300.0
 
 
@@ -130,6 +130,8 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
             "log-probabilities over a cut vocabulary or a score head need. There are some for "
             f"{', '.join(_STAGES_WITH_FORMULAS)}. Leave --traffic out: what the layout computes is verified without it"
         )
+    if options.fault is not None:
+        faults_of_module(options.fault)  # a reference that is wrong is refused before the data is read
     about: list[str] = []
     recipe, layout = _layout(recipe, options, about)
     recipe = _comparable(recipe, layout, options, about)
@@ -142,6 +144,8 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     count = per_step * (options.steps + 1) + held_out
     module = classifier_proxy if recipe.stage == "classify" else decoder_proxy
     prepared = module.prepare_proxy(recipe, layout, count, folder, full=options.full)
+    if options.fault is not None:
+        _check_fault(options.fault, prepared.recipe, layout, prepared.proxy)
     candidates, items = prepared.items, prepared.items[:count]
     steps = [items[start : start + per_step] for start in range(0, len(items) - held_out, per_step)]
     if prepared.stages:
@@ -163,7 +167,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
         trace_items=per_step * prepared.parameters <= _MAX_TRACED_NUMBERS,
         measure_traffic=options.traffic,
         reshards=not has_blockwise_state(prepared.recipe.optimizer),
-        fault=_fault(options.fault, prepared.recipe, layout, prepared.proxy),
+        fault=options.fault,
         item_name=prepared.item_name,
         timeout_s=options.timeout_s,
     )
@@ -266,15 +270,14 @@ def _device(recipe: Recipe, layout: Layout) -> str:
     return "cuda" if wanted and torch.cuda.device_count() >= layout.world else "cpu"
 
 
-def _fault(chosen: str | None, recipe: Recipe, layout: Layout, proxy: Proxy) -> str | None:
-    if chosen is None:
-        return None
-    possible = [name for name, fault in FAULTS.items() if fault.is_possible(recipe, layout, proxy)]
+def _check_fault(chosen: str, recipe: Recipe, layout: Layout, proxy: Proxy) -> None:
+    """Raises RecipeError for a fault, MODULE:NAME, that the layout cannot have."""
+    faults, module = faults_of_module(chosen), chosen.partition(":")[0]
+    possible = [f"{module}:{name}" for name, fault in faults.items() if fault.is_possible(recipe, layout, proxy)]
     if chosen not in possible:
         raise RecipeError(
-            f"--inject {chosen}: not a mistake that this layout can make. It can make {', '.join(possible)}"
+            f"--inject {chosen}: not a mistake that this layout can make. It can make {', '.join(possible) or 'none'}"
         )
-    return chosen
 
 
 def _named(recipe: Recipe, layout: Layout) -> str:

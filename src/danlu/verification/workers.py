@@ -39,8 +39,7 @@ from danlu.training.state import Run, restore
 from danlu.verification.clear_routes import ClearItems
 from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verification.exported import exported_tensors
-from danlu.verification.fault import replaced
-from danlu.verification.fault_injection import FAULTS
+from danlu.verification.fault import load_fault, replaced
 from danlu.verification.pipedream import replay_turn, trace_turn
 from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.trace import (
@@ -82,7 +81,7 @@ class Task:
     candidates: Sequence[Item] = ()  # of a model with experts: items that those of the task are chosen from
     measure_traffic: bool = False
     reshards: bool = True  # whether each side loads the other's checkpoint; or its own, where state cannot be cut anew
-    fault: str | None = None  # of `fault_injection.FAULTS`, injected into the processes of the layout
+    fault: str | None = None  # MODULE:NAME of a `Fault` that is injected into the processes of the layout
     item_name: str = "packed sequences"
     timeout_s: float = 300.0
 
@@ -231,7 +230,7 @@ def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     """One process of the layout."""
     device = _init_process_group(task, folder, rank)
     ranks = ranks_of(task.layout, device.type)
-    fault = nullcontext() if task.fault is None else FAULTS[task.fault].inject(task.recipe, ranks)
+    fault = nullcontext() if task.fault is None else load_fault(task.fault).inject(task.recipe, ranks)
     with small_thresholds(), fault:
         training, run = _start(task, task.recipe, ranks, device, folder / "layout")
         trace = trace_training(training, run, len(task.steps) - 1, task.held_out, _take_steps(task, ranks))
@@ -363,7 +362,7 @@ def _take_steps(task: Task, ranks: Ranks) -> TakeSteps:
 
 def _setting(task: Task) -> AbstractContextManager[None]:
     """The setting of all processes, those without the fault too, in which an injected fault can show."""
-    return nullcontext() if task.fault is None else FAULTS[task.fault].setting()
+    return nullcontext() if task.fault is None else load_fault(task.fault).setting()
 
 
 _ROLES = {

@@ -141,7 +141,7 @@ def _has_router_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return layout.pipeline > 1 and has_experts(proxy) and balances and recipe.adapter is None
 
 
-PIPELINE_FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Fault] = {
     "dropout-of-another-micro-batch": Fault(_has_dropout_in_stages, _dropout_of_another_micro_batch),
     "newest-weights-in-backward": Fault(_has_versions, _newest_weights_in_backward),
     "norm-of-one-stage": Fault(_has_stages, _norm_of_one_stage),

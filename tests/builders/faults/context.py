@@ -147,7 +147,7 @@ def _has_ring_with_sinks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return _has_ring(recipe, layout, proxy) and recipe.parallel.context.method == "ring" and has_sinks
 
 
-CONTEXT_FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Fault] = {
     "balance-of-one-share": Fault(_balances_documents, _balance_of_one_share),
     "branch-sums-per-rank": Fault(_compares_cut_branches, _branch_sums_per_rank),
     "document-leak": Fault(_has_ring, _document_leak),

@@ -1,8 +1,4 @@
-"""Mistakes that distributed training is known for, to be put into a verification on purpose: each must be caught.
-
-Each is a change made from outside to the processes of the layout while they run; the product itself has no switch for
-any of them.
-"""
+"""Mistakes that distributed training is known for: sums and means over ranks and micro-batches, norms, masks."""
 
 from __future__ import annotations
 
@@ -40,13 +36,9 @@ from danlu.training import step as step_module
 from danlu.training.executor import AnyLearner
 from danlu.training.learner import Activation, MicroStep
 from danlu.verification import trace
-from danlu.verification.context_faults import CONTEXT_FAULTS
-from danlu.verification.expert_faults import EXPERT_FAULTS
 from danlu.verification.fault import Fault, replaced
-from danlu.verification.pipeline_faults import PIPELINE_FAULTS
 from danlu.verification.proxy import Proxy, norms_all_heads
 from danlu.verification.role_proxies import has_frozen_models
-from danlu.verification.state_faults import STATE_FAULTS
 
 _OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
 
@@ -407,10 +399,6 @@ def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
 
 
 FAULTS: dict[str, Fault] = {
-    **CONTEXT_FAULTS,
-    **EXPERT_FAULTS,
-    **PIPELINE_FAULTS,
-    **STATE_FAULTS,
     "adapter-in-reference": Fault(_is_its_own_reference, _adapter_in_reference),
     "divisors-per-rank": Fault(_has_divisors, _divisors_per_rank),
     "doubled": Fault(_always, _doubled),
@@ -430,5 +418,4 @@ FAULTS: dict[str, Fault] = {
     "untied": Fault(_has_tied_head, _untied),
     "visible-siblings": Fault(_has_siblings, _visible_siblings),
 }
-FAULTS = dict(sorted(FAULTS.items()))
 """The faults by name, sorted."""

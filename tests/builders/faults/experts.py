@@ -195,7 +195,7 @@ def _replays_routes(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return recipe.stage == "rl" and has_experts(proxy) and replays_routes(recipe)
 
 
-EXPERT_FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Fault] = {
     "balance-on-each-tensor-rank": Fault(_has_balance_loss_on_tensor_ranks, _balance_on_each_tensor_rank),
     "counted-filler": Fault(_has_experts, _counted_filler),
     "counts-of-one-rank": Fault(_counts_on_data_ranks, _counts_of_one_rank),

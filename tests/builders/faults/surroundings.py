@@ -158,7 +158,7 @@ def _is_sharded(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     return recipe.parallel.shard != "none" and layout.shard * layout.context > 1
 
 
-STATE_FAULTS: dict[str, Fault] = {
+FAULTS: dict[str, Fault] = {
     "average-counted-from-zero": Fault(_keeps_average, _average_counted_from_zero),
     "average-not-restored": Fault(_keeps_average, _average_not_restored),
     "bucket-dropped": Fault(_has_buckets, _bucket_dropped),
@@ -168,4 +168,4 @@ STATE_FAULTS: dict[str, Fault] = {
     "overlapping-parts": Fault(_is_sharded, _overlapping_parts),
     "parts-doubled-in-export": Fault(_cuts_what_is_exported, _parts_doubled_in_export),
 }
-"""All faults by name, sorted."""
+"""The faults by name, sorted."""
