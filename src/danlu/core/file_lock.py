@@ -5,6 +5,9 @@ The kernel drops a flock when the process ends, however it ends. Some network an
 create a file that must not exist yet is a single act on any file system, so of several only one succeeds. The highest
 says who holds the lock: a host, a process, and when that began; "released" once it is let go. It is stale when its
 process is gone; of another host that cannot be seen from here, and a person has to say so by deleting it.
+
+The package filelock (4.2) does not replace this. Its lock falls back to a soft one for ENOSYS alone, a soft lock of a
+dead process stays where the disk cannot exchange two names (NFS), and the holder of a flock is shown to nobody.
 """
 
 from __future__ import annotations
