@@ -11,9 +11,6 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "danlu"
 
-UNFINISHED = {"cli", "inference", "stages"}
-"""Rooms that are rewritten right now."""
-
 _FRAGMENT = re.compile(
     r"""\s* (?:
         Of | In | For | With | By | From | To | At | On | As | Into | Onto | Over | Under | Without | Within | Between
@@ -24,6 +21,8 @@ _FRAGMENT = re.compile(
     re.VERBOSE,
 )
 """The first words of docstrings that begin in the middle: a reader must look elsewhere for the subject."""
+_QUOTED = re.compile(rf"[\"']{_FRAGMENT.pattern}", re.VERBOSE)
+"""The beginning of a string that may be such a docstring; few files have one and are parsed."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -38,6 +37,8 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def fragments(source: str, file: str = "") -> list[str]:
     """Returns a line for each docstring of a file that is a fragment."""
+    if not _QUOTED.search(source):
+        return []
     return [
         f'{file}:{line}: "{text.strip().splitlines()[0]}": begin with the thing, or with a verb ("Returns ...")'
         for line, text in docstrings(ast.parse(source))
@@ -45,9 +46,7 @@ def fragments(source: str, file: str = "") -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "room", sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")} - UNFINISHED)
-)
+@pytest.mark.parametrize("room", sorted({path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")}))
 def test_docstrings_do_not_begin_in_the_middle(room: str) -> None:
     paths = sorted((SOURCE / room).rglob("*.py")) or [SOURCE / room]
     wrong = [line for path in paths for line in fragments(path.read_text(), str(path.relative_to(SOURCE)))]

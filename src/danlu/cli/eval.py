@@ -56,7 +56,7 @@ class AnswerFlags:
     ] = None
 
     def of_rewards(self, data: str, keys: Sequence[str], scores: Path | None, as_json: bool) -> RewardFlags:
-        """What --rewards judges. Raises RecipeError for flags that do not go with it."""
+        """Returns the flags of --rewards. Raises RecipeError for flags that do not go with it."""
         if self.generate or self.pattern is not None or not self.rewards:
             raise RecipeError("--rewards judges answers by itself: leave out --generate and --pattern, or --threshold")
         from danlu.evaluation.rewards import RewardFlags

@@ -3,8 +3,8 @@
 The kernel drops a flock when the process ends, however it ends. Some network and user-space file systems refuse it
 (ENOSYS, EOPNOTSUPP, ENOLCK). There a holder makes `NAME.1`, `NAME.2`, ..., one above the highest that is there: to
 create a file that must not exist yet is a single act on any file system, so of several only one succeeds. The highest
-says who holds the lock: a host, a process, and when that began; "released" once it is let go. It is stale when its
-process is gone; of another host that cannot be seen from here, and a person has to say so by deleting it.
+names the holder: a host, a process, and the start of that; "released" once the lock is released. It is stale when its
+process is gone; on another host that cannot be seen from here, and a person has to delete the file.
 
 The package filelock (4.2) does not replace this. Its lock falls back to a soft one for ENOSYS alone, a soft lock of a
 dead process stays where the disk cannot exchange two names (NFS), and the holder of a flock is shown to nobody.

@@ -35,7 +35,9 @@ class LineLog:
             os.ftruncate(self._fd, sum(lengths))
 
     def truncate(self, lines: int) -> int:
-        """Drop all but the first `lines`, for a run that goes on from a checkpoint with so many; returns how many."""
+        """Drops all but the first `lines`, for a run that resumes from a checkpoint with `lines` lines; returns the
+        number dropped.
+        """
         content = self.path.read_bytes().splitlines(keepends=True)
         os.ftruncate(self._fd, sum(map(len, content[:lines])))
         self.lines = min(lines, len(content))

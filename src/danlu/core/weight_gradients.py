@@ -117,7 +117,7 @@ class Deferral:
 def deferral_of(*weights: Tensor | None) -> Deferral | None:
     """Returns the queue for the gradients of an operation's trained weights; None where it makes them itself.
 
-    It does so without an active queue, and where a weight is computed from others: its gradient leads on to them.
+    That is the case without an active queue, and where a weight is computed from others: its gradient leads on to them.
     """
     if _active is None:
         return None

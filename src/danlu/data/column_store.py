@@ -178,7 +178,9 @@ class SamplesWithColumns:
 
 
 def _blocks(starts: np.ndarray, tokens: int) -> Iterator[range]:
-    """Consecutive samples, of at most so many tokens together, or one that is longer; starts: [n + 1] in tokens."""
+    """Yields consecutive samples with at most `tokens` tokens together, or one that is longer; starts: [n + 1] in
+    tokens.
+    """
     first, count = 0, len(starts) - 1
     while first < count:
         stop = max(first + 1, int(np.searchsorted(starts, starts[first] + tokens, side="right")) - 1)

@@ -113,10 +113,10 @@ def parse_answers(
 def require_row_type(
     value: Mapping[str, Any], format: Format | Literal["auto"], row_type: RowType, where: str
 ) -> Format:
-    """The format of a row, which is of the type that a stage takes.
+    """Returns the format of a row, if it has the type that a stage takes.
 
     Raises:
-        DataError: it is of another type; the message names the stage that such rows are for.
+        DataError: it has another type; the message names the stage for such rows.
     """
     known: Format = detect_format(value.keys(), where) if format == "auto" else format
     actual_type = _row_type(value, known)

@@ -156,8 +156,8 @@ class SampleBlock:
 class Selection:
     """Chosen samples of several stores, in a fixed order; a sample may occur more than once.
 
-    A store holds the samples of one source, and the selection gives them its name: the name is not part of what is
-    cached, so a file that is renamed is not tokenised again.
+    A store holds the samples of one source, and the selection gives them its name: the name is not cached, so a file
+    that is renamed is not tokenised again.
     """
 
     stores: tuple[Samples, ...]

@@ -60,7 +60,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
     """Returns a short name for each source, in order: the last part of its path, without directories that differ by
     machine.
 
-    Where two sources share the last part, as much of the path before it is kept as distinguishes them; sources of the
+    Where two sources share the last part, as much of the path before it is kept as distinguishes them; sources with the
     same path are numbered. `data/chat.jsonl#500` is `chat.jsonl`, and next to `old/chat.jsonl` it is `data/chat.jsonl`.
     """
     paths = [split_row_limit(source.path)[0] for source in sources]

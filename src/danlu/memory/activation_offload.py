@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from danlu.memory.page_file import PageFile, whole_pages
 
 _MIN_BYTES = 1 << 16
-"""Tensors of no more bytes stay on the device: the copies would take longer than it is worth."""
+"""Tensors of at most this many bytes stay on the device: the copies would take longer than they save."""
 _PREFETCH = 2
 """Tensors that are prefetched before the backward pass asks for them."""
 _MAX_COPIES = 8

@@ -137,7 +137,9 @@ class PackedAttention:
         kernels: Kernels,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of a segment [S, H, W] by `scaled_dot_product_attention`; q, k, v are of its whole document."""
+        """Computes the attention of a segment [S, H, W] by `scaled_dot_product_attention`; q, k, v are those of its
+        whole document.
+        """
         q = _rows(q, segment.start, segment.stop)
         k, v = (_concatenated([_rows(x, *part) for part in segment.path]) for x in (k, v))
         if segment.before == 0:

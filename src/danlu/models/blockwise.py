@@ -174,7 +174,7 @@ class BlockwiseQueries:
         return self._tiles[key]
 
     def _make_tiles(self, tokens: int, window: int | None) -> _Tiles:
-        """Tiles of so many query tokens, those with the most blocks first."""
+        """Makes tiles of at most `tokens` query tokens, those with the most blocks first."""
         tiles: list[_Tile] = []
         first_query = 0
         for run, first_block in zip(self.runs, self._first_block, strict=True):

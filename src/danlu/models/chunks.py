@@ -26,7 +26,7 @@ class Chunks:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], local: Sequence[int]) -> Chunks:
-        """Chunks of so many layers each."""
+        """Makes chunks with the given numbers of layers."""
         borders = itertools.accumulate(sizes, initial=0)
         return cls(tuple(range(start, stop) for start, stop in itertools.pairwise(borders)), tuple(local))
 

@@ -142,7 +142,9 @@ class _HeadGroups:
         return slice(group.start * self.shared, group.stop * self.shared)
 
     def cut(self, x: Tensor, heads: slice, repeat: int = 1) -> Tensor:
-        """x [T, heads, F] -> [N * h, C, F] of these heads, each repeated so many times; zeros where a chunk is full."""
+        """x [T, heads, F] -> [N * h, C, F] of these heads, each repeated `repeat` times; zeros where a chunk is
+        full.
+        """
         chunks, of_all = self.chunks, x.shape[1]
         numbers = torch.arange(heads.start, heads.stop, device=x.device).repeat_interleave(repeat)
         rows = (chunks.rows * of_all).unsqueeze(1) + numbers.view(1, -1, 1)  # [N, h, C]

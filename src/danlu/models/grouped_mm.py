@@ -29,7 +29,7 @@ _ROW_MULTIPLE = 32
 def grouped_mm(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """rows [N, K] times matrices [G, K, M], cast to the type of rows -> [N, M] in that type.
 
-    counts [G] int64: the first counts[0] rows are of the first matrix, and so on; N in all.
+    counts [G] int64: the first counts[0] rows belong to the first matrix, and so on; N in all.
 
     By torch's grouped product where it takes such tensors, which on a GPU does not wait for the counts; else group by
     group. On a CPU both give the same bits.
@@ -130,8 +130,8 @@ def _filled(group: slice) -> slice:
 
 
 def _padded_size(rows: int) -> int:
-    """The number of rows that so many are multiplied as: a multiple of 32, of 64 beyond 512, of 128 beyond 1024 and
-    so on, or a power of two for a few of decoding.
+    """Returns the padded number of rows for a product: a multiple of 32, of 64 beyond 512, of 128 beyond 1024 and so
+    on, or a power of two for a few of decoding.
 
     Multiples of 16 took 15 % longer, for more kernels, and 64 20 %, for more rows (as above). Each size of each of the
     three products takes 0.5 MiB as long as the process lives (torch 2.13, [256, 256]), so there are eight to a power of
@@ -144,7 +144,7 @@ def _padded_size(rows: int) -> int:
 
 
 def _with_zeros(rows: Tensor, size: int) -> Tensor:
-    """rows [N, K] with zeros behind them, [size, K]; they themselves where they are so many."""
+    """Pads rows [N, K] with zeros to [size, K]; returns them as they are where they have that size."""
     return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of one parameter, and where it lies in a tensor on disk.
+    """A box of one parameter, and its place in a tensor on disk.
 
-    With a stride, so many parts take turns along `axis`: of the columns of gate_up every other one is gate's.
+    With a stride, `stride` parts are interleaved along `axis`: every other column of gate_up is gate's.
     """
 
     parameter: str

@@ -69,7 +69,7 @@ def read_ropes_by_type(
     """Returns the rotary settings of each type of attention layer, `full_attention` and `sliding_attention`.
 
     They are in `rope_parameters`, by type (transformers 5); or, as transformers 4 wrote them, `rope_theta` and
-    `rope_scaling` are of `full_attention`, and `sliding_attention` has only a theta. Where a config has both forms,
+    `rope_scaling` belong to `full_attention`, and `sliding_attention` has only a theta. Where a config has both forms,
     `rope_scaling` overrides `rope_parameters`. local_theta: the key of that theta, and its default. Raises as
     `read_rope`.
     """

@@ -113,8 +113,8 @@ def _weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor) -> tuple[Tenso
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
     """Rows of several linear layers: x [N, I] times weight [G, O, I], plus bias [G, O] -> [N, O] in x's dtype.
 
-    counts [G] int64: the first counts[0] rows are of the first layer, and so on; N in all. Gradients of weight and bias
-    are in their type, and zero for a layer without rows: its moments and its decay go on.
+    counts [G] int64: the first counts[0] rows belong to the first layer, and so on; N in all. Gradients of weight and
+    bias are in their type, and zero for a layer without rows: its moments and its decay go on.
     """
     deferral = deferral_of(weight)
     y: Tensor = _GroupedLinear.apply(x, weight if deferral is None else deferral.anchor, counts, deferral)

@@ -183,7 +183,7 @@ def active_packed_weights() -> PackedWeights | None:
 
 
 def _is_read_at_once(x: Tensor, elements: int) -> bool:
-    """Whether weights of so many elements, of x's type, are multiplied with x [M, I] faster as they are."""
+    """Whether weights of `elements` elements, in x's type, are multiplied with x [M, I] faster as they are."""
     return x.shape[0] == 1 and elements < LEAST_OF_ONE_ROW and x.dtype == torch.float32
 
 

@@ -151,7 +151,7 @@ def _cover(boxes: list[ShardBox]) -> ShardBox:
 
 
 def _batches(box: ShardBox, elements: int) -> Iterator[list[tuple[int, int]]]:
-    """The (offset, count) of all elements of a box in its tensor, in lists of at most so many elements."""
+    """Yields the (offset, count) of all elements of a box in its tensor, in lists of at most `elements` elements."""
     batch: list[tuple[int, int]] = []
     free = elements
     for offset, count in box.contiguous_ranges():

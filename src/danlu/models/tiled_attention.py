@@ -33,7 +33,7 @@ KEY_ROWS = 1024
 
 
 class Tile(NamedTuple):
-    """Rows of queries and of keys that are of the same document."""
+    """Rows of queries and of keys in the same document."""
 
     queries: slice
     keys: slice
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
     def with_keys_from(self, row: int) -> Tile:
-        """The same tile where there are so many rows before the keys."""
+        """Returns the same tile with `row` more rows before the keys."""
         return self._replace(keys=slice(self.keys.start + row, self.keys.stop + row))
 
     def part(self, queries: range, keys: range) -> Tile:

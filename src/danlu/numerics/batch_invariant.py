@@ -200,5 +200,5 @@ def _rows_are_tokens(left: Tensor) -> bool:
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
-    """x [M, K] with rows of zeros up to so many; x itself where it has them."""
+    """Pads x [M, K] with rows of zeros to `rows` rows; returns x itself where it has them."""
     return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))

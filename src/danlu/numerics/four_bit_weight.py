@@ -93,7 +93,7 @@ class FourBitWeight(QuantizedWeightModule):
         return bitsandbytes_layout.write(name, self.packed())
 
     def split(self, rows: Sequence[int], *, where: str = "a matrix") -> list[FourBitWeight]:
-        """Splits the matrix into parts of so many rows each, by the same codes: nothing is quantized again.
+        """Splits the matrix into parts with the given rows, by the same codes: nothing is quantized again.
 
         Magnitudes in 8 bits stay so where a part begins with a block of theirs, and are else float32.
 

@@ -40,7 +40,7 @@ class Head(NamedTuple):
     softcap: float | None = None  # logits become softcap x tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)
 
     def slices(self, slice_rows: int) -> VocabSlices:
-        """The head in slices of so many rows, without any targets to be found in them."""
+        """Returns the head in slices of `slice_rows` rows, without any targets to be found in them."""
         nowhere = torch.empty(0, dtype=torch.int64, device=self.hidden.device)
         return VocabSlices(self.hidden, self.weight, nowhere, self.softcap, slice_rows)
 

@@ -237,7 +237,7 @@ def _whole_statistics(running: Any, targets: Tensor, options: _Options) -> _RowS
 def _put_gradient(
     kernels: ModuleType, logits: Tensor, columns: Tensor, log_z: Tensor, weights: Tensor, options: _Options
 ) -> None:
-    """Puts the gradient of the loss in the place of logits [N, S]; the other arguments are of its rows, [N]."""
+    """Puts the gradient of the loss in the place of logits [N, S]; the other arguments belong to its rows, [N]."""
     kernels.gradient_in_place(
         logits,
         columns,

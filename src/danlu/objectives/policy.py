@@ -88,7 +88,7 @@ class PolicyGradientSettings:
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """A policy gradient over what a rollout has drawn, scored and compared; a mean over the whole step.
+    """A policy gradient over answers that a rollout has drawn, scored and compared; a mean over the whole step.
 
     Items are trees: a prompt, and a branch for each answer. They have for every token the columns `sampled` (its
     log-probability under the distribution that it was drawn from), `old` (by the policy that the ratio is to),

@@ -182,7 +182,7 @@ class Optimizers:
         return resident
 
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients of a step; projected ones are of low rank, and one of them is whole at a time."""
+        """The bytes of all gradients of a step; projected ones have a low rank, and one of them is whole at a time."""
         total, largest = 0, 0
         for parameter in self.parameters.values():
             optimizer = self._optimizer_of[parameter]

@@ -24,14 +24,14 @@ def shard_in_order(items: Sequence[T], parallel: ParallelContext, micro: int) ->
 def shard_by_tokens(
     tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1
 ) -> list[list[int]]:
-    """The numbers of the items in each micro-batch of one data rank, of items that are of very different lengths.
+    """Returns the numbers of the items in each micro-batch of one data rank, for items of very different lengths.
 
-    As few micro-batches as hold at most `capacity` tokens each (or one item, if it is longer), filled longest item
-    first, each into the one with the fewest tokens (Graham's LPT rule). Micro-batch k of all ranks are of nearly the
-    same length, for ranks that gather parameters wait for each other in each of them.
+    There are as few micro-batches as hold at most `capacity` tokens each (or one item, if it is longer), filled longest
+    item first, each into the one with the fewest tokens (Graham's LPT rule). Micro-batch k of all ranks are of nearly
+    the same length, for ranks that gather parameters wait for each other in each of them.
 
     Args:
-        tokens: of each item of the step, on all ranks.
+        tokens: the tokens of each item of the step, on all ranks.
         capacity: tokens in a micro-batch.
         least: micro-batches of each rank, even where fewer would hold the items.
     """

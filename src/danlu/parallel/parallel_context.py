@@ -80,8 +80,9 @@ class ParallelContext:
         return 1 if self.pipeline.alone else min(2 * self.pipeline.stages.size, -(-items // self.ranks.data.size))
 
     def fitting(self, micro_batches: int) -> int:
-        """The fewest micro-batches, at least so many, that the pipeline's schedule can be made of; the others are
-        empty."""
+        """Returns the fewest micro-batches, at least `micro_batches`, for which the schedule is possible; the others
+        are empty.
+        """
         if self.pipeline.alone:
             return micro_batches
         return next(count for count in itertools.count(micro_batches) if not self.pipeline.problems(count))

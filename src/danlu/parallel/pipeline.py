@@ -110,7 +110,7 @@ class Pipeline:
         return self.stages.size - 1 - (0 if self.vertical_sync else self.stages.index)
 
     def problems(self, micro_batches: int) -> list[str]:
-        """Why the schedule cannot be made of so many micro-batches."""
+        """Returns the reasons why the schedule is not possible with `micro_batches` micro-batches."""
         problems = schedule_problems(self.schedule, self.stages.size, self.chunks_per_rank, micro_batches)
         return [message for _, message in problems]
 

@@ -1,7 +1,7 @@
 """Joining the process group of a run, and leaving it: torch.distributed is initialised here and nowhere else.
 
-It is never destroyed: gloo's threads may abort a process that does so, or that ends in the ordinary way. A process that
-has joined ends by os._exit, as `danlu train` does.
+It is never destroyed: gloo's threads may abort a process that destroys it, or that ends in the ordinary way. A process
+that has joined ends by os._exit, as `danlu train` does.
 """
 
 from __future__ import annotations

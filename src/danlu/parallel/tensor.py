@@ -71,7 +71,7 @@ class Cutter:
     multiple of the group's size wherever there are gradients. boxes: the boxes of parameters of which a rank has only a
     part already, such as distributed experts (`parallel.expert`); read when they are cut.
 
-    Raises RecipeError for a model that cannot be cut among so many ranks.
+    Raises RecipeError for a model that cannot be cut among the group's ranks.
     """
 
     def __init__(

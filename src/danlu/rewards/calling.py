@@ -21,7 +21,7 @@ LONGEST_REASON = 500
 LARGEST = 3.4028234e38
 """The largest number in float32, in which rewards are trained on and logged."""
 GAVE_NONE = "it gave None"
-"""Why there is no number where a reward has nothing to say of an answer, which is no failure."""
+"""The reason for no number where a reward cannot judge an answer, which is no failure."""
 
 
 @dataclass(frozen=True)

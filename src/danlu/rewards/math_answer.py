@@ -44,7 +44,7 @@ MOST_FORMULAS = 40
 """Pairs that math-verify compares for one answer."""
 
 Symbolic = Callable[[str, str], bool]
-"""Says of two formulas whether they are equal; may raise `symbolic.NotRead`."""
+"""A function that compares two formulas for equality; may raise `symbolic.NotRead`."""
 
 
 @dataclass(frozen=True)

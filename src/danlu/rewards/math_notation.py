@@ -161,7 +161,7 @@ def nesting(text: str) -> int:
 def split_top(text: str, separator: re.Pattern[str], keep: Callable[[str, int], bool] | None = None) -> list[str]:
     r"""The parts between separators that stand in no bracket and in no \begin...\end.
 
-    keep: says of a separator at a place of the text whether it is none after all.
+    keep: whether a separator at a place of the text is none after all.
     """
     depth, start, parts = 0, 0, list[str]()
     ends = {match.start(): match.end() for match in separator.finditer(text)}

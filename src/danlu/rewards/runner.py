@@ -113,7 +113,7 @@ class RewardRunner:
         """Computes every reward of every answer.
 
         A reward that raises, takes too long, returns None, NaN or an infinity, or loses its process, is NaN for the
-        answers of that call, with the reason for each. All other numbers are what they would be without it.
+        answers of that call, with the reason for each. All other numbers are the same as without it.
 
         Raises DataError for a row with a test that the empty program passes, when it is first drawn.
         """

@@ -35,7 +35,7 @@ class Call:
     """Its number among those that the process was given."""
     answers: Sequence[JudgedAnswer]
     cpu_limit_s: float
-    """The processor time after which the system ends the process, in case nobody is left to do so."""
+    """The processor time after which the system ends the process, in case nobody is left to end it."""
 
 
 def serve() -> None:

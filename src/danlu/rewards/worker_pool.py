@@ -84,8 +84,8 @@ class RewardWorkers:
     def run(self, tasks: Sequence[Task], answers: Sequence[JudgedAnswer]) -> Iterator[tuple[Task, list[Outcome]]]:
         """Yields the outcomes of each task, as they come.
 
-        A call that takes longer than `timeout_s`, or loses its process, has outcomes that say so. A reward that takes
-        batches is called by the same process each time, which may keep what it has loaded.
+        A call that takes longer than `timeout_s`, or loses its process, has outcomes with the reason. A reward that
+        takes batches is called by the same process each time, which may keep its loaded objects.
         """
         count = len(self._workers)
         queues: list[deque[Task]] = [deque() for _ in range(count + 1)]  # of each process, and of all

@@ -132,7 +132,7 @@ def deepseek_feeds(hf: HFValues, plain: LayerSpec, router: Router, layers: int) 
 
 
 def deepseek_keys(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `deepseek_feeds` and its routers; without experts those that say so."""
+    """Returns the keys of `deepseek_feeds` and its routers; without experts, the keys for a model without them."""
     feeds = [layer.feed for layer in config.layers]
     first = next((number for number, feed in enumerate(feeds) if isinstance(feed, Experts)), len(feeds))
     if first == len(feeds):

@@ -74,7 +74,7 @@ def _gemma_layer(hf: HFValues, plain: LayerSpec) -> LayerSpec:
 
 
 def _read_model_keys(hf: HFValues) -> dict[str, Any]:
-    """Fields of ModelConfig that are of no layer."""
+    """Returns fields of ModelConfig that belong to no layer."""
     return {
         "embedding_multiplier": hf.integer("hidden_size") ** 0.5,
         "final_softcap": hf.optional_number("final_logit_softcapping"),

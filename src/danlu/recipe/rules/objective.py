@@ -1,4 +1,4 @@
-"""Rules about the objective: its terms are of the recipe's stage, go together, and read the keys they are given."""
+"""Rules about the objective: its terms belong to the recipe's stage, go together, and read their keys."""
 
 from __future__ import annotations
 

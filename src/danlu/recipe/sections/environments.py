@@ -27,7 +27,7 @@ class EnvironmentSection(VariantSection):
     of `reward_limits`."""
     workers: PositiveInt | Literal["auto"] = "auto"
     """Processes that hold environments, which answer one after the other in each; auto takes one per core, and at most
-    8. With `rollout.staleness` above 0 each rollout process has so many."""
+    8. With `rollout.staleness` above 0 each rollout process has this number."""
 
 
 class PythonEnvironment(EnvironmentSection):

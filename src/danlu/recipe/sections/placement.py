@@ -131,7 +131,9 @@ class Recompute(Section):
     planned: the choice with the least time under `budget`, from sizes and times measured on this model.
     """
     layers: PositiveInt | None = None
-    """every: segments of so many layers keep only their input; by default the square root of the number of layers."""
+    """every: the number of layers in a segment that keeps only its input; by default the square root of the number of
+    layers.
+    """
     budget: Annotated[float, Field(gt=0)] | None = None
     """planned: GiB that activations of a micro-batch may take; of a pipeline, of all that a stage has in flight."""
 

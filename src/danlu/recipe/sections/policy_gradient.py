@@ -298,7 +298,7 @@ class Value(Section):
     rate_ratio: Positive = 1.0
     """The same as a multiple of `optimizer.learning_rate`."""
     warmup: Annotated[int, Field(ge=0)] = 0
-    """base and none: in so many steps at first only values are trained, and the policy is held."""
+    """base and none: the number of first steps in which only values are trained, and the policy is held."""
     save: bool = False
     """Keep the model of values too: next to the result (model, or adapter), as model-value or adapter-value, a folder
     of a model that scores, which value.model of another run takes.

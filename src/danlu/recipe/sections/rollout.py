@@ -86,7 +86,7 @@ class Rollout(Section):
     """Stage rl: draw from the likeliest tokens that together have this probability (arXiv:1904.09751). With this or
     another filter the policy that is trained has the same tokens to choose from."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Stage rl: draw from so many of the likeliest tokens; 0: from all."""
+    """Stage rl: the number of likeliest tokens to draw from; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Stage rl: draw from tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)."""
     stop_strings: list[str] = []

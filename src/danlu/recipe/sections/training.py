@@ -77,9 +77,10 @@ class BatchSize(Section):
     passes: PositiveInt = 1
     """Stage rl: how many times each answer of a rollout is trained on, in another order each time."""
     micro: PositiveInt | Literal["auto"] = "auto"
-    """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in
-    `memory`. Where a step is counted in pairs or prompts, as many rows go through at once as fit in so many x
-    data.max_length tokens."""
+    """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in `memory`.
+    Where a step is counted in pairs or prompts, as many rows go through at once as fit in this number times
+    data.max_length tokens.
+    """
     memory: Annotated[float, Field(gt=0)] | None = None
     """Budget in GiB for auto; by default most of the free memory."""
 

@@ -410,8 +410,8 @@ def _is_numeric(value: Any) -> bool:
 def _compared(proxy: Proxy, name: str, other: Any) -> Any:
     """Computes a difference to a number or an array, or a quotient.
 
-    The program is asked about another number first, which says little of this one, so that it has to decide what its
-    object is before it sees this one.
+    The program is asked about another number first, which reveals little about this one, so that it has to decide the
+    value of its object before it sees this one.
     """
     other = other.item() if type(other).__module__ == "numpy" and not getattr(other, "shape", ()) else other
     moved = _moved(other)
