@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerFlags:
-    """The flags of answers: what is compared or rewarded, and how they are drawn."""
+    """The flags of answers: their comparison or rewards, and their sampling."""
 
     generate: Annotated[
         bool, typer.Option("--generate", help="Have the rows answered, and compare with the rows' own answers.")

@@ -119,7 +119,7 @@ class ModelFlags:
         return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
 
     def load(self, resolved: ResolvedModel, tokenizer: ChatTokenizer, *, merged: bool = False) -> LoadedModel:
-        """The model, whose notes are printed to stderr. merged: as in `load_model`."""
+        """Loads the model, and prints its notes to stderr. merged: as in `load_model`."""
         from danlu.inference.load_model import load_model
         from danlu.inference.quantization_choice import quantization_section
 
@@ -134,7 +134,7 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """The flags that say how tokens are drawn, and what ends an answer."""
+    """The flags of sampling, and of the ends of an answer."""
 
     temperature: Temperature = None
     top_p: TopP = None

@@ -4,7 +4,7 @@ Imports no torch.
 The traffic depends on where documents are cut: tokens of documents that stay whole are not sent. So the formulas take
 the rows of chunks that each context rank has of each micro-batch (`data.context_sharding`), in the order of the ranks.
 
-t rows of this rank · S rows of its Ulysses group, of U ranks · R groups, whose ranks are rings
+t rows of this rank · S rows of its Ulysses group, of U ranks · R groups, the ranks of a ring
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trainer's side of rollout processes: weights and requests go there, answers come back while it trains.
 
-A process that dies is started again, with the present weights, and asked again what it had not answered. A thread for
+A process that dies is started again, with the present weights, and its unanswered requests are sent again. A thread for
 each process reads what it sends, so that none of them ever waits for the trainer.
 """
 

@@ -39,7 +39,7 @@ def synthetic_trees(
 
 
 TreeParts = tuple[list[int], list[int], dict[str, np.ndarray]]
-"""(length of each branch, its parent, facts [branches])."""
+"""The parts of a tree: (length of each branch, its parent, facts [branches])."""
 
 
 def _pair(random: np.random.Generator, max_length: int, number: int, mismatched: bool) -> TreeParts:

@@ -385,7 +385,7 @@ def _shards(
 def assemble(shards_by_rank: Sequence[LocalShards]) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
     """Puts every tensor together, and finds those that two processes hold with different numbers in the same place.
 
-    Returns (tensors by name, pairs of ranks whose copies differ by name). Where copies differ, the lowest rank's
+    Returns (tensors by name, pairs of ranks with differing copies, by name). Where copies differ, the lowest rank's
     numbers are taken. Raises ValueError where a part of a tensor is on no process.
     """
     tensors: dict[str, Tensor] = {}
