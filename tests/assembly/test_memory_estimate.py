@@ -374,7 +374,7 @@ def test_a_reward_model_is_expected_without_a_head_over_the_vocabulary(tiny_worl
     assert config is not None and config.task == "sequence-classification"
     held = placed_of(recipe, config)
     optimizer = optimizer_of(held.parameters(), recipe, CPU)
-    parts = held.estimate(optimizer, 1).parts
+    parts = DecoderBudget(held).estimate(optimizer, 1).parts
     foreseen = estimate_from_config(recipe, config, layout=Layout(), device_type="cpu", micro=1).parts
     head = 4 * config.hidden_size  # bytes of the one row of the score head, which a config does not have
     assert (parts.weights - foreseen.weights, parts.gradients - foreseen.gradients) == (head, head)
