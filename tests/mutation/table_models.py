@@ -113,8 +113,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/saving.py",
-        "dict.fromkeys([*shape.eos_token_ids, *stop_ids])",
-        "dict.fromkeys(shape.eos_token_ids)",
+        "dict.fromkeys([*config.eos_token_ids, *stop_ids])",
+        "dict.fromkeys(config.eos_token_ids)",
         "test_exported_folders.py",
     ),
     Mutation(

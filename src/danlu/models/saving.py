@@ -72,12 +72,7 @@ def save(
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for
     weights that are not finite in `dtype`; ResourceError for a full disk or a folder that cannot be written.
     """
-    shape = config or model.config
-    kept = None if origin is None or shape.task != "causal-lm" else Kept.of(origin, shape)
-    if kept is None:
-        shape = replace(shape, multimodal=None)
-    if shape.task == "causal-lm":
-        shape = replace(shape, eos_token_ids=tuple(dict.fromkeys([*shape.eos_token_ids, *stop_ids])))
+    shape, kept = _written_config(config or model.config, origin, stop_ids, pad_token)
     tensors = hf_tensors(shape)
     value_of = value or (lambda name, box=None: _box_of(model.get_parameter(name), box))
     if not writes:
@@ -90,8 +85,6 @@ def save(
 
         own = head_tensors(score_head)
     tensors += [HFTensor.whole(name, tensor.shape) for name, tensor in own.items()]
-    if pad_token is not None:
-        shape = replace(shape, pad_token_id=pad_token[1])
     folder = Path(os.path.abspath(folder))
     if tokenizer_from is not None:
         _files_to_copy(tokenizer_from)  # reported before anything is written
@@ -127,6 +120,20 @@ def save(
         if chat_template is not None:
             write_template(fresh, chat_template)
         _write_weights(fresh, lambda name, box=None: own[name] if name in own else value_of(name, box), shards, dtype)
+
+
+def _written_config(
+    config: ModelConfig, origin: Path | None, stop_ids: Sequence[int], pad_token: tuple[str, int] | None
+) -> tuple[ModelConfig, Kept | None]:
+    """Returns the config as `save` writes it, and the parts of `origin` that are copied."""
+    kept = None if origin is None or config.task != "causal-lm" else Kept.of(origin, config)
+    if kept is None:
+        config = replace(config, multimodal=None)
+    if config.task == "causal-lm":
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stop_ids])))
+    if pad_token is not None:
+        config = replace(config, pad_token_id=pad_token[1])
+    return config, kept
 
 
 def boxes_of(whole: Callable[[str], Tensor]) -> BoxValue:

@@ -75,6 +75,7 @@ from danlu.training.watch import Watch
 if TYPE_CHECKING:
     from danlu.numerics.loss_scaling import LossScaler
     from danlu.optim.ema import Ema
+    from danlu.planning.gemm import Peak
 
 Log = Callable[[str], None]
 
@@ -172,15 +173,7 @@ def _train(
     one."""
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
-    # Before recipes are compared: the run's own holds what auto chose when it began.
-    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, log))
-    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, log))
-    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, log))
-    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, log))
-    recipe = ranks.world.from_first(
-        lambda: with_factors(recipe, folder, resume, device, log, stream, dry=into != folder),
-        barrier=lambda: _barrier("factors"),
-    )
+    recipe = _with_auto_values(loaded, folder, into, resume, log, stream, device, ranks)
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, log, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
@@ -242,6 +235,49 @@ def _train(
     if run.stopping():
         signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
+    return _finish(run, placed, recipe, folder, device, program, peak, log)
+
+
+def _with_auto_values(
+    loaded: Loaded,
+    folder: Path,
+    into: Path,
+    resume: str,
+    log: Log,
+    stream: TextIO,
+    device: torch.device,
+    ranks: Ranks,
+) -> Recipe:
+    """Returns the recipe with a value for each `auto`: the run's own, or one that is chosen now.
+
+    Recipes are compared afterwards: that of a run holds the values that were chosen when it began.
+    """
+    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, log))
+    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, log))
+    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, log))
+    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, log))
+    recipe = ranks.world.from_first(
+        lambda: with_factors(recipe, folder, resume, device, log, stream, dry=into != folder),
+        barrier=lambda: _barrier("factors"),
+    )
+    return recipe
+
+
+def _finish(
+    run: Run,
+    placed: PlacedStage,
+    recipe: Recipe,
+    folder: Path,
+    device: torch.device,
+    program: int,
+    peak: Peak | None,
+    log: Log,
+) -> Outcome:
+    """Exports the result of a run that has done its steps, and writes its summary.
+
+    program: bytes that the process held before models were placed. peak: the speed that utilisation is measured
+    against.
+    """
     memory = None
     if run.learner.activations is not None and run.learner.activations.peak_bytes:
         memory = placed.budget.memory(run)
@@ -251,7 +287,7 @@ def _train(
     if logged is not None and (flat := flat_loss(logged)) is not None:
         log(flat)
     exported = export_result(run, placed.exporter, recipe, folder, log)
-    if ranks.leads:
+    if placed.policy.parallel.ranks.leads:
         write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
     return Outcome(folder, run.state.step, 0, exported)
 
