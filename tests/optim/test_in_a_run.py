@@ -118,7 +118,7 @@ class StrikesOnce(Watch):
 def test_going_back_after_a_spike_ends_where_a_run_without_those_rows_does(tmp_path: Path, section: Optimizer) -> None:
     rewound, without, plain = (run_with(tmp_path / name, section) for name in ("rewound", "without", "plain"))
     rewound.watch = StrikesOnce(sections.Watch(policy="rewind"))
-    without.feed.excluded = {18, 19, 20}  # the packs of step 7
+    without.data_loader.excluded = {18, 19, 20}  # the packs of step 7
     for run in (rewound, without, plain):
         fit(run)
     assert rewound.state.rewinds == 1

@@ -311,7 +311,7 @@ class Recipe(Section):
     rloo, gspo, dapo, dr-grpo, remax, reinforce and online-dpo name one with its objective).
     """
     model: Model
-    """The start of the weights."""
+    """Where the weights start."""
     data: Data
     """The rows to train on, and how they become tokens."""
     objective: list[Objective] | None = None

@@ -10,7 +10,7 @@ from danlu.recipe.sections.base import PositiveInt, Section, VariantSection
 
 
 class Model(Section):
-    """The start of the weights."""
+    """Where the weights start."""
 
     short = "path"
     one_of = ("path", "preset", "config")
