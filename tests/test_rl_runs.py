@@ -154,7 +154,7 @@ def test_code_that_cannot_be_loaded_is_told_before_models_are(
     def place(*arguments: Any) -> None:
         raise DanluError("the models are placed")
 
-    monkeypatch.setattr(DecoderBuilder, "_place", place)
+    monkeypatch.setattr(DecoderBuilder, "_policy", place)
     file = tmp_path / "mine.py"
     text = json.dumps(more).replace("@", str(file))
 
