@@ -201,7 +201,8 @@ def _contents(
     file.
 
     These are the parameters of the base that it trains in full, and the embeddings of the base that PEFT writes with an
-    adapter of them. Raises ModelError for an adapter that does not fit the model, or that danlu cannot compute.
+    adapter of them.
+    Raises ModelError for an adapter that does not fit the model, or that danlu cannot compute.
     """
     where = str(folder.path / WEIGHTS)
     reader = PeftReader(folder.values, read_tensors(folder), where)

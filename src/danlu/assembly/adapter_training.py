@@ -132,8 +132,8 @@ def write_result(
     started_from: `model.adapters`, upon which it was trained and which it needs; continued: all but the last.
     quantization: how the base was held meanwhile, so that it is held the same way when the adapter is used. value,
     writes: as `adapters.peft_folder.write_adapter` has them, for an adapter cut among processes. score_head, pad_token,
-    stop_ids: as `models.saving.save` has them. name: the adapter's name in the set. task: the adapter's, where that is
-    not the model's.
+    stop_ids: as `models.saving.save` has them.
+    name: the adapter's name in the set. task: the adapter's, where that is not the model's.
     """
     model = adapters.model
     assert isinstance(model, Decoder)

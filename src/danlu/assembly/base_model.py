@@ -47,7 +47,8 @@ def find_base(path: str | Path) -> Base:
 def base_of(stack: Sequence[AdapterFolder], given: str | Path | None, option: str) -> Base:
     """Resolves the base of a stack of adapters: `given`, or else the one that the top adapter names.
 
-    option: the command line's option for the given one, for messages. Raises ModelError where it is not there.
+    option: the command line's option for the given one, for messages.
+    Raises ModelError where it is not there.
     """
     adapter = stack[-1]
     if given is not None:

@@ -308,8 +308,8 @@ def find_micro_batch(estimate: MemoryEstimate, per_step: int, *, resident_bytes:
     """Packed sequences in a micro-batch: as the recipe says, or the most that fit into memory.
 
     estimate: of a step with any micro-batch. per_step: packed sequences of a step on this data rank, the upper bound.
-    resident_bytes: bytes of the estimate that this process's tensors take already. Raises RecipeError where
-    `batch.memory` does not hold the smallest micro-batch, with the recomputation that would.
+    resident_bytes: bytes of the estimate that this process's tensors take already.
+    Raises RecipeError where `batch.memory` does not hold the smallest micro-batch, with the recomputation that would.
     """
     batch, length = estimate.recipe.batch, estimate.recipe.data.max_length
     if batch.micro != "auto":

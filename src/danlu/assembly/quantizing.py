@@ -74,7 +74,8 @@ def quantize(
     """Writes a copy of `folder` with its linear layers in 4 bits; embedding, head, norms and routers stay as they are.
 
     dtype: the type of unquantized weights, and of products; by default the stored one. Codes are made of the stored
-    weights. experts: whether they are quantized too, each by itself; those that share tensors on the disk, for which
+    weights.
+    experts: whether they are quantized too, each by itself; those that share tensors on the disk, for which
     bitsandbytes has no layout, stay as they are.
 
     The folder appears whole or not at all. Raises ModelError for a model that is quantized already, for one with parts

@@ -35,7 +35,10 @@ class CacheSizes:
     def of(
         cls, model: Decoder, options: EngineOptions, dtype: torch.dtype, pipeline: Pipeline | None = None
     ) -> CacheSizes:
-        """Computes the sizes of a model's cache. dtype: of activations. All stages of a pipeline call it."""
+        """Computes the sizes of a model's cache.
+
+        dtype: of activations. All stages of a pipeline call it.
+        """
         layers = layer_caches(model)
         routes = route_shape(model.config) if options.routes else None
         own = (

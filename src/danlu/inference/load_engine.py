@@ -20,8 +20,8 @@ def engine_of(
 
     adapters: in place of the model's.
 
-    A draft model that the options name is loaded too. Raises ResourceError where the options leave no room for a cache,
-    ModelError for a draft model that is none.
+    A draft model that the options name is loaded too.
+    Raises ResourceError where the options leave no room for a cache, ModelError for a draft model that is none.
     """
     options, draft = options or EngineOptions(), None
     if options.draft is not None and options.draft.model is not None:

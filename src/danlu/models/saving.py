@@ -55,18 +55,19 @@ def save(
 ) -> None:
     """Writes config, weights in `dtype`, generation config and, from `tokenizer_from`, the tokenizer byte for byte.
 
-    generation_from: the folder of the generation config, where the tokenizer's folder has none. chat_template: Jinja
-    source that takes the place of the tokenizer's own. config, value: the config and a function that returns boxes of
-    parameters as they are needed, where something else than the present model is written. writes: False on those of
-    several processes that only help with `value`: they ask for the same boxes in the same order, ignore the values, and
-    touch no file.
+    generation_from: the folder of the generation config, where the tokenizer's folder has none.
+    chat_template: Jinja source that takes the place of the tokenizer's own. config, value: the config and a function
+    that returns boxes of parameters as they are needed, where something else than the present model is written.
+    writes: False on those of several processes that only help with `value`: they ask for the same boxes in the same
+    order, ignore the values, and touch no file.
 
-    score_head: the head of a model that classifies, which has no generation config. pad_token: (text, id) that the
-    tokenizer is to pad with, in its config too. stop_ids: tokens that end an answer besides those of the config, as the
-    chat template ends turns with one; config and generation config name them all, so that transformers and vLLM stop
-    there. A model that classifies has none. origin: the folder that the model comes from; its tensors that danlu does
-    not train are copied byte for byte, with the config of a multimodal model and its processor. Without it, and for a
-    model that classifies, a multimodal model's language part alone is written.
+    score_head: the head of a model that classifies, which has no generation config.
+    pad_token: (text, id) that the tokenizer is to pad with, in its config too.
+    stop_ids: tokens that end an answer besides those of the config, as the chat template ends turns with one; config
+    and generation config name them all, so that transformers and vLLM stop there. A model that classifies has none.
+    origin: the folder that the model comes from; its tensors that danlu does not train are copied byte for byte, with
+    the config of a multimodal model and its processor. Without it, and for a model that classifies, a multimodal
+    model's language part alone is written.
 
     The folder appears whole or not at all. One that is there already is replaced if it is a model folder or empty.
     Raises ModelError for a folder that holds something else, for a tokenizer folder without a tokenizer, and for

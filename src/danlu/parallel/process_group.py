@@ -179,9 +179,9 @@ def device_of(rank: int, local_rank: int | None, devices: int) -> int:
 def agree_on_devices(world: World, store: Any, device: str | RecipeError) -> None:
     """Checks that each process has a CUDA device of its own; NCCL refuses one that two have taken.
 
-    Every process calls it, and all raise the same RecipeError: one that only some raise might not be reported. device:
-    an identifier of this process's device, the same in all processes that see it (its UUID); or the error that says why
-    it has none.
+    Every process calls it, and all raise the same RecipeError: one that only some raise might not be reported.
+    device: an identifier of this process's device, the same in all processes that see it (its UUID); or the error that
+    says why it has none.
     """
     store.set(f"device/{world.rank}", json.dumps([isinstance(device, RecipeError), str(device)]))
     if world.rank == 0:

@@ -96,8 +96,8 @@ _WORDY = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?=\s|$)")
 def final_answer(text: str, *, numeric: bool = False, several: bool = False) -> str | None:
     """Returns the final answer of a text; None where nothing in it looks like one.
 
-    numeric: a number is looked for, so that words without one behind "the answer is" are no answer. several: a list is
-    looked for, so that boxes with "and" between them are its parts; else the last one is the answer.
+    numeric: a number is looked for, so that words without one behind "the answer is" are no answer.
+    several: a list is looked for, so that boxes with "and" between them are its parts; else the last one is the answer.
     """
     text = _EMPHASIZED.sub(r"\2", _behind_thoughts(text))
     for inner in reversed(TAGGED.findall(text)):

@@ -78,7 +78,10 @@ class UserFunction:
 
     @classmethod
     def read(cls, reference: str, key: str = "rewards") -> UserFunction:
-        """Reads FILE.py:NAME. Raises RecipeError for any other reference, or a file that cannot be read."""
+        """Reads FILE.py:NAME.
+
+        Raises RecipeError for any other reference, or a file that cannot be read.
+        """
         file, _, name = reference.rpartition(":")
         path = Path(file).expanduser()
         if not file or path.suffix != ".py":

@@ -84,10 +84,12 @@ def train_chain(
 ) -> ChainOutcome:
     """Trains each stage in its folder, going on where an earlier run of the chain stopped.
 
-    resume: auto, or never (refuse folders that hold a run).   stream: as in `run.train`. dry_run: try each stage up to
-    its first step, where its start is there; nothing is kept. leads: whether this is the first process of the run,
-    which reports the progress and writes chain.json. ended: is called after each stage. Raises CheckpointError where a
-    stage was begun with another result of an earlier one than is there now, and the errors of `run.train`.
+    resume: auto, or never (refuse folders that hold a run).   stream: as in `run.train`.
+    dry_run: try each stage up to its first step, where its start is there; nothing is kept.
+    leads: whether this is the first process of the run, which reports the progress and writes chain.json.
+    ended: is called after each stage.
+    Raises CheckpointError where a stage was begun with another result of an earlier one than is there now, and the
+    errors of `run.train`.
     """
     folder, threads = Path(chain.output).expanduser(), torch.get_num_threads()
     outcomes: list[StageOutcome] = []

@@ -90,8 +90,8 @@ def recipe_inputs(recipe: Recipe, stage: Stage, *, resumed: bool) -> list[Input]
 def same_on_all_ranks(world: Group, read: Callable[[], list[Input]], barrier: Callable[[], None]) -> list[Input]:
     """The inputs that `read` finds, once all processes have found the same.
 
-    The first reads before the others, which find its hashes of rows where they share a folder. Raises on every process
-    a DanluError that names the ranks, the file, and its differences.
+    The first reads before the others, which find its hashes of rows where they share a folder.
+    Raises on every process a DanluError that names the ranks, the file, and its differences.
     """
     own = world.from_first(read, again=True, barrier=barrier)
     if world.alone:
@@ -120,8 +120,8 @@ def same_on_all_ranks(world: Group, read: Callable[[], list[Input]], barrier: Ca
 def check_resumed(checkpoint: Path | None, inputs: Sequence[Input]) -> dict[str, Any]:
     """Returns the state of the inputs for the next checkpoint, once they are those that the checkpoint was made with.
 
-    checkpoint: None for a run that starts afresh. One that an earlier danlu wrote does not record its inputs. Raises
-    CheckpointError with advice that names each file that has changed.
+    checkpoint: None for a run that starts afresh. One that an earlier danlu wrote does not record its inputs.
+    Raises CheckpointError with advice that names each file that has changed.
     """
     saved = {} if checkpoint is None else read_state(checkpoint).get("inputs", {})
     lines = []

@@ -192,9 +192,9 @@ class _Comparison:
 def replay(run: Path, step: int, *, log: Log, stream: TextIO | None = None) -> Replayed:
     """Makes the rollout that a step of a run was trained on again, and compares all its tokens.
 
-    Stops at the first difference, of the rollouts between too. The run's folder is only read. Raises RecipeError where
-    the run has no such step or has no rollouts, CheckpointError where the rollout cannot be made again, and the errors
-    of a run.
+    Stops at the first difference, of the rollouts between too. The run's folder is only read.
+    Raises RecipeError where the run has no such step or has no rollouts, CheckpointError where the rollout cannot be
+    made again, and the errors of a run.
     """
     recipe = run_recipe(run)
     if recipe.stage != "rl":

@@ -112,11 +112,14 @@ def train(
     """Trains the recipe in its output folder, going on where an earlier run of it stopped.
 
     resume: auto (go on when the folder holds a run of this recipe), never (refuse such a folder), or the path of one of
-    its checkpoints. stream: where progress is shown; stderr by default. dry_run: do all up to the first step (rows,
-    weights, optimizer, a checkpoint taken up), and then stop. The output folder is only looked at; tokens stay in their
-    cache. stage: the row of `STAGES` that is trained, by default the one that the recipe names. rehearse: called by a
-    dry run with the run that is ready; its files are temporary. Raises DanluError of the kind that fits, and Stopped
-    for a signal when there is nothing to be saved (or a second one); earlier checkpoints stay.
+    its checkpoints.
+    stream: where progress is shown; stderr by default.
+    dry_run: do all up to the first step (rows, weights, optimizer, a checkpoint taken up), and then stop. The output
+    folder is only looked at; tokens stay in their cache.
+    stage: the row of `STAGES` that is trained, by default the one that the recipe names.
+    rehearse: called by a dry run with the run that is ready; its files are temporary.
+    Raises DanluError of the kind that fits, and Stopped for a signal when there is nothing to be saved (or a second
+    one); earlier checkpoints stay.
     """
     recipe = loaded.recipe
     stage = stage or STAGES[recipe.stage]
@@ -169,8 +172,10 @@ def _train(
     device: torch.device,
     ranks: Ranks,
 ) -> Outcome:
-    """Trains the recipe. into: the folder that is written to; for a dry run not the run's folder, but a temporary
-    one."""
+    """Trains the recipe.
+
+    into: the folder that is written to; for a dry run not the run's folder, but a temporary one.
+    """
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
     recipe = _with_auto_values(loaded, folder, into, resume, log, stream, device, ranks)

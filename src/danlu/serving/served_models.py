@@ -75,8 +75,9 @@ class ServedModels:
 def served_models(
     resolved: ResolvedModel, loaded: LoadedModel, name: str | None = None, chat_template: Path | None = None
 ) -> ServedModels:
-    """A loaded model and its adapters: first the model of the command line, then the others. name: the base's, in place
-    of its folder's. Raises RecipeError where an adapter has it.
+    """A loaded model and its adapters: first the model of the command line, then the others.
+
+    name: the base's, in place of its folder's. Raises RecipeError where an adapter has it.
     """
     from danlu.inference.chat_adapters import ChatAdapters  # here, since it brings torch
 

@@ -40,8 +40,9 @@ def rollout_engine(
     Asynchronous rollouts ask servers in a process of their own: the trainer then draws its own answers itself.
 
     decode: token ids to text without special tokens; without it answers have no text. cache_gib: the size of the cache
-    that the coming requests need, where that is known: no more is taken. Raises ResourceError for a cache that holds
-    not one block, ModelError for a draft model that is not there or has another vocabulary.
+    that the coming requests need, where that is known: no more is taken.
+    Raises ResourceError for a cache that holds not one block, ModelError for a draft model that is not there or has
+    another vocabulary.
     """
     model, parallel = placed.subject.model, placed.parallel
     ranks, dtype = parallel.ranks, DTYPES[recipe.precision]

@@ -90,7 +90,8 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
 
     A step without trained weight, as long context without targets can fill one, or without anything that its objective
     takes a mean over, is passed over and reported: nothing is updated. `observer` looks at the gradients on the way
-    (`danlu verify` proves this very function by it). Raises TrainingError for numbers that are not finite.
+    (`danlu verify` proves this very function by it).
+    Raises TrainingError for numbers that are not finite.
     """
     started = time.perf_counter()
     step = run.state.step + 1

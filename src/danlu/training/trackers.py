@@ -97,9 +97,9 @@ class WandB:
         folder   the run folder; W&B keeps its own files there too
         config   the configuration on the run's page (the resolved recipe)
 
-    W&B ignores points of steps it has already seen: after a rewind its curves lack the second pass. Raises RecipeError
-    when the wandb package is not installed, ResourceError when W&B does not let a run begin: without a login, or
-    without a network after WANDB_INIT_TIMEOUT seconds (90 by default).
+    W&B ignores points of steps it has already seen: after a rewind its curves lack the second pass.
+    Raises RecipeError when the wandb package is not installed, ResourceError when W&B does not let a run begin: without
+    a login, or without a network after WANDB_INIT_TIMEOUT seconds (90 by default).
     """
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]) -> None:

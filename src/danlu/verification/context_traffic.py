@@ -73,8 +73,10 @@ def _layers(training: ProxyTraining) -> list[ContextLayer]:
 
 
 def _repeated(traffic: ContextLayer, times: int, *, output: bool = True) -> ContextLayer:
-    """Returns the traffic of a layer that is recomputed `times` times. output: whether attention's output is recomputed
-    too."""
+    """Returns the traffic of a layer that is recomputed `times` times.
+
+    output: whether attention's output is recomputed too.
+    """
     return replace(traffic, runs=1 + times, output_runs=1 + times * output)
 
 

@@ -70,8 +70,8 @@ def check_environment(section: EnvironmentSection) -> None:
 def check_environment_code(section: EnvironmentSection) -> None:
     """Runs the file of an environment or an agent once, in a process that ends again: a rollout is too late for that.
 
-    Agents of other packages may load much, and have one process for it, so they are not tried. Raises RecipeError with
-    the file's error, or for arguments that do not fit; ResourceError where the process ends.
+    Agents of other packages may load much, and have one process for it, so they are not tried.
+    Raises RecipeError with the file's error, or for arguments that do not fit; ResourceError where the process ends.
     """
     match section:
         case PythonEnvironment():
