@@ -266,8 +266,8 @@ def test_a_change_that_matters_is_refused(
     assert danlu("train", tiny_world.recipe(stopped, **{"data": {"eval": 10}, **changes})) == 5
     said = capsys.readouterr().err
     assert f"error: {stopped} holds a run of another recipe; what differs (there -> here):\n" in said
-    assert said.split("here):\n")[1].split("To start anew")[0] == "".join(f"  {line}\n" for line in listed)
-    assert "To start anew, choose another `output`; to go on, undo the change." in said
+    assert said.split("here):\n")[1].split("To start again")[0] == "".join(f"  {line}\n" for line in listed)
+    assert "To start again, choose another `output`; to go on, undo the change." in said
     assert (f"start a new one from its result (model.path: {stopped}/model)" in said) == ("steps" in changes)
     assert checkpoints(stopped) == before
 

@@ -618,6 +618,7 @@ SOUND = [
         "rewards": "[{kind: math, column: a}, {kind: exact, column: a}, {kind: format, pattern: a}]",
     },
     {"objective": "{scale: mean}", "rewards": "[{kind: code, column: a}]"},
+    {"objective": "{scale: mean}", "rewards": "[{kind: numeric, column: a}]"},
     {"objective": "{kl: {ratio: true, estimator: k3}}", "reference": "{kind: frozen, every: 10}"},
     {"rollout": "{max_new_tokens: 1023, top_k: 20, min_p: 0.1}", "numerics": "exact"},
     {"rollout": "{engine: vllm, url: 'http://a:1', samples: 16, temperature: 0.7}"},

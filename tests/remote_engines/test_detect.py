@@ -22,6 +22,6 @@ def test_that_routes_are_not_replayed_is_told_or_refused(
         assert "experts" not in capsys.readouterr().err
         detect_server(client, Demands(routes=True))
         said = capsys.readouterr().err
-        assert f"{engine.server.name} does not say which experts tokens went to, so routers choose anew" in said
+        assert f"{engine.server.name} does not say which experts tokens went to, so routers choose again" in said
         with pytest.raises(ModelError, match="rollout.routing_replay.*Use danlu serve --rollouts there, or leave"):
             detect_server(client, Demands(routes=True, routes_required=True))

@@ -241,7 +241,7 @@ def test_another_recipe_is_refused(tiny_world: World, tmp_path: Path, pretended:
         planned(tiny_world.recipe(folder, steps=13), "optimizer.weight_decay=0.2")
     assert str(caught.value) == (
         f"{folder} holds a study of another recipe; what differs (there -> here):\n  steps: 12 -> 13\n"
-        "To start anew, choose another `output`; to extend the study, undo the change or vary that key as well."
+        "To start again, choose another `output`; to extend the study, undo the change or vary that key as well."
     )
     assert sorted(folder.iterdir()) == before
     # As it says: with that key among those that vary, the study goes on.

@@ -51,7 +51,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
     if demands.routes_required:
         raise ModelError(
             f"{url}: {name} does not say which experts tokens went to (rollout.routing_replay). Use danlu serve "
-            "--rollouts there, or leave the key out: then routers choose anew"
+            "--rollouts there, or leave the key out: then routers choose again"
         )
     if demands.routes:
         print_status(without_routes(name))
@@ -63,7 +63,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
 def without_routes(name: str) -> str:
     """Warns a user with a policy with experts of a server that does not report the experts that tokens went to."""
     return (
-        f"rollout: {name} does not say which experts tokens went to, so routers choose anew in training; `gap` in "
+        f"rollout: {name} does not say which experts tokens went to, so routers choose again in training; `gap` in "
         "metrics.jsonl says how far that is from the rollout"
     )
 

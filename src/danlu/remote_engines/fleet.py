@@ -224,7 +224,7 @@ class ServerFleet(TakesFiles):
                     foreign = {label for label in answer.version_labels if not label.isdecimal()}
                     if not foreign:
                         return answer
-                    lost = ConnectionLost(f"{replica.url}: started anew, it has weights {sorted(foreign)}")
+                    lost = ConnectionLost(f"{replica.url}: it was restarted and has weights {sorted(foreign)}")
                 except ConnectionLost as error:
                     lost = error
                 except RequestRefused as error:

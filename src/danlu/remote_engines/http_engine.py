@@ -383,7 +383,7 @@ class HTTPEngine:
         label = self.server.version_label()
         if label != str(self.version):
             raise ResourceError(
-                f"{self.server.address}: the server was started anew and has weights {label!r} in place of version "
+                f"{self.server.address}: the server was restarted and has weights {label!r} in place of version "
                 f"{self.version} ({lost}). Hand the weights over again. {self._unfinished_text()}"
             )
 

@@ -194,7 +194,7 @@ def _refuse_other_recipe(folder: Path, known: PlannedRun, recipe: Recipe, keys: 
         lines = "\n  ".join(map(str, differences))
         raise CheckpointError(
             f"{folder} holds a study of another recipe; what differs (there -> here):\n  {lines}\n"
-            "To start anew, choose another `output`; to extend the study, undo the change or vary that key as well."
+            "To start again, choose another `output`; to extend the study, undo the change or vary that key as well."
         )
 
 

@@ -158,7 +158,7 @@ def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
     if not different:
         return [change for change in all_changes if change.key != "output"]
     lines = "\n  ".join(str(change) for change in different)
-    advice = "To start anew, choose another `output`; to go on, undo the change."
+    advice = "To start again, choose another `output`; to go on, undo the change."
     if any(change.key in ("steps", "epochs") for change in different):
         advice += f" To train a finished run further, start a new one from its result (model.path: {run / MODEL})."
     raise CheckpointError(f"{run} holds a run of another recipe; what differs (there -> here):\n  {lines}\n{advice}")

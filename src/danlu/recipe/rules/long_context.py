@@ -42,7 +42,7 @@ def lengths_do_not_shrink(recipe: Recipe) -> Iterator[Problem]:
         message = f"{recipe.data.max_length}, but long_context.stages say how long samples are, at last {longest}. "
         yield Problem("data.max_length", f"{message}Leave it out", reads=("long_context.stages",))
     if recipe.data.streaming:
-        message = "a stream is read once, in order, and each length packs the rows anew. Leave streaming out"
+        message = "a stream is read once, in order, and each length packs the rows again. Leave streaming out"
         yield Problem("data.streaming", message, reads=("long_context.stages",))
     batch = recipe.batch
     if batch.tokens is None or recipe.data.packing.kind == "none":

@@ -15,6 +15,7 @@ from danlu.recipe.sections import (
     LengthReward,
     LossOptions,
     MathReward,
+    NumericReward,
     PolicyGradientSection,
     Recipe,
     Rollout,
@@ -251,7 +252,7 @@ def _no_mean_to_divide_by(recipe: Recipe) -> str | None:
     if environment is not None and environment.gives_reward:
         return "the environment's reward may be negative"
     for reward in recipe.rewards or ():
-        if not isinstance(reward, ExactReward | MathReward | CodeReward | FormatReward):
+        if not isinstance(reward, ExactReward | NumericReward | MathReward | CodeReward | FormatReward):
             return f"reward {reward.label} may be negative"
         if reward.weight < 0:
             return f"reward {reward.label} has the weight {reward.weight:g}"

@@ -55,7 +55,7 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     if section.routing_replay and name in ("vllm", "sglang"):
         message = (
             f"{name} does not say which experts tokens went to. Use engine: embedded, or http with danlu serve "
-            "--rollouts, or leave it out: then routers choose anew, and `gap` says how far that is from the rollout"
+            "--rollouts, or leave it out: then routers choose again, and `gap` says how far that is from the rollout"
         )
         yield Problem("rollout.routing_replay", message, reads=("rollout.engine",))
     yield from _hand_over_is_possible(recipe)
