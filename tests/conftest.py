@@ -16,7 +16,7 @@ from builders.fork_server import MODULES, SERVER
 from builders.tiny_world import InThisProcess, World
 from hypothesis import settings
 
-from danlu.data import prepare, prompts, stream
+from danlu.data import prepare, stream
 from danlu.numerics import batch_invariant
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -134,5 +134,5 @@ def tokenise_here(patch: pytest.MonkeyPatch) -> None:
     # Here: a stream reads in a thread, and transformers cannot be imported by two threads at once.
     from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401
 
-    for room in (prepare, prompts, stream):
+    for room in (prepare, stream):
         patch.setattr(room, "WorkerPool", InThisProcess)

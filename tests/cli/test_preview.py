@@ -38,7 +38,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("preview", "dataset_summary", "prepare", "prompts", "prompt_preview", "stream"):
+    for module in ("preview", "dataset_summary", "prepare", "stream"):
         monkeypatch.setattr(f"danlu.data.{module}.WorkerPool", InlineWorkers)
 
 

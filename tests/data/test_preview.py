@@ -56,7 +56,7 @@ def shown_here(tokenizer: Tokenizer, path: Path, **data: Any) -> list[PreviewRow
     section = Data(**{"train": [Source(path=str(path))], "max_length": 64, **data})
     return preview_rows(
         tokenizer,
-        (0, (TokenizeSettings.of(section, "auto"), list(read_rows(section.train[0])))),
+        (0, TokenizeSettings.of(section, "auto"), list(read_rows(section.train[0]))),
     )
 
 

@@ -17,16 +17,13 @@ from builders.inline_workers import InlineWorkers
 
 from danlu.core.errors import CheckpointError, DataError
 from danlu.data import prepare as prepare_module
-from danlu.data import prompts as prompts_module
-from danlu.data.prepare import DatasetSpec, prepare
+from danlu.data.prepare import DatasetSpec, prepare, prepare_prompts
 from danlu.data.prompt_encoding import shorten_text
 from danlu.data.prompts import (
     Prompt,
     PromptOrder,
     PromptSets,
     PromptSettings,
-    PromptSpec,
-    read_prompts,
     render_prompts,
 )
 from danlu.data.sources import read_rows
@@ -40,8 +37,7 @@ Read = Callable[..., PromptSets]
 
 @pytest.fixture(autouse=True)
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (prompts_module, prepare_module):
-        monkeypatch.setattr(module, "WorkerPool", InlineWorkers)
+    monkeypatch.setattr(prepare_module, "WorkerPool", InlineWorkers)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,9 @@ def read(folders: dict[str, Path], tmp_path: Path) -> Read:
     def read(*rows: Any, kind: str = "chat", max_new_tokens: int = 100, seed: int = 0, **data: Any) -> PromptSets:
         source = Source(path=str(write(tmp_path / "rows.jsonl", rows)))
         settings = Data(**{"train": [source], "packing": Packing(kind="none"), "workers": 1, **data})
-        return read_prompts(PromptSpec(settings, str(folders[kind]), None, seed, max_new_tokens))
+        return prepare_prompts(
+            DatasetSpec(settings, "rl", str(folders[kind]), None, seed, max_new_tokens=max_new_tokens)
+        )
 
     return read
 
@@ -98,7 +96,7 @@ def test_tokens_are_those_of_transformers(style: str, tmp_path: Path) -> None:
     turns = [USER, ASSISTANT, {"role": "user", "content": "2 + 2?"}]
     path = write(tmp_path / "rows.jsonl", [{"question": "2 + 2?"}, {"messages": [*turns, ASSISTANT]}])
     data = Data(train=[Source(path=str(path))], workers=1)
-    single, several = read_prompts(PromptSpec(data, tokenizer.path, None, 0, 100)).train
+    single, several = prepare_prompts(DatasetSpec(data, "rl", tokenizer.path, None, 0, max_new_tokens=100)).train
     for prompt, asked in ((single, [{"role": "user", "content": "2 + 2?"}]), (several, turns)):
         expected = oracle.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
         assert list(prompt.tokens) == expected
@@ -111,7 +109,7 @@ def test_without_a_chat_template_texts_stand_as_they_are(folders: dict[str, Path
     for folder in (folders["plain"], plain):
         chat_tokenizer = ChatTokenizer(load_tokenizer(str(folder)))
         data = Data(train=[Source(path=str(write(tmp_path / "rows.jsonl", [{"prompt": "1 + 1 ="}])))], workers=1)
-        (prompt,) = read_prompts(PromptSpec(data, str(folder), None, 0, 100)).train
+        (prompt,) = prepare_prompts(DatasetSpec(data, "rl", str(folder), None, 0, max_new_tokens=100)).train
         assert list(prompt.tokens) == chat_tokenizer.encode_prompt("1 + 1 =")
         assert chat_tokenizer.tokenizer.decode(prompt.tokens).endswith("1 + 1 =")
 
@@ -267,7 +265,7 @@ def test_a_template_that_does_not_compile(read: Read, tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path / "broken", "{% if %}")
     data = Data(train=[Source(path=str(write(tmp_path / "a.jsonl", [{"prompt": "Hi"}])))], workers=1)
     with pytest.raises(DataError, match="the chat template does not compile"):
-        read_prompts(PromptSpec(data, str(folder), None, 0, 100))
+        prepare_prompts(DatasetSpec(data, "rl", str(folder), None, 0, max_new_tokens=100))
 
 
 # -- length ------------------------------------------------------------------------------------------------------------

@@ -162,25 +162,26 @@ def _preview_prompts(
 ) -> None:
     """Shows prompts as the policy receives them, and the fate of all rows."""
     from danlu.assembly.recipe_adapters import check_without_weights
-    from danlu.data.prompt_preview import render_prompt_examples
-    from danlu.data.prompts import PromptSpec
+    from danlu.data.prepare import DatasetSpec
+    from danlu.data.preview import render_examples
     from danlu.report import preview_json
     from danlu.report.preview_text import preview_writer, write_rows
     from danlu.rewards.environments.build import tool_schemas
 
     model = recipe.model
     check_without_weights(model, recipe.adapter)
-    spec = PromptSpec(
+    spec = DatasetSpec(
         data=recipe.data,
+        stage="rl",
         tokenizer_path=model.tokenizer or model.path or "",
         chat_template=model.chat_template,
         seed=recipe.seed,
-        max_new_tokens=recipe.rollout.max_new_tokens,
         date=_date(recipe),
+        max_new_tokens=recipe.rollout.max_new_tokens,
         tools=tool_schemas(recipe.environment),
     )
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
-    shown = render_prompt_examples(spec, rows=rows, places=places) if rows or places else []
+    shown = render_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # reading the rest may take minutes, and what it needs loads torch
     from danlu.stages.prompt_reader import PromptReader

@@ -1,12 +1,12 @@
-"""Turning the data section of a recipe into tokenised samples, through the cache."""
+"""Turning the data section of a recipe into tokenised samples, through the cache, or into the prompts of stage `rl`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,21 +22,35 @@ from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizer_folder import template_date, tokenizer_fingerprint
-from danlu.data.tokenizing import Task, TokenizedChunk, TokenizerInfo, TokenizerJob, TokenizeSettings, chunks, tokenise
+from danlu.data.tokenizing import TokenizedChunk, TokenizerInfo, TokenizerJob, TokenizeSettings, chunks, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Packing, Source
 from danlu.recipe.sections.base import RowType
 
-Stage = Literal["pretrain", "sft", "preference", "reward", "distill"]
-Tokenizers = WorkerPool[Task, TokenizedChunk]
-"""Processes that tokenise chunks of rows."""
+if TYPE_CHECKING:
+    from danlu.data.prompts import Prompt, PromptSets, PromptSettings
+
+Stage = Literal["pretrain", "sft", "preference", "reward", "distill", "rl"]
 Progress = Callable[[int, int | None], None]
 """Called with the rows done so far and, where known, their number."""
 
 
+class Chunk(Protocol):
+    """The outcome of a chunk of rows, from a worker process."""
+
+    @property
+    def statistics(self) -> Statistics: ...
+
+    @property
+    def bad(self) -> tuple[str, ...]: ...  # a message for each row that cannot be used, in the order of the rows
+
+
+AnyChunk = TypeVar("AnyChunk", bound=Chunk)
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Everything that decides which tokens a run trains on, and in which order.
+    """Everything that decides which tokens a run trains on or answers, and in which order.
 
     Attributes:
         tokenizer_path: a folder, a finished run, or a hub id.
@@ -45,6 +59,8 @@ class DatasetSpec:
             asks for one, such as 2026-11-22; None for today.
         row_type: the type of rows with compared or judged answers, which become trees; None in other stages.
         needs_mismatched: each tree has one more branch, its prompt with the answer of the next row.
+        max_new_tokens: the most tokens of an answer, for which data.max_length has room behind each prompt of stage rl.
+        tools: tools that the chat template describes in each prompt of stage rl.
     """
 
     data: Data
@@ -55,6 +71,8 @@ class DatasetSpec:
     date: str | None = None
     row_type: RowType | None = None
     needs_mismatched: bool = False
+    max_new_tokens: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def eval_sources(self) -> list[Source]:
@@ -77,9 +95,19 @@ class DatasetSpec:
             return None
         return template_date(self.tokenizer_path, self.chat_template, self.date)
 
-    def settings(self, format: Format | Literal["auto"]) -> TokenizeSettings:
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt of stage rl may have."""
+        return self.data.max_length - self.max_new_tokens
+
+    def settings(self, format: Format | Literal["auto"]) -> TokenizeSettings | PromptSettings:
         """How the rows of a source become tokens."""
-        return TokenizeSettings.of(self.data, format, self.row_type)
+        data = self.data
+        if self.stage != "rl":
+            return TokenizeSettings.of(data, format, self.row_type)
+        from danlu.data.prompts import PromptSettings
+
+        return PromptSettings(data.prompt, format, data.system, self.longest_prompt, data.overlong, self.tools)
 
     def samples(self, chosen: Samples) -> Samples:
         """The chosen samples with the branches that the objective needs besides.
@@ -123,6 +151,48 @@ class PreparedData:
     date: str | None = None  # that the chat template writes, where it writes one
     held_out_rows: tuple[np.ndarray, ...] = ()
     """The numbers of the rows that `data.eval` holds out of each source of `data.train`; empty where there are none."""
+
+
+def prepare_prompts(spec: DatasetSpec, *, progress: Progress | None = None) -> PromptSets:
+    """The prompts of the rows of stage `rl`, those that are held out apart.
+
+    Rows are read, skipped and held out as by `prepare`, so that a row which is usable in each of two stages of a chain
+    is held out in both. Nothing is cached: a prompt is short, and its row is needed too.
+
+    Raises:
+        DataError: a file, row, template or tokenizer is wrong, or a source has no prompt.
+    """
+    from danlu.data.prompts import PromptChunk, PromptSets, no_prompt_left, render_prompts
+
+    data, rows = spec.data, _CheckedRows(spec, progress)
+
+    def read_all(sources: Sequence[Source]) -> tuple[list[list[Prompt]], Statistics]:
+        total = Statistics()
+        prompts: list[list[Prompt]] = []
+        for source in sources:
+            statistics = Statistics()
+            of_source: list[Prompt] = []
+            for chunk in rows.chunks(source, workers):
+                statistics.add(chunk.statistics)
+                of_source += chunk.prompts
+            if not of_source:
+                raise DataError(f"{source.path}: {no_prompt_left(statistics, data.max_length, spec.max_new_tokens)}")
+            prompts.append(of_source)
+            total.add(statistics)
+        return prompts, total
+
+    workers: WorkerPool[Any, PromptChunk]
+    with WorkerPool(spec.job(render_prompts), worker_count(data)) as workers:
+        evaluation, eval_statistics = read_all(spec.eval_sources)
+        train, statistics = read_all(data.train)
+    chosen, held_out = draw_rows([np.arange(len(prompts)) for prompts in train], data, spec.seed)
+
+    def take(numbers: Sequence[np.ndarray]) -> tuple[Prompt, ...]:
+        return tuple(prompts[number] for prompts, own in zip(train, numbers, strict=True) for number in own.tolist())
+
+    if spec.eval_sources:
+        return PromptSets(take(chosen), tuple(chain(*evaluation)), statistics, eval_statistics)
+    return PromptSets(take(chosen), take(held_out) if held_out is not None else (), statistics, None)
 
 
 def prepare(
@@ -241,37 +311,50 @@ class BadRowPolicy:
                 raise DataError(f"more than {self._limit} bad rows (data.bad_row_limit); the last one: {message}")
 
 
+class _CheckedRows:
+    """Reads sources in chunks; bad rows are refused as the data section says, and the progress is shown."""
+
+    def __init__(self, spec: DatasetSpec, progress: Progress | None) -> None:
+        self._spec = spec
+        self._progress = progress or (lambda done, total: None)
+        self._rows_done = 0
+
+    def chunks(self, source: Source, workers: WorkerPool[Any, AnyChunk]) -> Iterator[AnyChunk]:
+        """The chunks of a source, in the order of the rows. Raises DataError as `read` and `BadRowPolicy` do."""
+        bad_rows = BadRowPolicy(self._spec.data)
+        format, raw = read(source, self._spec)
+        for chunk in tokenise_rows(raw, self._spec.settings(format), workers):
+            bad_rows.check(chunk.bad, chunk.statistics.rows)
+            yield chunk
+            self._rows_done += chunk.statistics.rows
+            self._progress(self._rows_done, None)
+
+
 class _CachedSources:
     """The token stores of sources; a source that the cache does not have is tokenised."""
 
     def __init__(self, spec: DatasetSpec, tokenizer: str, progress: Progress | None) -> None:
         self._spec = spec
-        self._data = spec.data
         self._tokenizer = tokenizer  # fingerprint
         self._cache = TokenCache(Path(spec.data.cache).expanduser())
-        self._progress = progress or (lambda done, total: None)
-        self._rows_done = 0
+        self._rows = _CheckedRows(spec, progress)
 
-    def store(self, source: Source, workers: Tokenizers) -> TokenStore:
+    def store(self, source: Source, workers: WorkerPool[Any, TokenizedChunk]) -> TokenStore:
         parts = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
             "settings": asdict(self._spec.settings(source.format)),
             # A store made while skipping bad rows must not serve a run that would have stopped at one.
-            "bad_rows": [self._data.on_bad_row, self._data.bad_row_limit],
+            "bad_rows": [self._spec.data.on_bad_row, self._spec.data.bad_row_limit],
         }
 
         def build(open_writer: Callable[[int], StoreWriter]) -> None:
-            statistics, bad_rows = Statistics(), BadRowPolicy(self._data)
+            statistics = Statistics()
             writer: StoreWriter | None = None
-            format, raw = read(source, self._spec)
-            for chunk in tokenise_rows(raw, self._spec.settings(format), workers):
-                bad_rows.check(chunk.bad, chunk.statistics.rows)
+            for chunk in self._rows.chunks(source, workers):
                 writer = writer or open_writer(chunk.tokenizer.vocab_size)
                 writer.add(chunk.block)
                 statistics.add(chunk.statistics)
-                self._rows_done += chunk.statistics.rows
-                self._progress(self._rows_done, None)
             if writer is None:
                 raise DataError(f"{source.path}: no rows")
             writer.finish({"statistics": statistics.to_json(), "tokenizer": asdict(chunk.tokenizer)})
@@ -280,12 +363,14 @@ class _CachedSources:
 
 
 def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], Iterator[RawRow]]:
-    """The format of a source's rows, which its first good row decides, and the rows.
+    """The format of a source's rows, which its first good row decides but in stage rl, and the rows.
 
     Raises:
         DataError: the source cannot be read, or this stage or packing has no use for its rows.
     """
     data, rows = spec.data, sources.read_rows(source)
+    if spec.stage == "rl":  # rows of several formats may lie together: of each the prompt alone is read
+        return source.format, rows
     seen: list[RawRow] = []
     format: Format | Literal["auto"] = source.format
     for row in rows:
@@ -318,7 +403,9 @@ def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], I
     return format, chain(seen, rows)
 
 
-def tokenise_rows(raw: Iterable[RawRow], settings: TokenizeSettings, workers: Tokenizers) -> Iterator[TokenizedChunk]:
+def tokenise_rows(
+    raw: Iterable[RawRow], settings: TokenizeSettings | PromptSettings, workers: WorkerPool[Any, AnyChunk]
+) -> Iterator[AnyChunk]:
     """Rows as tokenised chunks, in order."""
     return workers.map((settings, chunk) for chunk in chunks(raw))
 
@@ -338,26 +425,38 @@ def _choose(
     held_out_rows: of each store, where they are drawn already.
     """
     usable = [np.unique(store.row_numbers) for store in stores]  # [rows] of each store that gave a sample
-    counts = [len(rows) for rows in usable]
-    for source, count in zip(data.train, counts, strict=True):
-        if not count:
+    for source, rows in zip(data.train, usable, strict=True):
+        if not len(rows):
             raise DataError(f"{source.path}: no row is left to train on: every one was skipped or dropped")
     names = source_names(data.train)
 
-    def select(rows: Sequence[np.ndarray]) -> Selection:
-        return Selection.some_of(stores, names, list(map(_samples_of, stores, rows)))
+    def select(numbers: Sequence[np.ndarray]) -> Selection:
+        return Selection.some_of(stores, names, list(map(_samples_of, stores, numbers)))
 
+    chosen, held_out = draw_rows(usable, data, seed, held_out_rows)
+    if held_out is None:
+        return select(chosen), None, held_out_rows
+    return select(chosen), select(held_out), held_out_rows or tuple(held_out)
+
+
+def draw_rows(
+    usable: Sequence[np.ndarray], data: Data, seed: int, held_out_rows: Sequence[np.ndarray] = ()
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    """The rows of an epoch and the held-out ones of each source; None for these where `data.eval` draws none.
+
+    usable: the numbers of the rows of each source that can be used. held_out_rows: of each source, where they are drawn
+    already.
+    """
     held_out = None
     if data.eval is not None and not isinstance(data.eval, list):
         if held_out_rows:
             masks = [np.isin(rows, own_rows) for rows, own_rows in zip(usable, held_out_rows, strict=True)]
         else:
-            masks = mixture.hold_out(counts, data.eval, seed)
-            held_out_rows = tuple(rows[mask] for rows, mask in zip(usable, masks, strict=True))
-        held_out = select([rows[mask] for rows, mask in zip(usable, masks, strict=True)])
+            masks = mixture.hold_out([len(rows) for rows in usable], data.eval, seed)
+        held_out = [rows[mask] for rows, mask in zip(usable, masks, strict=True)]
         usable = [rows[~mask] for rows, mask in zip(usable, masks, strict=True)]
     positions = mixture.epoch_rows([len(rows) for rows in usable], [source.weight for source in data.train], seed)
-    return select([rows[at] for rows, at in zip(usable, positions, strict=True)]), held_out, held_out_rows
+    return [rows[at] for rows, at in zip(usable, positions, strict=True)], held_out
 
 
 def _samples_of(store: TokenStore, row_numbers: np.ndarray) -> np.ndarray:

@@ -17,14 +17,18 @@ import numpy as np
 
 from danlu.core.errors import DataError, RecipeError
 from danlu.core.types import Sample
+from danlu.data.message_spans import Reason
 from danlu.data.prepare import DatasetSpec, read
+from danlu.data.prompts import Prompt, PromptSettings, render_prompts
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.samples import SampleBlock
 from danlu.data.tokenizer import Tokenizer
-from danlu.data.tokenizing import Task, TokenizeSettings, block_of, tokenise
+from danlu.data.tokenizing import TokenizeSettings, block_of, tokenise
 from danlu.data.worker_pool import WorkerPool
-from danlu.recipe.sections import Source
 from danlu.recipe.sections.base import RowType
+
+SourceRows = tuple[int, TokenizeSettings | PromptSettings, list[RawRow]]
+"""The number of a source, its settings and the rows to show."""
 
 
 class PreviewBranch(NamedTuple):
@@ -94,40 +98,48 @@ def render_examples(spec: DatasetSpec, *, rows: int, places: Sequence[str] = ())
         DataError: a source, the tokenizer or the chat template cannot be used at all. A bad row is no error here.
         RecipeError: there is no row at one of the places.
     """
-    tasks: list[tuple[int, Task]] = []
+    tasks: list[SourceRows] = []
     for number, source in enumerate(spec.sources):
         format, raw = read(source, spec)
-        chosen = rows_at(raw, places) if places else list(islice(raw, rows))
-        tasks.append((number, (spec.settings(format), chosen)))
-    missing_places(places, [row for _, (_, chosen) in tasks for row in chosen], spec.sources)
+        chosen = _rows_at(raw, places) if places else list(islice(raw, rows))
+        tasks.append((number, spec.settings(format), chosen))
+    files = ", ".join(source.path for source in spec.sources)
+    missing = [place for place in places if not any(_is_at(row, place) for _, _, chosen in tasks for row in chosen)]
+    if missing:
+        raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
     with WorkerPool(spec.job(preview_rows), 1) as workers:
         return [row for rows_of_source in workers.map(tasks) for row in rows_of_source]
 
 
-def preview_rows(tokenizer: Tokenizer, task: tuple[int, Task]) -> list[PreviewRow]:
-    """Returns the outcome of each row of a source, by the same steps as for training.
-
-    task: the number of the source, the settings and the rows.
+def preview_rows(tokenizer: Tokenizer, task: SourceRows) -> list[PreviewRow]:
+    """Returns the outcome of each row of a source, by the same steps as for a run.
 
     Raises:
         DataError: every row needs something that the tokenizer lacks.
     """
-    source, (settings, rows) = task
+    source, settings, rows = task
     return [_preview_row(tokenizer, settings, source, row) for row in rows]
 
 
-def _preview_row(tokenizer: Tokenizer, settings: TokenizeSettings, source: int, row: RawRow) -> PreviewRow:
-    chunk = tokenise(tokenizer, (settings, [row]))
-    counts, block = chunk.statistics, chunk.block
-    if counts.dropped:
-        block = _untruncated(tokenizer, settings, row)
-    has_columns = bool(chunk.bad) and isinstance(row.value, dict)
+def _preview_row(
+    tokenizer: Tokenizer, settings: TokenizeSettings | PromptSettings, source: int, row: RawRow
+) -> PreviewRow:
+    if isinstance(settings, PromptSettings):
+        prompts = render_prompts(tokenizer, (settings, [row]))
+        counts, bad = prompts.statistics, prompts.bad
+        samples = [_prompt_sample(tokenizer, prompt) for prompt in prompts.prompts]
+    else:
+        chunk = tokenise(tokenizer, (settings, [row]))
+        counts, bad = chunk.statistics, chunk.bad
+        block = _untruncated(tokenizer, settings, row) if counts.dropped else chunk.block
+        samples = [_sample(tokenizer, block, number, settings.row_type) for number in range(len(block))]
+    has_columns = bool(bad) and isinstance(row.value, dict)
     return PreviewRow(
         source,
         row.index,
         row.where,
-        samples=tuple(_sample(tokenizer, block, number, settings.row_type) for number in range(len(block))),
-        bad="".join(chunk.bad),
+        samples=tuple(samples),
+        bad="".join(bad),
         columns=json.dumps(row.value, ensure_ascii=False, default=str) if has_columns else "",
         dropped="".join(counts.dropped),
         shortened="".join(counts.shortened),
@@ -143,13 +155,30 @@ def _untruncated(tokenizer: Tokenizer, settings: TokenizeSettings, row: RawRow) 
     return block_of(samples, [row.index] * len(samples))
 
 
+def _prompt_sample(tokenizer: Tokenizer, prompt: Prompt) -> PreviewSample:
+    """The prompt as context: only the policy's answers are trained."""
+    count = len(prompt.tokens)
+    reasons = np.full(count, Reason.PROMPT, np.uint8)
+    return _shown(tokenizer, np.array(prompt.tokens, np.int32), np.zeros(count, np.float32), reasons)
+
+
 def _sample(tokenizer: Tokenizer, block: SampleBlock, number: int, row_type: RowType | None) -> PreviewSample:
     sample = block.sample(number)
-    ids = sample.tokens.tolist()
+    branches = () if row_type is None else _branches(sample, row_type)
+    return _shown(tokenizer, sample.tokens, sample.weights, block.reasons(number), branches)
+
+
+def _shown(
+    tokenizer: Tokenizer,
+    tokens: np.ndarray,
+    weights: np.ndarray,
+    reasons: np.ndarray,
+    branches: tuple[PreviewBranch, ...] = (),
+) -> PreviewSample:
+    ids = tokens.tolist()
     special = np.array([token in tokenizer.special_ids for token in ids], bool)
     texts = token_texts(tokenizer.token_bytes(ids))
-    branches = () if row_type is None else _branches(sample, row_type)
-    return PreviewSample(sample.tokens, sample.weights, block.reasons(number), special, tuple(texts), branches)
+    return PreviewSample(tokens, weights, reasons, special, tuple(texts), branches)
 
 
 def _branches(sample: Sample, row_type: RowType) -> tuple[PreviewBranch, ...]:
@@ -185,15 +214,7 @@ def token_texts(tokens: Sequence[bytes]) -> list[str]:
     return texts
 
 
-def missing_places(places: Sequence[str], rows: Sequence[RawRow], sources: Sequence[Source]) -> None:
-    """Raises RecipeError for places at which none of the rows is."""
-    files = ", ".join(source.path for source in sources)
-    missing = [place for place in places if not any(_is_at(row, place) for row in rows)]
-    if missing:
-        raise RecipeError([f"--row {place}: there is no such row in {files}" for place in missing])
-
-
-def rows_at(raw: Iterable[RawRow], places: Sequence[str]) -> list[RawRow]:
+def _rows_at(raw: Iterable[RawRow], places: Sequence[str]) -> list[RawRow]:
     """The rows of a source that are at one of the places, as `render_examples` reads them."""
     matching = (row for row in raw if any(_is_at(row, place) for place in places))
     return list(islice(matching, len(places)))  # a place is one row of a source, so no need to read on

@@ -1,7 +1,6 @@
 """The prompts of stage `rl`: rows as tokens that the policy continues, each with all columns for the rewards.
 
-Rows are read, skipped and held out as those of other stages are, so that a row which is usable in each of two stages of
-a chain is held out in both. Nothing is cached: a prompt is short, and its row is needed besides.
+`danlu.data.prepare.prepare_prompts` reads them.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
-
 from danlu.core.errors import CheckpointError, DataError
 from danlu.core.prompt_template import PromptTemplate
-from danlu.data import mixture, sources
 from danlu.data.messages import Conversation, Message, turn_of
 from danlu.data.permutation import Permutation
-from danlu.data.prepare import BadRowPolicy, Progress, worker_count
 from danlu.data.prompt_encoding import (
     encode_conversation,
     encode_text,
@@ -33,11 +28,7 @@ from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Format
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer
-from danlu.data.tokenizer_folder import template_date
-from danlu.data.tokenizing import TokenizerJob, chunks
 from danlu.data.tree_length import PROMPT_SHORTENED
-from danlu.data.worker_pool import WorkerPool
-from danlu.recipe.sections import Data, Source
 
 TOO_LONG = "the prompt leaves no room for rollout.max_new_tokens in data.max_length"
 
@@ -54,36 +45,6 @@ class Prompt:
     """The text, or the messages of a conversation, shortened where the prompt was too long."""
     where: str
     """The place of the row, for messages: "gsm8k.jsonl:17"."""
-
-
-@dataclass(frozen=True)
-class PromptSpec:
-    """Everything that decides which prompts a run has, and in which order.
-
-    Attributes:
-        tokenizer_path: a folder, a finished run, or a hub id.
-        chat_template: a Jinja file that takes the place of the tokenizer's own template.
-        seed: the seed of the order, the held-out rows and the mixture. max_new_tokens: the most tokens of an answer,
-            for which data.max_length has room behind each prompt. date: the day that a chat template writes if it asks
-            for one, such as 2026-11-22; None for today. tools: tools that the chat template describes in each prompt.
-    """
-
-    data: Data
-    tokenizer_path: str
-    chat_template: str | None
-    seed: int
-    max_new_tokens: int
-    date: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
-
-    def settings(self, format: Format | Literal["auto"]) -> PromptSettings:
-        """How the rows of a source become prompts."""
-        return PromptSettings(self.data.prompt, format, self.data.system, self.longest, self.data.overlong, self.tools)
-
-    @property
-    def longest(self) -> int:
-        """Tokens that a prompt may have."""
-        return self.data.max_length - self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -131,87 +92,15 @@ class PromptSets:
         return lines
 
 
-def read_prompts(spec: PromptSpec, *, progress: Progress | None = None) -> PromptSets:
-    """The prompts of all rows, those that are held out apart.
-
-    Raises:
-        DataError: a file, row, template or tokenizer is wrong, or a side has no prompt.
-    """
-    data = spec.data
-    own = data.eval if isinstance(data.eval, list) else []
-    date = template_date(spec.tokenizer_path, spec.chat_template, spec.date)
-    job = TokenizerJob(spec.tokenizer_path, spec.chat_template, date, render_prompts)
-    reader = _Reader(spec, progress or (lambda done, total: None))
-    with WorkerPool(job, worker_count(data)) as workers:
-        eval_sets = [reader.prompts(source, workers) for source in own]
-        train_sets = [reader.prompts(source, workers) for source in data.train]
-    train, held_out = _choose([prompts for prompts, _ in train_sets], data, spec.seed)
-    return PromptSets(
-        train=train,
-        eval=tuple(prompt for prompts, _ in eval_sets for prompt in prompts) if own else held_out,
-        statistics=_total(train_sets),
-        eval_statistics=_total(eval_sets) if own else None,
-    )
-
-
-class _Reader:
-    """Reads the prompts of sources, and counts their rows."""
-
-    def __init__(self, spec: PromptSpec, progress: Progress) -> None:
-        self._spec = spec
-        self._progress = progress
-        self._rows_done = 0
-
-    def prompts(self, source: Source, workers: WorkerPool[PromptTask, PromptChunk]) -> tuple[list[Prompt], Statistics]:
-        data, statistics, prompts = self._spec.data, Statistics(), list[Prompt]()
-        settings = self._spec.settings(source.format)
-        bad_rows = BadRowPolicy(data)
-        for chunk in workers.map((settings, rows) for rows in chunks(sources.read_rows(source))):
-            bad_rows.check(chunk.bad, chunk.statistics.rows)
-            prompts += chunk.prompts
-            statistics.add(chunk.statistics)
-            self._rows_done += chunk.statistics.rows
-            self._progress(self._rows_done, None)
-        if not prompts:
-            raise DataError(f"{source.path}: {_nothing_left(statistics, self._spec)}")
-        return prompts, statistics
-
-
-def _nothing_left(statistics: Statistics, spec: PromptSpec) -> str:
+def no_prompt_left(statistics: Statistics, max_length: int, max_new_tokens: int) -> str:
     """Why a source has no prompt."""
     if statistics.bad_rows == statistics.rows:
         return f"none of {statistics.rows} rows can be used; the first: {statistics.bad_examples[0]}"
     return (
         f"no prompt is left of {statistics.rows} rows: {sum(statistics.dropped.values())} are longer than the "
-        f"{spec.longest} tokens that rollout.max_new_tokens ({spec.max_new_tokens}) leaves of data.max_length "
-        f"({spec.data.max_length}). Raise data.max_length, or lower rollout.max_new_tokens"
+        f"{max_length - max_new_tokens} tokens that rollout.max_new_tokens ({max_new_tokens}) leaves of "
+        f"data.max_length ({max_length}). Raise data.max_length, or lower rollout.max_new_tokens"
     )
-
-
-def _total(sets: Sequence[tuple[list[Prompt], Statistics]]) -> Statistics:
-    total = Statistics()
-    for _, statistics in sets:
-        total.add(statistics)
-    return total
-
-
-def _choose(
-    prompts: Sequence[Sequence[Prompt]], data: Data, seed: int
-) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
-    """The prompts of an epoch and the held-out ones, drawn as `danlu.data.prepare` draws samples."""
-    counts = [len(of_source) for of_source in prompts]
-    kept = [np.arange(count) for count in counts]
-    held_out: tuple[Prompt, ...] = ()
-    if data.eval is not None and not isinstance(data.eval, list):
-        masks = mixture.hold_out(counts, data.eval, seed)
-        held_out = _at(prompts, [np.flatnonzero(mask) for mask in masks])
-        kept = [np.flatnonzero(~mask) for mask in masks]
-    positions = mixture.epoch_rows([len(rows) for rows in kept], [source.weight for source in data.train], seed)
-    return _at(prompts, [rows[at] for rows, at in zip(kept, positions, strict=True)]), held_out
-
-
-def _at(prompts: Sequence[Sequence[Prompt]], chosen: Sequence[np.ndarray]) -> tuple[Prompt, ...]:
-    return tuple(of_source[number] for of_source, rows in zip(prompts, chosen, strict=True) for number in rows.tolist())
 
 
 def prompt_lines(name: str, statistics: Statistics) -> list[str]:
@@ -240,7 +129,7 @@ class PromptOrder:
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        assert prompts, "read_prompts refuses data without a prompt"
+        assert prompts, "prepare_prompts refuses data without a prompt"
         self._prompts = prompts
         self._seed = seed
 
@@ -278,10 +167,8 @@ class PromptOrder:
 
 # -- in tokenising processes -------------------------------------------------------------------------------------------
 
-PromptTask = tuple[PromptSettings, list[RawRow]]
 
-
-def render_prompts(tokenizer: Tokenizer, task: PromptTask) -> PromptChunk:
+def render_prompts(tokenizer: Tokenizer, task: tuple[PromptSettings, list[RawRow]]) -> PromptChunk:
     """Renders rows as prompts; rows without a prompt are reported, not raised.
 
     Raises:
@@ -318,14 +205,15 @@ def render_prompts(tokenizer: Tokenizer, task: PromptTask) -> PromptChunk:
             statistics.left_out.update(left_out)
             statistics.left_out_example = statistics.left_out_example or row.where
         statistics.shortened.update([PROMPT_SHORTENED] if shown is not columns else [])
-        prompts.append(Prompt(tokens, row.value, _shown(shown), row.where))
+        prompts.append(Prompt(tokens, row.value, shown_prompt(shown), row.where))
     statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(bad), samples=len(prompts)))
     lengths = [len(prompt.tokens) for prompt in prompts]
     statistics.add(Statistics(tokens=sum(lengths), longest=max(lengths, default=0)))
     return PromptChunk(tuple(prompts), statistics, tuple(bad))
 
 
-def _shown(columns: PromptColumns) -> str | list[Mapping[str, Any]]:
+def shown_prompt(columns: PromptColumns) -> str | list[Mapping[str, Any]]:
+    """A prompt as rewards and logs see it: the text, or the messages."""
     return columns if isinstance(columns, str) else [turn_of(message) for message in columns.messages]
 
 

@@ -18,9 +18,9 @@ import yaml
 from danlu.core.errors import DataError, RecipeError
 from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
 from danlu.core.terminal import echo, print_status
-from danlu.data.messages import turn_of
+from danlu.data.prepare import DatasetSpec, prepare_prompts
 from danlu.data.prompt_formats import parse_prompt
-from danlu.data.prompts import Prompt, PromptSpec, prompt_lines, read_prompts
+from danlu.data.prompts import Prompt, prompt_lines, shown_prompt
 from danlu.data.raw_rows import BadRow
 from danlu.data.sources import read_rows
 from danlu.evaluation.reward_model import opened_new
@@ -148,9 +148,10 @@ def evaluate(
 def prompts_of(recipe: Recipe, tokenizer_folder: Path, chat_template: Path | None) -> tuple[Prompt, ...]:
     """Reads the prompts of all rows. Raises DataError; reports which were shortened or skipped."""
     template = None if chat_template is None else str(chat_template)
-    spec = PromptSpec(recipe.data, str(tokenizer_folder), template, 0, recipe.rollout.max_new_tokens)
+    most = recipe.rollout.max_new_tokens
+    spec = DatasetSpec(recipe.data, "rl", str(tokenizer_folder), template, seed=0, max_new_tokens=most)
     with closing(RowProgress(sys.stderr)) as progress:
-        prompts = read_prompts(spec, progress=progress)
+        prompts = prepare_prompts(spec, progress=progress)
     for line in prompt_lines("data", prompts.statistics)[1:]:
         print_status(f"note: {line}")
     return prompts.train
@@ -210,8 +211,7 @@ def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) 
             raise DataError(f"{row.where}: --answers {column}: no text, or list of texts; the row has {there}")
         prompt: Any = ""
         try:
-            columns = parse_prompt(row.value, template, recipe.data.train[0].format, row.where)
-            prompt = columns if isinstance(columns, str) else [turn_of(message) for message in columns.messages]
+            prompt = shown_prompt(parse_prompt(row.value, template, recipe.data.train[0].format, row.where))
         except DataError:
             if template is not None:
                 raise

@@ -13,7 +13,8 @@ import torch
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.core.errors import DataError
-from danlu.data.prompts import Prompt, PromptOrder, PromptSpec, read_prompts
+from danlu.data.prepare import DatasetSpec, prepare_prompts
+from danlu.data.prompts import Prompt, PromptOrder
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import tokenizer_info
 from danlu.data.tool_calls import unknown_form_line
@@ -45,17 +46,18 @@ class PromptReader:
     def read(self, stream: TextIO) -> StageData:
         """Every process reads and renders the prompts."""
         recipe, model = self.recipe, self.recipe.model
-        spec = PromptSpec(
+        spec = DatasetSpec(
             recipe.data,
+            "rl",
             tokenizer_path(recipe),
             model.chat_template,
             recipe.seed,
-            recipe.rollout.max_new_tokens,
             model.chat_template_date,
-            tool_schemas(recipe.environment),
+            max_new_tokens=recipe.rollout.max_new_tokens,
+            tools=tool_schemas(recipe.environment),
         )
         with closing(RowProgress(stream)) as progress:
-            prompts = read_prompts(spec, progress=progress)
+            prompts = prepare_prompts(spec, progress=progress)
         parts = reward_parts(recipe)
         everyone = (*prompts.train, *prompts.eval)
         for prompt in everyone:
