@@ -93,7 +93,7 @@ def test_leaving_ends_processes_at_once() -> None:
         results = workers.map([1, *[-4] * MIN_TASKS_FOR_POOL, 5])
         next(results)
         processes = list(workers._processes)
-    assert [process.returncode for process in processes] == [-9], "killed, where waiting for the tasks would be 0"
+    assert [process.exit_code() for process in processes] == [-9], "killed, where waiting for the tasks would be 0"
 
 
 @dataclass(frozen=True)

@@ -141,13 +141,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rewards/worker_pool.py",
-        "            yield task, [outcome_of(reward.late(answers[answer])) for answer in task.numbers]",
-        "            yield task.failed(ending)",
+        "            return [outcome_of(reward.late(answers[number])) for number in task.numbers]",
+        "            pass",
         "rewards/test_math_answer.py",
         only="stuck",
     ),
     Mutation(
-        "rewards/worker_connection.py",
+        "rewards/call_pool.py",
         "            if used is not None and used < self._processor_until:  # it has waited for a processor",
         "            if False:",
         "rewards/test_math_answer.py",

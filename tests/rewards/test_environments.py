@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from danlu.core.errors import RecipeError
-from danlu.rewards.environments import workers as environment_workers
+from danlu.rewards import call_pool
 from danlu.rewards.environments.protocol import EpisodeCall, Reply, TurnText
 from danlu.rewards.environments.user_class import UserEnvironment
 from danlu.rewards.environments.workers import EnvironmentWorkers
@@ -137,7 +137,7 @@ def test_what_does_not_repeat_itself_is_told(workers):
 
 
 def test_after_many_that_hang_the_others_are_not_called(workers, monkeypatch):
-    monkeypatch.setattr(environment_workers, "MOST_TIMEOUTS", 2)
+    monkeypatch.setattr(call_pool, "MOST_TIMEOUTS", 2)
     pool = workers(timeout_s=1.0)
     episodes = [Played(number) for number in range(6)]
     for episode, reply in zip(episodes, pool.replies([each.call() for each in episodes]), strict=True):

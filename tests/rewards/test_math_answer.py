@@ -21,14 +21,14 @@ from builders.math_pairs import DIFFERENT as OTHER_PAIRS
 from builders.math_pairs import EQUAL as EQUAL_PAIRS
 from builders.math_wordings import RIGHT, WRONG
 
-from danlu.rewards import symbolic, worker_pool
+from danlu.rewards import call_pool, symbolic, worker_pool
+from danlu.rewards.call_pool import CallWorker, Failed, PoolCall
 from danlu.rewards.final_answer import final_answer, final_number
 from danlu.rewards.math_answer import decide, match_answer
 from danlu.rewards.plain_numbers import to_number
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.runner import RewardPart, RewardRunner, RewardTable
 from danlu.rewards.text import Mathematical
-from danlu.rewards.worker_connection import WorkerConnection
 
 SAME = [
     ("1/2", r"\frac{1}{2}"),
@@ -308,7 +308,7 @@ worker.serve()
 def test_a_process_that_is_stuck_in_a_comparison_is_ended_and_the_answer_is_wrong(monkeypatch) -> None:
     """In C, where no signal is seen; none of it counts towards giving the reward up."""
     monkeypatch.setattr(worker_pool, "START", STUCK)
-    monkeypatch.setattr(worker_pool, "MOST_TIMEOUTS", 2)
+    monkeypatch.setattr(call_pool, "MOST_TIMEOUTS", 2)
     monkeypatch.setattr(worker_pool, "LONGEST_COMPARISON_S", 0.05)
     stuck, fine = judged(r"\boxed{y+y}", "2y"), judged(r"\boxed{a+b}", "b+a")
     with RewardRunner([RewardPart("math", Mathematical("answer"))], workers=1) as many:
@@ -325,16 +325,16 @@ def test_a_process_that_is_stuck_in_a_comparison_is_ended_and_the_answer_is_wron
 
 def test_who_waits_for_a_processor_is_not_late() -> None:
     """A process that sleeps has used none of its processor's time, but may not sleep for ever."""
-    worker = WorkerConnection("import sys, time; sys.stdin.buffer.read(1); time.sleep(60)", "start", timeout_s=60.0)
+    worker = CallWorker("import sys, time; sys.stdin.buffer.read(1); time.sleep(60)", "start", timeout_s=60.0)
     try:
-        worker.is_ready, worker._outgoing = True, memoryview(b"")
-        worker.call("task", "call", processor_limit_s=0.02)
+        worker.is_ready = True
+        worker.make(PoolCall("task", "call", processor_limit_s=0.02))
         worker.deadline = 0.0
-        assert not worker.is_late and worker.ending is None
+        assert not worker.is_late and worker.failure() is None
         worker.deadline = worker._last_deadline = 0.0
-        assert worker.is_late and worker.ending == "no answer within 0.02 s"
-        worker.task, worker._outgoing = None, memoryview(b"")
-        worker.call("task", "call")
+        assert worker.is_late and worker.failure() == Failed("no answer within 0.02 s", is_late=True)
+        worker.call = None
+        worker.make(PoolCall("task", "call"))
         worker.deadline = 0.0
         assert worker.is_late, "a limit by the clock is none by the processor"
     finally:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from danlu.core.errors import RecipeError, ResourceError
-from danlu.rewards import worker_connection, worker_pool
+from danlu.rewards import call_pool
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
 from danlu.rewards.programs.sandbox import find_sandbox
@@ -185,7 +185,7 @@ def test_a_reward_that_hangs_loses_its_process_and_no_number(runner, text):
 
 
 def test_a_reward_that_always_hangs_is_given_up(runner, monkeypatch):
-    monkeypatch.setattr(worker_pool, "MOST_TIMEOUTS", 2)
+    monkeypatch.setattr(call_pool, "MOST_TIMEOUTS", 2)
     table = runner("fickle", "slow_first", timeout_s=0.6, workers=1).score(judged(*["hang"] * 12))
     assert np.isnan(table.values[:, 0]).all() and (table.values[:, 1] == 4).all()
     reasons = [failure.reason for failure in table.failures]
@@ -194,14 +194,14 @@ def test_a_reward_that_always_hangs_is_given_up(runner, monkeypatch):
 
 
 def test_a_reward_that_hangs_now_and_then_is_not_given_up(runner, monkeypatch):
-    monkeypatch.setattr(worker_pool, "MOST_TIMEOUTS", 2)
+    monkeypatch.setattr(call_pool, "MOST_TIMEOUTS", 2)
     table = runner("fickle", timeout_s=0.8, workers=1).score(judged("hang", "a", "hang", "bb"))
     assert table.values[[1, 3], 0].tolist() == [1, 2]
     assert by_answer(table) == dict.fromkeys((0, 2), "no answer within 0.8 s")
 
 
 def test_a_reward_whose_process_ends_again_and_again_is_asked_all_the_same(runner, monkeypatch):
-    monkeypatch.setattr(worker_pool, "MOST_TIMEOUTS", 2)  # of which none of these is one
+    monkeypatch.setattr(call_pool, "MOST_TIMEOUTS", 2)  # of which none of these is one
     table = runner("fickle", workers=1).score(judged("die", "die", "die", "a"))
     assert table.values[3, 0] == 1 and set(by_answer(table)) == {0, 1, 2}
 
@@ -293,7 +293,7 @@ def test_problems_of_all_functions_are_told_at_the_start(file, runner):
     ],
 )
 def test_a_file_that_cannot_be_run(tmp_path, monkeypatch, content, limit_s, message):
-    monkeypatch.setattr(worker_connection, "LOAD_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(call_pool, "LOAD_TIMEOUT_S", limit_s)
     path = tmp_path / "slow.py"
     path.write_text(content)
     part = RewardPart("a", UserFunction.read(f"{path}:f"))
@@ -376,7 +376,7 @@ def test_an_interrupt_ends_the_scoring_at_once(runner):
 
 
 CALLER = """
-from danlu.rewards import worker_connection, worker_pool
+from danlu.rewards import worker_pool
 from danlu.rewards.function import UserFunction
 from danlu.rewards.programs.sandbox import find_sandbox
 from danlu.rewards.protocol import JudgedAnswer, StepRewards

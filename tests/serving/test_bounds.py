@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -189,7 +191,7 @@ def test_a_process_that_is_killed_is_one_conversations_error() -> None:
     try:
         hello = template("{{ messages[0].content }}")
         assert process.render(hello, HELLO) == "Hello"
-        process._pool._processes[-1].kill()
+        os.kill(process._pool._processes[-1].id, signal.SIGKILL)
         with pytest.raises(ResourceError, match="ended early.*by a chat template"):
             process.render(hello, HELLO)
         assert process.render(hello, HELLO) == "Hello"

@@ -1,24 +1,211 @@
-"""Processes that do work for this one: plain `python -c` children that are spoken to over pipes.
+"""Worker processes: Python children that do work for this process, and the one protocol that all of them speak.
 
-Unlike multiprocessing's spawn they do not run the caller's main module again, so a script without an `if __name__`
-guard works, and unlike its fork they take over neither torch nor its threads. They end by themselves when the caller is
-killed, because their input ends, which they watch while they work too.
+A worker is a plain `python -c` child. Unlike multiprocessing's spawn it does not run the caller's main module again, so
+a script without an `if __name__` guard works, and unlike its fork it takes over neither torch nor its threads. It leads
+a group of its own, which ends when the caller ends it or is gone, whatever it is busy with in Python.
+
+Requests are pickles. Replies are bytes behind a header with their length, which nothing that user code prints can be
+taken for: the caller unpickles only the replies of workers that run no user code. Sending and receiving never block the
+caller: each worker has two threads here, and the caller waits for a queue of events as long as it wants to.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import select
 import signal
+import struct
+import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO, NoReturn, TypeVar
 
+from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.stop_signals import STOP_SIGNALS
 from danlu.core.terminal import drop_failed_writes
+
+Loaded = TypeVar("Loaded")
+
+LOAD_TIMEOUT_S = 120.0
+"""The seconds for a worker to start and run the files of its functions; imports are slow the first time."""
+LONGEST_WAIT_S = 0.5
+"""The seconds between two looks at a worker: one that left a child behind may end without its pipe being closed."""
+_MARK = b"danlu\0re"
+_HEADER = struct.Struct(f">{len(_MARK)}sQ")
+
+# -- the caller's side -------------------------------------------------------------------------------------------------
+
+
+class WorkerProcess:
+    """A worker, as its caller sees it.
+
+    Args:
+        statement: the statement that it runs.
+        first: the first request.
+        events: the queue for its replies, which several workers may share; None: one of its own.
+        modules: modules that it imports in addition to this package.
+        variables: environment variables that it has in addition to this process's.
+        keeps_stderr: its error output is kept for `stderr`; otherwise it goes to that of this process.
+        pass_fds: descriptors that it keeps.
+    """
+
+    def __init__(
+        self,
+        statement: str,
+        first: Any,
+        *,
+        events: SimpleQueue[Event] | None = None,
+        modules: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        keeps_stderr: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
+        self._stderr = tempfile.TemporaryFile() if keeps_stderr else None  # noqa: SIM115  # closed by `end`
+        self._process = subprocess.Popen(
+            python_command(statement),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(import_paths([__name__, *modules])), **(variables or {})},
+            start_new_session=True,  # Ctrl-C is for the caller, and what the worker starts can be ended with it
+            pass_fds=pass_fds,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=_write, args=(self._process.stdin, self._requests), daemon=True).start()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self.send(first)
+
+    @property
+    def id(self) -> int:
+        """The operating system's id of the process."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended; replies may still be on their way."""
+        return self._process.poll() is not None
+
+    def send(self, request: Any) -> None:
+        """Sends a request; does nothing where the worker has ended, which an event reports."""
+        self._requests.put(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+
+    def receive(self, limit_s: float | None = None) -> bytes | None:
+        """Waits for the next reply of a worker with a queue of its own; None: there will be none.
+
+        Raises queue.Empty where it takes too long.
+        """
+        return self.events.get(timeout=limit_s)[1]
+
+    def exit_code(self, wait_s: float | None = 1.0) -> int | None:
+        """Returns the exit code of a worker that may be about to end; None where it still runs after `wait_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        return self._process.poll()
+
+    def ending(self, wait_s: float = 1.0) -> str:
+        """Describes how a worker that replies no more ended."""
+        code = self.exit_code(wait_s)
+        return "does not speak any more" if code is None else describe_exit(code)
+
+    def stderr(self) -> str:
+        """Returns its error output, where it is kept."""
+        assert self._stderr is not None, "it goes to this process's"
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace").strip()
+
+    def wait_until_loaded(self, loading: str, limit_s: float) -> Any:
+        """Blocks until the worker has loaded its first request, and returns or raises the same as `report_of`."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            with suppress(Empty):
+                worker, reply = self.events.get(timeout=max(0.0, min(LONGEST_WAIT_S, deadline - time.monotonic())))
+                if worker is self:
+                    return self.report_of(reply, loading)
+                continue
+            if self.has_ended:
+                return self.report_of(None, loading)
+            if time.monotonic() > deadline:
+                raise ResourceError(f"{loading}: no answer within {limit_s:g} s")
+
+    def report_of(self, reply: bytes | None, loading: str) -> Any:
+        """Returns the report in the first reply of a worker that calls `Caller.load`.
+
+        loading: a description for messages, behind the recipe's key: "rewards: loading my_rewards.py".
+        Raises RecipeError with the problems that the worker found, ResourceError where it has ended.
+        """
+        if (said := decoded(reply)) is None:
+            raise ResourceError(f"{loading}: its process {self.ending()}")
+        if said["problems"]:
+            raise RecipeError(said["problems"])
+        return said["report"]
+
+    def end(self) -> None:
+        """Ends the process and all that it has started, whatever they are doing."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._requests.put(None)
+        if self._stderr is not None:
+            self._stderr.close()
+
+    def _read(self, replies: IO[bytes]) -> None:
+        with replies:
+            while (reply := read_reply(replies)) is not None:
+                self.events.put((self, reply))
+        self.events.put((self, None))
+
+
+Event = tuple[WorkerProcess, bytes | None]
+"""A worker and its reply; None: it has ended, has closed its pipe, or has written into it other things than replies."""
+
+
+def end_all(workers: list[Any]) -> None:
+    """Ends all workers of a list, and leaves None in their places."""
+    for place, worker in enumerate(workers):
+        if worker is not None:
+            worker.end()
+            workers[place] = None
+
+
+def read_reply(file: IO[bytes]) -> bytes | None:
+    """Reads the next reply of a file; None at its end, and for bytes that are no reply."""
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    mark, length = _HEADER.unpack(header)
+    if mark != _MARK:
+        return None
+    reply = file.read(length)
+    return reply if len(reply) == length else None
+
+
+def decoded(reply: bytes | None) -> Any:
+    """Decodes a reply of JSON; None where there is none, or where user code has written into what is not its own."""
+    try:
+        return None if reply is None else json.loads(reply)
+    except ValueError:
+        return None
+
+
+def describe_exit(code: int) -> str:
+    """Describes how a process ended, by its exit code: "ended with exit code 1"."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def one_thread() -> dict[str, str]:
+    """Returns the variables of workers that are the parallelism themselves, unless this process's say otherwise."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def import_paths(modules: Sequence[str]) -> list[str]:
@@ -41,8 +228,62 @@ def python_command(statement: str) -> list[str]:
     return [sys.executable, "-P", "-c", statement]
 
 
-def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns a worker process's requests and replies, both for this process alone.
+def _write(file: IO[bytes], requests: SimpleQueue[bytes | None]) -> None:
+    with suppress(BrokenPipeError), file:
+        while (request := requests.get()) is not None:
+            file.write(request)
+            file.flush()
+
+
+# -- the worker's side -------------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """The process that started this one, as the worker sees it. A worker makes it before it does anything else.
+
+    Args:
+        is_watched: this process ends with the caller, which a thread looks after.
+    """
+
+    def __init__(self, *, is_watched: bool = True) -> None:
+        self.requests, self.replies = _take_over_pipes()
+        self._sending = threading.Lock()
+        if is_watched:
+            end_with(self.requests)
+
+    def receive(self) -> Any:
+        """Returns the next request; ends this process where there is none any more."""
+        try:
+            return pickle.load(self.requests)  # noqa: S301  # from the process that started this one
+        except (EOFError, pickle.UnpicklingError):
+            end_group()
+
+    def load(self, load: Callable[[Any], Loaded], report: Callable[[Loaded], Any] = lambda loaded: None) -> Loaded:
+        """Loads the first request and returns the result; replies with the problems of a RecipeError, which ends this
+        process, or with a report of the result.
+        """
+        try:
+            loaded = load(self.receive())
+        except RecipeError as error:
+            self.reply({"problems": error.problems})
+            sys.exit()
+        self.reply({"problems": [], "report": report(loaded)})
+        return loaded
+
+    def reply(self, value: Any) -> None:
+        """Sends a reply of JSON."""
+        self.send([json.dumps(value).encode()])
+
+    def send(self, parts: Iterable[bytes]) -> None:
+        """Sends a reply that is made of these parts; from any thread."""
+        parts = list(parts)
+        with self._sending, suppress(BrokenPipeError):  # the caller is gone: then the requests end too
+            self.replies.writelines([_HEADER.pack(_MARK, sum(map(len, parts))), *parts])
+            self.replies.flush()
+
+
+def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Returns a worker's requests and replies, both for the protocol alone.
 
     The output of libraries goes to stderr, and does not land among the replies; their input is empty. A stderr that
     takes nothing any more fails no work. Signals that ask to stop do nothing: a closed terminal and a scheduler send
@@ -64,14 +305,21 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Takes the place of a signal's handler. A program that this process starts has the system's own again."""
 
 
-def end_with_the_caller(requests: BinaryIO, end: Callable[[], None] = lambda: os._exit(0)) -> None:
-    """Ends a worker process when the other end of its input closes, whatever it is busy with in Python."""
+def end_with(file: BinaryIO) -> None:
+    """Ends this process and its group when the other end of a pipe closes, whatever it is busy with in Python."""
     if hasattr(select, "poll"):
-        threading.Thread(target=_wait_for_hangup, args=(requests.fileno(), end), daemon=True).start()
+        threading.Thread(target=_wait_for_hangup, args=(file.fileno(),), daemon=True).start()
 
 
-def _wait_for_hangup(descriptor: int, end: Callable[[], None]) -> None:
+def _wait_for_hangup(descriptor: int) -> None:
     watch = select.poll()
     watch.register(descriptor, 0)  # no events but the one that cannot be left out: hung up
     watch.poll()
-    end()
+    end_group()
+
+
+def end_group() -> NoReturn:
+    """Ends this process and all that it has started: it leads a group of its own."""
+    with suppress(OSError):
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)

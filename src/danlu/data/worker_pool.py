@@ -7,29 +7,26 @@ How they are started and ended: `danlu.core.worker_process`.
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
-import subprocess
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from itertools import chain, islice
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from danlu.core.errors import DanluError, DataError, ResourceError
-from danlu.core.worker_process import end_with_the_caller, import_paths, python_command, take_over_pipes
+from danlu.core.worker_process import Caller, WorkerProcess
 from danlu.data import resource_limits
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 MIN_TASKS_FOR_POOL = 8  # below this a second process would spend longer starting than working
-START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from danlu.data.worker_pool import serve; serve()"
+START = "from danlu.data.worker_pool import serve; serve()"
 
 
 class Job(Protocol[Task, Result]):  # type: ignore[misc]  # invariance is not needed: a job is only called
@@ -56,8 +53,8 @@ class WorkerPool(Generic[Task, Result]):
         self._job = job
         self._ending = ending
         self._count = count
-        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
+        self._processes: list[WorkerProcess] = []
         self._threads: list[ThreadPoolExecutor] = []
 
     def __enter__(self) -> WorkerPool[Task, Result]:
@@ -95,8 +92,7 @@ class WorkerPool(Generic[Task, Result]):
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
-            process.kill()
-            process.wait()
+            process.end()
 
     def run(self, task: Task) -> Result:
         """Returns the result of one task, from an idle process, or else from a new one.
@@ -108,38 +104,36 @@ class WorkerPool(Generic[Task, Result]):
         except Empty:
             process = self._start()
         try:
-            reply = _exchange(process, task)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            code = process.wait()
-            if code == -signal.SIGPROF:
-                raise DataError(
-                    f"the chat template has worked on one conversation for {resource_limits.SECONDS_IN_C:g} s and does "
-                    "not come to an end. Correct it, or name another Jinja file in model.chat_template"
-                ) from error
-            why = (
-                "killed by the system, most likely for want of memory"
-                if code == -signal.SIGKILL
-                else f"exit code {code}"
-            )
-            raise ResourceError(f"a tokenising process ended early ({why}){self._ending}") from error
+            process.send(task)
+        except BaseException:  # it cannot be pickled
+            self._idle.put(process)
+            raise
+        if (content := process.receive()) is None:
+            raise self._early_end(process.exit_code(None))
         self._idle.put(process)
+        reply = pickle.loads(content)  # noqa: S301  # written by `serve`, never from outside
         if isinstance(reply, BaseException):
             raise reply
         return cast(Result, reply)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(import_paths([__name__, type(self._job).__module__])),
+    def _start(self) -> WorkerProcess:
+        variables = {
             "TOKENIZERS_PARALLELISM": "false",  # the processes are the parallelism
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # it would advise to install torch
         }
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(python_command(START), stdin=pipe, stdout=pipe, env=environment)
-        self._processes.append(process)
-        with suppress(BrokenPipeError):  # if it ended at once, the exchange that follows says so
-            _send(process, self._job)
+        modules = [type(self._job).__module__]
+        self._processes.append(process := WorkerProcess(START, self._job, modules=modules, variables=variables))
         return process
+
+    def _early_end(self, code: int | None) -> DanluError:
+        """The error of a process that ended before it replied."""
+        if code == -signal.SIGPROF:
+            return DataError(
+                f"the chat template has worked on one conversation for {resource_limits.SECONDS_IN_C:g} s and does "
+                "not come to an end. Correct it, or name another Jinja file in model.chat_template"
+            )
+        why = "killed by the system, most likely for want of memory" if code == -signal.SIGKILL else f"exit code {code}"
+        return ResourceError(f"a tokenising process ended early ({why}){self._ending}")
 
 
 class UnexpectedError(RuntimeError):
@@ -148,17 +142,13 @@ class UnexpectedError(RuntimeError):
 
 def serve() -> None:
     """The loop of a process: a job, then tasks until the input ends; each task is answered by a result or an error."""
-    requests, replies = take_over_pipes()
-    end_with_the_caller(requests)
+    caller = Caller()
     resource_limits.end_when_stuck()
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then believes there is none
     work: Callable[[Any], Any] | None = None
-    job: Job[Any, Any] = pickle.load(requests)  # noqa: S301  # from the process that started this one
+    job: Job[Any, Any] = caller.receive()
     while True:
-        try:
-            task = pickle.load(requests)  # noqa: S301
-        except EOFError:
-            return
+        task = caller.receive()
         reply: object
         try:
             work = work or job.start()
@@ -167,20 +157,4 @@ def serve() -> None:
             reply = error
         except Exception:  # whatever it is, it must reach the caller
             reply = UnexpectedError(traceback.format_exc())
-        try:
-            pickle.dump(reply, replies, pickle.HIGHEST_PROTOCOL)
-            replies.flush()
-        except BrokenPipeError:  # the caller is gone
-            os._exit(0)
-
-
-def _send(process: subprocess.Popen[bytes], message: object) -> None:
-    assert process.stdin is not None
-    pickle.dump(message, process.stdin, pickle.HIGHEST_PROTOCOL)
-    process.stdin.flush()
-
-
-def _exchange(process: subprocess.Popen[bytes], task: object) -> object:
-    _send(process, task)
-    assert process.stdout is not None
-    return pickle.load(process.stdout)  # noqa: S301  # written by `serve`, never from outside
+        caller.send([pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)])

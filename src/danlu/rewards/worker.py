@@ -1,26 +1,23 @@
 """A process that calls rewards for another: code that may hang, crash or print is kept apart from training. No torch
 here.
 
-Requests are pickles: the rewards first, then a `Call` at a time. Replies are lines of JSON, so nothing that a reward
-leaves behind in this process can become anything but numbers and texts.
+Requests are the rewards first, then a `Call` at a time. Replies are JSON, so nothing that a reward leaves behind in
+this process can become anything but numbers and texts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import pickle
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from danlu.core.errors import RecipeError
-from danlu.core.worker_process import end_with_the_caller, take_over_pipes
+from danlu.core.worker_process import Caller
 from danlu.rewards import symbolic
 from danlu.rewards.calling import Outcome, call_on_batch
-from danlu.rewards.function import UserFunction
+from danlu.rewards.function import FunctionReward, UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.text import Mathematical
 
@@ -40,18 +37,15 @@ class Call:
 
 def serve() -> None:
     """The loop of a process, which ends when its input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the caller, who ends this one
-    requests, replies = take_over_pipes()
-    end_with_the_caller(requests, _end_group)
-    rewards = _load(pickle.load(requests), replies)  # noqa: S301  # from the process that started this one
+    caller = Caller()
+    rewards = caller.load(
+        _load, lambda loaded: [isinstance(each, FunctionReward) and each.takes_batch for each in loaded]
+    )
     while True:
-        try:
-            call: Call = pickle.load(requests)  # noqa: S301
-        except EOFError:
-            _end_group()
+        call: Call = caller.receive()
         with _cpu_limit(call.cpu_limit_s):
             outcomes = call_on_batch(rewards[call.reward], call.answers)
-        _reply(replies, [_as_json(each) for each in outcomes])
+        caller.reply([_as_json(each) for each in outcomes])
 
 
 def _as_json(outcome: Outcome) -> list[Any]:
@@ -64,34 +58,21 @@ def _as_json(outcome: Outcome) -> list[Any]:
     ]
 
 
-def _load(rewards: Sequence[Reward], replies: BinaryIO) -> list[Reward]:
-    """The rewards, ready to be called. Replies with the problems, and with which of them take batches."""
-    loaded, problems, takes_batch = list[Reward](), list[str](), list[bool]()
+def _load(rewards: Sequence[Reward]) -> list[Reward]:
+    """The rewards, ready to be called. Raises RecipeError with the problems of all of them."""
+    loaded, problems = list[Reward](), list[str]()
     for reward in rewards:
         try:
-            if isinstance(reward, UserFunction):
-                function = reward.load()
-                takes_batch.append(function.takes_batch)
-                loaded.append(function)
-            else:
-                if isinstance(reward, Mathematical):
-                    symbolic.prepare()
-                takes_batch.append(False)
-                loaded.append(reward)
+            if isinstance(reward, Mathematical):
+                symbolic.prepare()
+            loaded.append(reward.load() if isinstance(reward, UserFunction) else reward)
         except RecipeError as error:
             problems += error.problems
         except ImportError as error:
             problems.append(f"rewards: kind math needs the package math-verify, which cannot be loaded: {error}")
-    _reply(replies, {"problems": problems, "takes_batch": takes_batch})
+    if problems:
+        raise RecipeError(problems)
     return loaded
-
-
-def _reply(replies: BinaryIO, value: Any) -> None:
-    try:
-        replies.write(json.dumps(value).encode() + b"\n")
-        replies.flush()
-    except BrokenPipeError:
-        _end_group()
 
 
 @contextlib.contextmanager
@@ -105,8 +86,3 @@ def _cpu_limit(seconds: float) -> Any:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _end_group() -> None:
-    """Ends this process, and any process that a reward has started in it: it leads a group of its own."""
-    os.killpg(0, signal.SIGKILL)

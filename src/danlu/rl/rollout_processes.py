@@ -1,27 +1,20 @@
 """The trainer's side of rollout processes: weights and requests go there, answers come back while it trains.
 
-A process that dies is started again, with the present weights, and its unanswered requests are sent again. A thread for
-each process reads what it sends, so that none of them ever waits for the trainer.
+A process that dies is started again, with the present weights, and its unanswered requests are sent again. Replies are
+read while the trainer works, so that no process ever waits for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pickle
 import queue
-import signal
-import subprocess
-import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from danlu.core import errors
 from danlu.core.errors import TrainingError
-from danlu.core.worker_process import import_paths, python_command
+from danlu.core.worker_process import Event, WorkerProcess, end_all
 from danlu.inference.completion_bytes import from_bytes
 from danlu.inference.engine_state import (
     completion_state,
@@ -40,10 +33,8 @@ from danlu.rl.rollout_worker import (
     UPDATED,
     AskState,
     EngineJob,
-    Message,
     NewWeights,
     TakeUp,
-    read_frames,
 )
 from danlu.rl.shared_weights import SharedWeights, WeightFile
 
@@ -77,12 +68,12 @@ class RolloutProcesses:
         self._jobs, self._log = list(jobs), log
         self._weights = SharedWeights.create(shapes)
         self._version: int | None = None
-        self._events: queue.Queue[_Event] = queue.Queue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._requests: dict[int, Request] = {}  # with answers that `receive` has not returned
         self._received: list[Completion] = []
         self._deaths = 0  # since the last answer
         self._processes: list[_Process] = []
-        weakref.finalize(self, _end_all, self._processes)
+        weakref.finalize(self, end_all, self._processes)
         self._processes += [self._start(job) for job in self._jobs]
 
     @property
@@ -140,7 +131,7 @@ class RolloutProcesses:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up the requests of `state` in place of all others; they go on with the next update."""
         if self._received or any(process.samples for process in self._processes):
-            _end_all(self._processes)
+            end_all(self._processes)
             self._received = []
             self._processes[:] = [self._start(job) for job in self._jobs]
         else:
@@ -160,7 +151,7 @@ class RolloutProcesses:
     def close(self) -> None:
         """Ends the processes."""
         if self._processes:
-            _end_all(self._processes)
+            end_all(self._processes)
             self._processes.clear()
             self._weights.close()
 
@@ -173,21 +164,22 @@ class RolloutProcesses:
         return _Process(job, self._weights.file, self._events)
 
     def _take_event(self, *, wait: bool = True) -> bool:
-        """Handles the next event: a frame that a process has sent, or its end. Returns False where there is none.
+        """Handles the next event: a reply of a process, or its end. Returns False where there is none.
 
         Raises the DanluError that a process has sent, and TrainingError where processes keep dying.
         """
         while True:
             try:
-                event = self._events.get(timeout=_WAIT_S) if wait else self._events.get_nowait()
+                sender, reply = self._events.get(block=wait, timeout=_WAIT_S)
             except queue.Empty:
                 if wait:
                     continue  # the main thread looks at signals in between
                 return False
             break
-        process, kind, payload = event
-        if process not in self._processes:  # ended by `restore`, or replaced
+        process = next((each for each in self._processes if each is sender), None)
+        if process is None:  # ended by `restore`, or replaced
             return True
+        kind, payload = (reply[:1], reply[1:]) if reply is not None else (b"", b"")
         match kind:
             case _ if kind == COMPLETIONS:
                 self._deaths = 0
@@ -208,16 +200,16 @@ class RolloutProcesses:
     def _replace(self, process: _Process) -> None:
         """Starts a process again, and asks it for the answers that the other still owed."""
         self._deaths += 1
-        how = process.ending()
+        how = process.ending(_END_S)  # it may still be giving memory back
         if self._deaths >= MOST_DEATHS:
             raise TrainingError(
                 f"the rollout process {how}; {self._deaths} have ended so without an answer in between. The last "
-                f"checkpoint stays, and the same command goes on from there. What it wrote last:\n{process.stderr()}"
+                f"checkpoint stays, and the same command goes on from there. What it wrote last:\n{_last_said(process)}"
             )
         place = self._processes.index(process)
         lost = sum(map(len, process.samples.values()))
         self._log(
-            f"the rollout process {how}; a new one is asked for its {lost} unfinished answers. {process.stderr()}"
+            f"the rollout process {how}; a new one is asked for its {lost} unfinished answers. {_last_said(process)}"
         )
         process.end()
         new = self._processes[place] = self._start(self._jobs[place])
@@ -231,10 +223,10 @@ class RolloutProcesses:
             new.send(NewWeights(self._version))
 
 
-class _Process:
+class _Process(WorkerProcess):
     """A process, and the requests that it was asked."""
 
-    def __init__(self, job: EngineJob, weights: WeightFile, events: queue.Queue[_Event]) -> None:
+    def __init__(self, job: EngineJob, weights: WeightFile, events: queue.SimpleQueue[Event]) -> None:
         self.version: int | None = None
         """The version of the weights that it has read."""
         self.state: dict[str, Any] | None = None
@@ -245,24 +237,7 @@ class _Process:
         self.tokens_to_come = 0
         """The most tokens that may come of the requests that are not complete."""
         self._tokens: dict[int, int] = {}  # by request, that part of it
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths([__name__]))}
-        self._process = subprocess.Popen(
-            python_command(START),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the trainer
-            pass_fds=(weights.descriptor,),
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
-        threading.Thread(target=_read_frames, args=(self, self._process.stdout, events), daemon=True).start()
-        self._write(pickle.dumps((job, weights), pickle.HIGHEST_PROTOCOL))
-
-    @property
-    def id(self) -> int:
-        return self._process.pid
+        super().__init__(START, (job, weights), events=events, keeps_stderr=True, pass_fds=(weights.descriptor,))
 
     def ask(self, request: Request, samples: Iterable[int]) -> None:
         """Takes note of a request that it is sent, and of the answers that it is to give."""
@@ -286,53 +261,6 @@ class _Process:
             self.tokens_to_come -= self._tokens.pop(completion.number)
         return True
 
-    def send(self, message: Message) -> None:
-        """Sends a message; an event reports a process that has ended."""
-        self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
-    def ending(self) -> str:
-        """Describes how the process ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)  # it may still be giving memory back
-        code = self._process.poll()
-        if code is None:
-            return "does not speak any more"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    def stderr(self) -> str:
-        """Returns the end of its output on stderr."""
-        self._stderr.seek(0)
-        text = self._stderr.read().decode(errors="replace").strip()
-        return text[-_STDERR_CHARACTERS:] or "(nothing on stderr)"
-
-    def end(self) -> None:
-        """Ends it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin is not None, "it is a pipe"
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._stderr.close()
-
-    def _write(self, content: bytes) -> None:
-        assert self._process.stdin is not None, "it is a pipe"
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(content)
-            self._process.stdin.flush()
-
-
-_Event = tuple[_Process, bytes, bytes]
-"""An event of a process: (process, kind of the frame, content); an empty kind: the process has ended."""
-
-
-def _read_frames(process: _Process, replies: Any, events: queue.Queue[_Event]) -> None:
-    with contextlib.closing(replies):
-        for kind, payload in read_frames(replies):
-            events.put((process, kind, payload))
-    events.put((process, b"", b""))
-
-
-def _end_all(processes: Sequence[_Process]) -> None:
-    for process in processes:
-        process.end()
+def _last_said(process: WorkerProcess) -> str:
+    return process.stderr()[-_STDERR_CHARACTERS:] or "(nothing on stderr)"

@@ -1,8 +1,8 @@
 """The process that begins agents: it loads their code once, and forks for each of them.
 
-So an agent begins in milliseconds, whatever it imports, and may crash, hang, or be ended by itself. Requests are
-pickles: the source of the agents first, then an `AgentCall` to begin one, or a key to end it. Replies are lines of
-JSON. This process has no threads, which a fork would not take along.
+So an agent begins in milliseconds, whatever it imports, and may crash, hang, or be ended by itself. Requests are the
+source of the agents first, then an `AgentCall` to begin one, or a key to end it. Replies are JSON. This process has no
+threads, which a fork would not take along.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
-from danlu.core.errors import RecipeError
-from danlu.core.worker_process import end_with_the_caller, take_over_pipes
+from danlu.core.worker_process import Caller, describe_exit, end_with
 from danlu.rewards.calling import failure_reason
 from danlu.rewards.environments.agents import AgentCall, AgentFailed, AgentResult, Solve, play
 from danlu.rewards.environments.protocol import EpisodeKey
@@ -34,16 +33,8 @@ _ENDING_S = 1.0
 
 def serve() -> None:
     """The loop of the process, which ends when its input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the caller, who ends this one
-    requests, replies = take_over_pipes()
-    source = pickle.load(requests)  # noqa: S301  # from the process that started this one
-    try:
-        solve = source.load()
-    except RecipeError as error:
-        _write(replies, {"problems": error.problems})
-        return
-    _write(replies, {"problems": []})
-    Host(solve, requests, replies).run()
+    caller = Caller(is_watched=False)
+    Host(caller.load(lambda source: source.load()), caller).run()
 
 
 @dataclass
@@ -58,11 +49,11 @@ class _Running:
 class Host:
     """The agents that run. solve: an agent."""
 
-    def __init__(self, solve: Solve, requests: BinaryIO, replies: BinaryIO) -> None:
-        self._solve, self._requests, self._replies = solve, requests, replies
+    def __init__(self, solve: Solve, caller: Caller) -> None:
+        self._solve, self._caller = solve, caller
         self._running: dict[EpisodeKey, _Running] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(requests, selectors.EVENT_READ, None)
+        self._selector.register(caller.requests, selectors.EVENT_READ, None)
         self._incoming = b""
         # Its other end closes with this process, however that ends: then agents end too.
         self._alive_reading, self._alive_writing = os.pipe()
@@ -80,7 +71,7 @@ class Host:
 
     def _read_requests(self) -> bool:
         """Whether there is more to come."""
-        content = os.read(self._requests.fileno(), _READ_BYTES)
+        content = os.read(self._caller.requests.fileno(), _READ_BYTES)
         self._incoming += content
         stream = io.BytesIO(self._incoming)
         while True:
@@ -117,10 +108,9 @@ class Host:
         if running.written.endswith(b"\n"):
             result = json.loads(running.written)
         else:
-            code = os.waitstatus_to_exitcode(status)
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            result = {"reward": None, "failure": f"its process {how}"}
-        _write(self._replies, {"key": list(running.key), **result})
+            ending = describe_exit(os.waitstatus_to_exitcode(status))
+            result = {"reward": None, "failure": f"its process {ending}"}
+        self._caller.reply({"key": running.key, **result})
 
     def _end(self, running: _Running, wait_s: float = 0.0) -> int:
         """Ends an agent and all that it has started. Returns how it ended, as `waitpid` does.
@@ -150,7 +140,7 @@ class Host:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
             self._close_others()
-            end_with_the_caller(alive, _end_group)
+            end_with(alive)
             _seed(call)
             result = _outcome(lambda: play(self._solve, call))
             _write_all(results, json.dumps({"reward": result.reward, "failure": result.failure}).encode() + b"\n")
@@ -163,8 +153,8 @@ class Host:
         os.close(self._alive_writing)
         for running in self._running.values():
             os.close(running.results)
-        os.close(self._requests.fileno())
-        os.close(self._replies.fileno())
+        os.close(self._caller.requests.fileno())
+        os.close(self._caller.replies.fileno())
 
 
 def _outcome(make: Callable[[], AgentResult]) -> AgentResult:
@@ -187,13 +177,3 @@ def _seed(call: AgentCall) -> None:
 def _write_all(descriptor: int, content: bytes) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
-
-
-def _write(replies: BinaryIO, value: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # then the input ends too
-        replies.write(json.dumps(value).encode() + b"\n")
-        replies.flush()
-
-
-def _end_group() -> None:
-    os.killpg(0, signal.SIGKILL)

@@ -9,20 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
-import pickle
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Empty
 from typing import Any
 
 from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.types import MalformedCall, ToolCall
-from danlu.core.worker_process import import_paths, python_command, take_over_pipes
+from danlu.core.worker_process import LOAD_TIMEOUT_S, Caller, WorkerProcess
 from danlu.environment import Done, Environment, Step, Turn
 from danlu.rewards.calling import failure_reason
 from danlu.rewards.function import UserFunction
-from danlu.rewards.worker_connection import LOAD_TIMEOUT_S
 
 START = "from danlu.rewards.environments.tools import describe; describe()"
 
@@ -113,33 +110,28 @@ class Toolbox:
 
 @functools.cache
 def _schemas(toolbox: Toolbox) -> tuple[dict[str, Any], ...]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_paths([__name__]))}
+    worker = WorkerProcess(START, toolbox.functions, keeps_stderr=True)
     try:
-        result = subprocess.run(
-            python_command(START),
-            input=pickle.dumps(toolbox.functions, pickle.HIGHEST_PROTOCOL),
-            capture_output=True,
-            env=environment,
-            timeout=LOAD_TIMEOUT_S,
-            start_new_session=True,  # Ctrl-C is for the caller
-        )
-    except subprocess.TimeoutExpired:
+        if (reply := worker.receive(LOAD_TIMEOUT_S)) is None:
+            last = worker.stderr().rpartition("\n")[2]
+            how = f"ended with exit code {worker.exit_code()}"
+            raise ResourceError(f"environment.tools: describing them {how}: {last}")
+        return tuple(worker.report_of(reply, "environment.tools"))
+    except Empty:
         raise ResourceError(f"environment.tools: running the files took longer than {LOAD_TIMEOUT_S:g} s") from None
-    if result.returncode:
-        last = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ResourceError(f"environment.tools: describing them ended with exit code {result.returncode}: {last}")
-    reply = json.loads(result.stdout)
-    if reply["problems"]:
-        raise RecipeError(reply["problems"])
-    return tuple(reply["schemas"])
+    finally:
+        worker.end()
 
 
 def describe() -> None:
-    """Writes the schemas of the functions that it receives, or the errors in them; runs in a process of its own."""
+    """Replies with the schemas of the functions that it receives, or the errors in them; runs in a process of its
+    own."""
+    Caller().load(_describe, report=lambda schemas: schemas)
+
+
+def _describe(functions: Sequence[UserFunction]) -> list[Any]:
     from transformers.utils import get_json_schema
 
-    requests, replies = take_over_pipes()
-    functions: Sequence[UserFunction] = pickle.load(requests)  # noqa: S301  # from the process that started this one
     schemas: list[Any] = []
     problems: list[str] = []
     for function in functions:
@@ -152,5 +144,6 @@ def describe() -> None:
                 f"{function.key}: {function.path}:{function.name}: {' '.join(str(error).split())} (the policy is told "
                 "what a tool is by its annotations and its docstring, with a line for each argument under Args:)"
             )
-    replies.write(json.dumps({"problems": problems, "schemas": schemas}).encode())
-    replies.close()
+    if problems:
+        raise RecipeError(problems)
+    return schemas

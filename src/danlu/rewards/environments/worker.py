@@ -1,25 +1,20 @@
 """A process that holds environments for another: code that may hang, crash or print is kept apart from training.
 
-Requests are pickles: the source of the environments first, then an `EpisodeCall` at a time, an `EndEpisode`, or None at
-the end of all episodes. Replies are lines of JSON.
+Requests are the source of the environments first, then an `EpisodeCall` at a time, an `EndEpisode`, or None at the end
+of all episodes. Replies are JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
-import os
-import pickle
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
-from danlu.core.errors import RecipeError
-from danlu.core.worker_process import end_with_the_caller, take_over_pipes
+from danlu.core.worker_process import Caller
 from danlu.environment import Done, Environment, Turn
 from danlu.rewards.calling import LARGEST, failure_reason
 from danlu.rewards.environments.protocol import EndEpisode, EpisodeCall, EpisodeKey, Reply, TurnText
@@ -29,30 +24,19 @@ START = "from danlu.rewards.environments.worker import serve; serve()"
 
 def serve() -> None:
     """The loop of a process, which ends when its input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted is the caller, who ends this one
-    requests, replies = take_over_pipes()
-    end_with_the_caller(requests, _end_group)
-    source = pickle.load(requests)  # noqa: S301  # from the process that started this one
-    try:
-        episodes = Episodes(source.load())
-    except RecipeError as error:
-        _reply(replies, {"problems": error.problems})
-        return
-    _reply(replies, {"problems": []})
+    caller = Caller()
+    episodes = Episodes(caller.load(lambda source: source.load()))
     while True:
-        try:
-            call: EpisodeCall | EndEpisode | None = pickle.load(requests)  # noqa: S301
-        except EOFError:
-            _end_group()
+        call: EpisodeCall | EndEpisode | None = caller.receive()
+        reply: dict[str, Any] = {}
         match call:
             case EpisodeCall():
-                _reply(replies, episodes.reply(call).as_json())
+                reply = episodes.reply(call).as_json()
             case EndEpisode(key):
                 episodes.end(key)
-                _reply(replies, {})
             case None:
                 episodes.close()
-                _reply(replies, {})
+        caller.reply(reply)
 
 
 @dataclass
@@ -157,16 +141,3 @@ def _number(reward: Any) -> float | None:
 
 async def _awaited(value: Any) -> Any:
     return await value
-
-
-def _reply(replies: BinaryIO, value: Any) -> None:
-    try:
-        replies.write(json.dumps(value).encode() + b"\n")
-        replies.flush()
-    except BrokenPipeError:
-        _end_group()
-
-
-def _end_group() -> None:
-    """Ends this process, and any process that an environment has started in it: it leads a group of its own."""
-    os.killpg(0, signal.SIGKILL)

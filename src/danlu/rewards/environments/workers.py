@@ -6,20 +6,15 @@ there from their answers. So environments run where a user's rewards run, apart 
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Sequence
 
-from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.machine import usable_cores
+from danlu.core.worker_process import LONGEST_WAIT_S
+from danlu.rewards.call_pool import CallPool, Failed, PoolCall
 from danlu.rewards.environments.protocol import EndEpisode, EnvironmentSource, EpisodeCall, EpisodeKey, Reply
 from danlu.rewards.environments.worker import START
-from danlu.rewards.worker_connection import WorkerConnection, end_all, wait_for_any
 
 MOST_AUTOMATIC_WORKERS = 8
-MOST_TIMEOUTS = 8
-"""Calls that take too long one after the other; those that wait behind them are not made any more."""
-_LONGEST_WAIT_S = 0.5
 
 Replies = list[tuple[EpisodeKey, Reply]]
 
@@ -35,34 +30,24 @@ class EnvironmentWorkers:
     """
 
     def __init__(self, source: EnvironmentSource, *, count: int | None = None, timeout_s: float = 60.0) -> None:
-        self.source, self.timeout_s = source, timeout_s
         self.count = count or min(usable_cores(), MOST_AUTOMATIC_WORKERS)
-        self._workers: list[WorkerConnection | None] = [None] * self.count
-        self._queues: list[deque[EpisodeCall | EndEpisode]] = [deque() for _ in range(self.count)]
+        loading = f"environment: loading {source.label}"
+        self._pool = CallPool(START, source, count=self.count, timeout_s=timeout_s, loading=loading)
         self._places: dict[EpisodeKey, int] = {}  # in which process an episode is
-        self._timeouts = 0  # one after the other
-        weakref.finalize(self, end_all, self._workers)
 
     def start(self) -> None:
         """Starts the first process and waits until it has loaded the source; nothing where one is running.
 
         Raises RecipeError with its problems, ResourceError where the process ends or takes too long.
         """
-        if any(self._workers):
-            return
-        worker = self._workers[0] = self._new_worker()
-        try:
-            worker.wait_until_loaded(self._loading)
-        except BaseException:
-            self._end(0)
-            raise
+        self._pool.start()
 
     def replies(self, calls: Sequence[EpisodeCall]) -> list[Reply]:
         """Returns the reply to each call. A call that raises, takes too long, or loses its process, has a failure.
 
         Raises the errors of `start`.
         """
-        self._timeouts = 0
+        self._pool.forget_timeouts()
         replies: dict[EpisodeKey, Reply] = {}
         try:
             for call in calls:
@@ -80,117 +65,37 @@ class EnvironmentWorkers:
         if (place := self._places.get(call.key)) is None:
             taken = list(self._places.values())
             place = self._places[call.key] = min(range(self.count), key=taken.count)
-        self._queues[place].append(call)
+        self._pool.ask(PoolCall(call.key, call, place, group="episodes"))
 
-    def receive(self, longest_s: float = _LONGEST_WAIT_S) -> Replies:
+    def receive(self, longest_s: float = LONGEST_WAIT_S) -> Replies:
         """Returns replies to calls, by the keys of their episodes; waits up to `longest_s` seconds for the first, where
         none is there.
 
         A call that raises, takes too long, or loses its process, has a failure.
         """
-        self._give_work()
-        wait_for_any(self._workers, longest_s)
-        replies: Replies = []
-        for number in range(self.count):
-            replies += self._taken(number)
-        if self._timeouts >= MOST_TIMEOUTS:
-            replies += self._given_up()
-        self._give_work()
-        return replies
+        return [
+            (call.key, Reply(failure=reply.reason) if isinstance(reply, Failed) else Reply.from_json(reply))
+            for call, reply in self._pool.receive(longest_s)
+            if isinstance(call.request, EpisodeCall)
+        ]
 
     def end_episode(self, key: EpisodeKey) -> None:
         """Has the environment of an episode closed, which is over."""
-        if (place := self._places.pop(key, None)) is not None and self._workers[place] is not None:
-            self._queues[place].append(EndEpisode(key))
-            self._give_work()
+        if (place := self._places.pop(key, None)) is not None and self._pool.has_worker(place):
+            self._pool.ask(PoolCall(key, EndEpisode(key), place, group="episodes"))
+            self._pool.give_work()
 
     def end_episodes(self) -> None:
         """Closes all environments; a process in which that takes too long is ended."""
         self._places.clear()
-        for number, worker in enumerate(self._workers):
-            if worker is None:
-                continue
-            if not worker.is_ready or worker.has_ended:
-                self._end(number)
-                continue
-            worker.call(True, None)
-        while any(worker and worker.task for worker in self._workers):
-            wait_for_any(self._workers)
-            for number, worker in enumerate(self._workers):
-                if worker is None or not worker.task:
-                    continue
-                reply, ending = worker.receive(), worker.ending
-                if reply is not None:
-                    worker.task = None
-                elif ending is not None:
-                    self._end(number)
+        self._pool.end_unready()
+        for place in range(self.count):
+            if self._pool.has_worker(place):
+                self._pool.ask(PoolCall(None, None, place))
+        while self._pool.is_busy:
+            self._pool.receive()
 
     def close(self) -> None:
         """Ends all processes, whatever they are doing. Their open calls have no reply."""
-        end_all(self._workers)
+        self._pool.close()
         self._places.clear()
-        for queue in self._queues:
-            queue.clear()
-
-    @property
-    def _loading(self) -> str:
-        return f"environment: loading {self.source.label}"
-
-    def _new_worker(self) -> WorkerConnection:
-        return WorkerConnection(START, self.source, self.timeout_s)
-
-    def _give_work(self) -> None:
-        for number, queue in enumerate(self._queues):
-            worker = self._workers[number]
-            if worker is not None and worker.is_ready and worker.task is None and worker.has_ended:
-                self._end(number)  # it ended between two calls, which none of them is to blame for
-                worker = None
-            if not queue:
-                continue
-            if worker is None:
-                self._workers[number] = self._new_worker()
-            elif worker.is_ready and worker.task is None:
-                task = queue.popleft()
-                worker.call(task, task)
-
-    def _taken(self, number: int) -> Replies:
-        """Returns the replies of a process, or failures where it will not reply."""
-        worker, queue = self._workers[number], self._queues[number]
-        if worker is None:
-            return []
-        if not worker.is_ready:
-            try:
-                worker.take_up_loading(self._loading)
-            except (RecipeError, ResourceError) as error:
-                self._end(number)
-                return _failed(queue, f"its process could not be started again: {error}")
-            return []
-        task = worker.task
-        if task is None:
-            return []
-        reply, ending = worker.receive(), worker.ending
-        if reply is not None:
-            worker.task, self._timeouts = None, 0
-            return [(task.key, Reply.from_json(reply))] if isinstance(task, EpisodeCall) else []
-        if ending is not None:
-            self._timeouts += worker.is_late
-            self._end(number)
-            return _failed([task], ending)
-        return []
-
-    def _given_up(self) -> Replies:
-        reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self.timeout_s:g} s"
-        self._timeouts = 0
-        return [reply for queue in self._queues for reply in _failed(queue, reason)]
-
-    def _end(self, number: int) -> None:
-        worker, self._workers[number] = self._workers[number], None
-        if worker is not None:
-            worker.end()
-
-
-def _failed(tasks: deque[EpisodeCall | EndEpisode] | list[EpisodeCall | EndEpisode], reason: str) -> Replies:
-    """The failure of all calls among these, of which none is left."""
-    replies = [(task.key, Reply(failure=reason)) for task in tasks if isinstance(task, EpisodeCall)]
-    tasks.clear()
-    return replies
