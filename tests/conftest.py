@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for tier, pattern in TEXT_OF_TIER.items():
             if item.get_closest_marker(tier) is not None and not re.search(pattern, text):
                 raise pytest.UsageError(f"{item.nodeid}: a run of tier {tier} misses it: its file lacks {pattern}")
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and collected tests live until the end, so that the garbage collector need not walk over them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
