@@ -9,19 +9,21 @@ A test fails when a page and the types differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from danlu.recipe.diff import HARMLESS
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
+    RecipeField,
     entry_type,
-    field_types,
+    fields_at,
+    fields_of,
     literal_values,
-    section_types,
     subsection_types,
     variants_of,
+    walk_fields,
 )
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -40,14 +42,14 @@ def _tables(name: str) -> str:
     if name == "stages":
         return _stage_table()
     if name == "recipe":
-        simple = [key for key, hint in field_types(Recipe).items() if not subsection_types(hint)]
-        return _table((key, _default(Recipe, key), _about(Recipe, key)) for key in simple)
-    hint = field_types(Recipe)[name]
+        simple = [field for field in fields_of(Recipe) if not subsection_types(field.hint)]
+        return _table((field.key, _default(field), _about(field)) for field in simple)
+    hint = fields_at(name)[0].hint
     hint = entry_type(hint) or hint
     variants = variants_of(hint)
     if variants:
         return "\n".join(_variants(name, variants))
-    return _table(_rows(name, section_types(hint)[0]))
+    return _table(_rows(walk_fields(hint, name)))
 
 
 def _stage_table() -> str:
@@ -67,7 +69,8 @@ def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]
     """Each variant's table; one with the keys of an earlier one has only what differs from it."""
     shown: dict[str, dict[str, tuple[str, str, str]]] = {}
     for kind, variant in variants.items():
-        rows = {row[0]: row for row in _rows(name, variant, skip=("kind",))}
+        fields = (field for field in walk_fields(variant, name) if field.key != f"{name}.kind")
+        rows = {row[0]: row for row in _rows(fields)}
         alike = (other for other, theirs in shown.items() if rows.keys() >= theirs.keys() and len(theirs) > 3)
         like = next(alike, None)
         heading = f"`{kind}`: {(variant.__doc__ or '').strip()}"
@@ -82,34 +85,29 @@ def _variants(name: str, variants: Mapping[str, type[Section]]) -> Iterator[str]
         shown[kind] = rows
 
 
-def _rows(above: str, section: type[Section], skip: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
-    """(key, default, meaning) of a section's keys, those of the sections inside it after their own."""
-    for key, hint in field_types(section).items():
-        if key in skip:
-            continue
-        dotted = f"{above}.{key}"
-        by_stage = " ([by stage](#defaults-by-stage))" if dotted in STAGE_KEYS else ""
-        yield dotted, f"{_default(section, key)}{by_stage}".strip(), _about(section, key)
-        if key != "eval":  # its sources are those of `train`
-            for below in subsection_types(hint):
-                yield from _rows(dotted, below)
+def _rows(fields: Iterable[RecipeField]) -> Iterator[tuple[str, str, str]]:
+    """(key, default, meaning) of each field."""
+    for field in fields:
+        by_stage = " ([by stage](#defaults-by-stage))" if field.key in STAGE_KEYS else ""
+        if not field.key.startswith("data.eval."):  # the same sources as those of data.train
+            yield field.key, f"{_default(field)}{by_stage}".strip(), _about(field)
 
 
-def _default(section: type[Section], key: str) -> str:
-    field = section.model_fields[key]
-    if field.is_required():
+def _default(field: RecipeField) -> str:
+    if field.info.is_required():
         return "required"
-    if isinstance(field.default, Section):
+    default = field.info.default
+    if isinstance(default, Section):
         return "see below"
-    if field.default is None:
+    if default is None:
         return ""
-    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    default = list(default) if isinstance(default, tuple) else default
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
-def _about(section: type[Section], key: str) -> str:
-    text = " ".join((section.model_fields[key].description or "").split()).replace("|", r"\|")
-    words = [option for option in literal_values(field_types(section)[key]) if isinstance(option, str)]
+def _about(field: RecipeField) -> str:
+    text = field.about.replace("|", r"\|")
+    words = [option for option in literal_values(field.hint) if isinstance(option, str)]
     if all(word in text for word in words):
         return text
     return f"{text} One of {', '.join(f'`{word}`' for word in words)}.".strip()

@@ -327,9 +327,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "recipe/test_rules.py",
     ),
     Mutation(
-        "recipe/rules/training.py",
-        'if schedule.kind != "wsd" and schedule.decay != 0.2:',
-        'if schedule.kind == "wsd" and schedule.decay != 0.2:',
+        "recipe/rules/unread_keys.py",
+        "if condition.is_met(value) or (condition.or_with and value_at(recipe, condition.or_with)):",
+        "if condition.is_met(value) or condition.or_with:",
+        "recipe/test_on_policy_rules.py recipe/test_rl_rules.py",
+    ),
+    Mutation(
+        "recipe/rules/unread_keys.py",
+        "base.model_fields.get(name) for base in section.__mro__ if issubclass(base, Section)",
+        "base.model_fields.get(name) for base in section.__mro__[:1] if issubclass(base, Section)",
+        "recipe/test_rl_rules.py",
+    ),
+    Mutation(
+        "recipe/sections/training.py",
+        'ReadWith("kind", "wsd", "only the wsd',
+        'ReadWith("kind", "cosine", "only the wsd',
         "recipe/test_rules.py",
     ),
     Mutation(

@@ -498,6 +498,7 @@ BROKEN = [
     ({"objective": "{loss: cispo}"}, "objective.0.clip: 0.2: cispo takes one number above 1, the largest ratio itself"),
     ({"objective": "{loss: cispo, clip: [0.2, 5]}"}, "objective.0.clip: [0.2, 5.0]: cispo takes one number above 1"),
     ({"objective": "{loss: sapo, clip: 0.3}"}, "objective.0.clip: not read with loss: sapo. Leave it out"),
+    ({"objective": "{kind: dapo, loss: sapo, clip: 0.3}"}, "objective.0.clip: not read with loss: sapo. Leave it out"),
     ({"objective": "{loss: vespo, dual_clip: 3}"}, "objective.0.dual_clip: not read with loss: vespo. Leave it out"),
     (
         {"objective": "{sapo_temperatures: [1, 2]}"},

@@ -13,6 +13,8 @@ from danlu.recipe import load
 from danlu.recipe.explanation import explain as look_up
 from danlu.recipe.explanation import keys
 from danlu.recipe.rules import is_local, notes
+from danlu.recipe.sections import ReadWith
+from danlu.recipe.type_hints import fields_at, literal_values, walk_fields
 
 Write = Callable[..., str]
 
@@ -430,3 +432,23 @@ def test_notes(write: Write) -> None:
 )
 def test_what_cannot_be_a_hub_id(path: str, local: bool) -> None:
     assert is_local(path) == local
+
+
+def test_conditions_of_fields_name_keys_and_values_that_there_are() -> None:
+    conditions = [
+        (field, each) for field in walk_fields() for each in field.info.metadata if isinstance(each, ReadWith)
+    ]
+    assert len({field.key for field, _ in conditions}) > 70
+    for field, condition in conditions:
+        siblings = fields_at(f"{field.key.rpartition('.')[0]}.{condition.key}".lstrip("."))
+        there = siblings or fields_at(condition.key)
+        assert there, field.key
+        texts = {choice for choice in condition.choices if isinstance(choice, str)}
+        assert texts <= {value for each in there for value in literal_values(each.hint)}, field.key
+
+
+def test_a_key_that_is_not_read_is_reported_once(write: Write) -> None:
+    """The streams of stage classify: rows of images have no tokens, which says more than that `streaming` is off."""
+    broken = text(stage="classify", model="{preset: lenet5}", data="{train: ./digits, shuffle_buffer: 5}")
+    said = [problem for problem in problems(write(broken)) if "data.shuffle_buffer" in problem]
+    assert [problem.rpartition(": ")[2] for problem in said] == ["not read with stage classify, which has no tokens"]

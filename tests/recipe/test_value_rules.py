@@ -45,6 +45,10 @@ WRONG = {
     "{share: none, adapter: lora}": ({}, "value.adapter: share: none trains a model of its own as a whole"),
     "{adapter: lora}": ({}, "value.adapter: share: policy is a head on the policy itself"),
     "{warmup: 3}": ({}, "value.warmup: share: policy is a head on the policy itself"),
+    "{share: base, adapter: {kind: lora, svd_iterations: 4}}": (
+        {"adapter": "lora"},
+        "value.adapter.svd_iterations: only read with init: pissa",
+    ),
     "{share: none, warmup: 5}": ({"steps": "5"}, "value.warmup: the policy is held for 5 steps, and there are 5"),
     "{learning_rate: 1.0e-3, rate_ratio: 2}": ({}, "value.rate_ratio: value.learning_rate says it already"),
     "{learning_rate: 1.0e-3}": ({"optimizer": "{learning_rate: 0.0}"}, "value.learning_rate: is reached as a multiple"),

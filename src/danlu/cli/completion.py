@@ -22,8 +22,15 @@ import typer
 from danlu.core.errors import ResourceError
 from danlu.recipe.library import shipped
 from danlu.recipe.messages import first_sentence
-from danlu.recipe.sections import Recipe, Section
-from danlu.recipe.type_hints import entry_type, field_types, literal_values, section_types, union_members, variants_of
+from danlu.recipe.type_hints import (
+    entry_type,
+    fields_at,
+    fields_below,
+    literal_values,
+    section_types,
+    union_members,
+    variants_of,
+)
 from danlu.registry import VERBS
 
 LINE = "_DANLU_LINE"
@@ -241,37 +248,23 @@ def _overrides(current: str, *, only: str) -> Iterator[Candidate]:
 
 def _keys(current: str) -> Iterator[Candidate]:
     """Keys at the level of the one under the cursor; a section also with the full stop that leads into it."""
-    parent, _, _ = current.rpartition(".")
     seen: dict[str, Candidate] = {}
-    for section in _sections(parent):
-        for name, hint in field_types(section).items():
-            key = f"{parent}.{name}" if parent else name
-            seen.setdefault(f"{key}=", Candidate(f"{key}=", first_sentence(section.model_fields[name].description)))
-            if section_types(hint) and entry_type(hint) is None:
-                seen.setdefault(f"{key}.", Candidate(f"{key}.", f"the keys of {key}"))
+    for field in fields_below(current.rpartition(".")[0], through_lists=False):
+        seen.setdefault(f"{field.key}=", Candidate(f"{field.key}=", first_sentence(field.about)))
+        if section_types(field.hint) and entry_type(field.hint) is None:
+            seen.setdefault(f"{field.key}.", Candidate(f"{field.key}.", f"the keys of {field.key}"))
     yield from seen.values()
-
-
-def _sections(parent: str) -> list[type[Section]]:
-    """The section classes at a dotted key: several where a `kind` chooses between them."""
-    level: list[type[Section]] = [Recipe]
-    for part in parent.split(".") if parent else ():
-        level = [child for section in level for child in section_types(field_types(section).get(part, str))]
-    return level
 
 
 def _values(key: str) -> Iterator[str]:
     """The values that a key takes, of those that can be listed: kinds, literals, true, false, null."""
-    parent, _, name = key.rpartition(".")
     values: dict[str, None] = {}
-    for section in _sections(parent):
-        hint = field_types(section).get(name)
-        if hint is not None:
-            members = [member for member, _ in union_members(hint)]
-            texts = [value for value in literal_values(hint) if isinstance(value, str)]
-            values |= dict.fromkeys([*sorted(variants_of(hint)), *texts])
-            values |= dict.fromkeys(["true", "false"] if bool in members else [])
-            values |= dict.fromkeys(["null"] if type(None) in members else [])
+    for field in fields_at(key, through_lists=False):
+        members = [member for member, _ in union_members(field.hint)]
+        texts = [value for value in literal_values(field.hint) if isinstance(value, str)]
+        values |= dict.fromkeys([*sorted(variants_of(field.hint)), *texts])
+        values |= dict.fromkeys(["true", "false"] if bool in members else [])
+        values |= dict.fromkeys(["null"] if type(None) in members else [])
     yield from values
 
 

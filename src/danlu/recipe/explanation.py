@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
-
-from pydantic_core import PydanticUndefined
 
 from danlu.core.errors import RecipeError
 from danlu.core.spelling import closest_match
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import Loaded
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence
-from danlu.recipe.sections import Optimizer, Recipe, Section, value_at
+from danlu.recipe.sections import Optimizer, Section, value_at
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
-from danlu.recipe.type_hints import Hint, field_types, literal_values, subsection_types, variants_of
+from danlu.recipe.type_hints import (
+    fields_at,
+    fields_of,
+    literal_values,
+    subsection_types,
+    variants_of,
+    walk_fields,
+)
 from danlu.registry import suggested_verb
 
 
@@ -42,30 +45,29 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     """
     if key in CHAIN_KEYS:
         return _of_chain(key)
-    owners = _owners(key)
-    if not owners:
+    fields = fields_at(".".join(part for part in key.split(".") if not part.isdecimal()))
+    if not fields:
         raise RecipeError(_unknown(key))
-    section, name, _ = owners[0]
-    hint = field_types(section)[name]
+    hint, variants = fields[0].hint, variants_of(fields[0].hint)
     classes = subsection_types(hint)
-    literals = dict.fromkeys(str(value) for owner, _, _ in owners for value in literal_values(field_types(owner)[name]))
-    allowed = tuple(literals) or tuple(sorted(variants_of(hint)))
+    literals = dict.fromkeys(str(value) for field in fields for value in literal_values(field.hint))
+    allowed = tuple(literals) or tuple(sorted(variants))
     value = origin = None
     if loaded is not None:
         value, origin = _as_yaml(value_at(loaded.recipe, key)), loaded.origin(key)
-    defaults = {variant: _default(owner, name) for owner, name, variant in owners}
-    if key in STAGE_KEYS:
-        defaults = _by_stage(key)
+    defaults = {
+        field.variant: "required" if field.info.is_required() else _as_yaml(field.info.default) for field in fields
+    }
     return Explanation(
         key=key,
-        takes=describe_type(hint) if len(owners) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
-        defaults=defaults,
+        takes=describe_type(hint) if len(fields) == 1 or not literal_values(hint) else f"one of {', '.join(allowed)}",
+        defaults=_by_stage(key) if key in STAGE_KEYS else defaults,
         allowed=allowed,
-        about=" ".join((section.model_fields[name].description or "").split()),
+        about=fields[0].about,
         short=classes[0].short if classes else None,
-        children=tuple((name, first_sentence(field.description)) for name, field in classes[0].model_fields.items())
+        children=tuple((field.name, first_sentence(field.about)) for field in fields_of(hint))
         if len(classes) == 1
-        else tuple((kind, _first_line(variant)) for kind, variant in sorted(variants_of(hint).items())),
+        else tuple((kind, (variant.__doc__ or "").partition("\n")[0]) for kind, variant in sorted(variants.items())),
         value=value,
         origin=origin,
     )
@@ -82,39 +84,7 @@ def _of_chain(key: str) -> Explanation:
 
 def keys() -> list[str]:
     """Every dotted key a recipe can have, entries of lists without their index."""
-    return list(dict.fromkeys(_keys("", Recipe)))
-
-
-def _keys(parent: str, section: type[Section]) -> Iterator[str]:
-    for name, hint in field_types(section).items():
-        key = f"{parent}.{name}" if parent else name
-        yield key
-        for subsection in subsection_types(hint):
-            yield from _keys(key, subsection)
-
-
-@cache
-def _owners(key: str) -> tuple[tuple[type[Section], str, str], ...]:
-    """(section class that has the key, the key's last part, the variant that the class is) of every such class.
-
-    Several where a `kind` chooses between variants that all have the key; none for an unknown key.
-    """
-    *parents, name = [part for part in key.split(".") if not part.isdecimal()] or [""]
-    hints: list[Hint] = [Recipe]
-    for part in parents:
-        classes = [section for hint in hints for section in subsection_types(hint)]
-        hints = [field_types(section)[part] for section in classes if part in field_types(section)]
-    return tuple(
-        (section, name, _variant_name(hint, section))
-        for hint in hints
-        for section in subsection_types(hint)
-        if name in field_types(section)
-    )
-
-
-def _variant_name(hint: Hint, section: type[Section]) -> str:
-    """The `kind` that chooses a section class among the variants of a type; "" for a type without variants."""
-    return next((kind for kind, variant in variants_of(hint).items() if variant is section), "")
+    return list(dict.fromkeys(field.key for field in walk_fields()))
 
 
 def _by_stage(key: str) -> dict[str, str]:
@@ -135,12 +105,6 @@ def _by_stage(key: str) -> dict[str, str]:
     return defaults
 
 
-def _default(section: type[Section], name: str) -> str:
-    """A field's default as YAML has it, or `required`."""
-    default = section.model_fields[name].default
-    return "required" if default is PydanticUndefined else _as_yaml(default)
-
-
 def _as_yaml(value: Any) -> str:
     """A value on one line, as YAML's flow style writes it."""
     if isinstance(value, Section):
@@ -153,24 +117,18 @@ def _as_yaml(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _first_line(section: type[Section]) -> str:
-    return (section.__doc__ or "").partition("\n")[0]
-
-
 def _as_value(word: str) -> str | None:
     """Names the keys that take a word as their value, and the other keys of the section that it chooses."""
     variants: dict[str, type[Section] | None] = {}  # by key; None where the word is no `kind`
-    for key in keys():
-        for section, name, _ in _owners(key):
-            hint = field_types(section)[name]
-            if word in (*variants_of(hint), *literal_values(hint)):
-                variants.setdefault(key.removesuffix(".kind"), variants_of(hint).get(word))
+    for field in [field for key in keys() for field in fields_at(key)]:
+        if word in (*variants_of(field.hint), *literal_values(field.hint)):
+            variants.setdefault(field.key.removesuffix(".kind"), variants_of(field.hint).get(word))
     if not variants:
         return None
     variants = dict(sorted(variants.items(), key=lambda item: item[0].count(".")))  # the recipe's own keys first
     key, variant = next(iter(variants.items()))
-    fields = [name for name in field_types(variant) if name != "kind"] if variant is not None else []
-    more = f" It has {', '.join(fields)}: `danlu explain {key}.{fields[0]}`" if fields else f" `danlu explain {key}`"
+    inner = [field.name for field in fields_of(variant) if field.name != "kind"] if variant is not None else []
+    more = f" It has {', '.join(inner)}: `danlu explain {key}.{inner[0]}`" if inner else f" `danlu explain {key}`"
     return f"is a value of {' and of '.join(variants)}: set {key} to {word}.{more}"
 
 

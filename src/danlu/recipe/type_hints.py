@@ -1,4 +1,4 @@
-"""The types that the annotation of a recipe's field admits: sections and their variants, lists, literal values.
+"""The fields of a recipe with their keys, and the types that they admit: sections, variants, lists, literal values.
 
 Short forms, messages, `danlu explain`, the JSON schema and shell completion all read the section classes through these
 functions, so that a new section needs no further declaration.
@@ -7,12 +7,14 @@ functions, so that a new section needs no further declaration.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
-from danlu.recipe.sections import Section
+from danlu.recipe.sections import Recipe, Section
 
 Hint = Any
 """A type annotation."""
@@ -68,3 +70,62 @@ def literal_values(hint: Hint) -> list[Any]:
     """Every value that the `Literal`s of a type admit."""
     literals = [member for member, _ in union_members(hint) if generic_origin(member) is Literal]
     return [value for literal in literals for value in get_args(literal)]
+
+
+@dataclass(frozen=True)
+class RecipeField:
+    """A field of a section class, at its place in a recipe."""
+
+    key: str  # dotted, entries of lists without their index
+    section: type[Section]
+    name: str
+    variant: str  # the `kind` that chooses the section; "" where there is no choice
+
+    @property
+    def hint(self) -> Hint:
+        """The field's annotation."""
+        return field_types(self.section)[self.name]
+
+    @property
+    def info(self) -> FieldInfo:
+        """Pydantic's field, with the default."""
+        return self.section.model_fields[self.name]
+
+    @property
+    def about(self) -> str:
+        """The field's documentation on one line."""
+        return " ".join((self.info.description or "").split())
+
+
+def fields_of(hint: Hint, key: str = "") -> Iterator[RecipeField]:
+    """The fields of each section class that a type admits, or that the entries of its list are.
+
+    key: the dotted key of the field with this type; "" for the recipe itself.
+    """
+    kinds = {section: kind for kind, section in variants_of(hint).items()}
+    for section in subsection_types(hint):
+        for name in section.model_fields:
+            yield RecipeField(f"{key}.{name}" if key else name, section, name, kinds.get(section, ""))
+
+
+def walk_fields(hint: Hint = Recipe, key: str = "") -> Iterator[RecipeField]:
+    """Every field below a type, parents before the fields inside them; one key has several fields where variants do."""
+    for field in fields_of(hint, key):
+        yield field
+        yield from walk_fields(field.hint, field.key)
+
+
+def fields_at(key: str, *, through_lists: bool = True) -> list[RecipeField]:
+    """The fields with a dotted key, several where a `kind` chooses between sections that all have it."""
+    parent, _, name = key.rpartition(".")
+    return [field for field in fields_below(parent, through_lists=through_lists) if field.name == name]
+
+
+@cache
+def fields_below(key: str, *, through_lists: bool = True) -> tuple[RecipeField, ...]:
+    """The fields directly below a dotted key; those of the recipe itself below "".
+
+    through_lists: also below a list of sections, and below the entries of one.
+    """
+    hints = [field.hint for field in fields_at(key, through_lists=through_lists)] if key else [Recipe]
+    return tuple(field for hint in hints if through_lists or section_types(hint) for field in fields_of(hint, key))

@@ -12,7 +12,7 @@ from danlu.recipe.default_mappings import with_default_mappings
 from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
-from danlu.recipe.type_hints import field_types, literal_values, section_types, variants_of
+from danlu.recipe.type_hints import fields_of, literal_values, section_types, variants_of
 from danlu.recipe.yaml_tree import Node, Problem
 
 
@@ -74,24 +74,16 @@ def _unknown(key: str, section: type[Section] | None) -> str:
     """Suggests the key that was meant: a field of this section, another tool's name, or a field of another section."""
     section = section or Recipe
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
-    known, name = list(field_types(section)), key.rpartition(".")[2]
+    known, name = list(section.model_fields), key.rpartition(".")[2]
     elsewhere = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_"))
     hint = did_you_mean(name, known)
     if hint and (elsewhere is None or hint.endswith(f" {elsewhere!r}?")):
         return f"{message}.{hint}"
-    danlu_key = elsewhere or _key_of_field(name)
+    inner = (field for top in fields_of(Recipe) if section_types(top.hint) for field in fields_of(top.hint, top.key))
+    danlu_key = elsewhere or next((field.key for field in inner if field.name == name), None)
     if danlu_key is not None and danlu_key != key:
         return f"{message}. danlu's key for it is {danlu_key}"
     return f"{message}. Known: {', '.join(known)}"
-
-
-def _key_of_field(name: str) -> str | None:
-    """The dotted key of the first field with this name in a section of the recipe, or None."""
-    for top, hint in field_types(Recipe).items():
-        for section in section_types(hint):
-            if name in field_types(section):
-                return f"{top}.{name}"
-    return None
 
 
 def unexpected(value: Any, hint: Any) -> str:

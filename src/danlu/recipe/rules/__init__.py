@@ -1,13 +1,14 @@
 """Rules between the keys of a recipe. They need no torch and no model, so an impossible run is refused at once.
 
-Each rule is a generator of problems over a recipe whose types are right already; `problems` runs them all.
+Each rule is a generator of problems, given sections or the recipe, which have the right types already; `problems` runs
+those that concern a recipe. That a key is not read is said on its field (`ReadWith`), and `unread_keys` reports it.
 `missing_files` looks at the file system and is separate for that reason. `notes` are warnings about a recipe that is
 allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from danlu.recipe.rules import (
     data,
@@ -29,67 +30,76 @@ from danlu.recipe.rules import (
 )
 from danlu.recipe.rules.model import language_stage
 from danlu.recipe.rules.paths import is_local, missing_files
+from danlu.recipe.rules.unread_keys import unread_keys
 from danlu.recipe.sections import AdamW8bit, Recipe
 from danlu.recipe.yaml_tree import Problem
 
-__all__ = ["RULES", "is_local", "language_stage", "missing_files", "notes", "problems"]
-
-RULES: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    paths.paths_are_valid,
-    training.run_length_is_given_once,
-    training.numbers_are_within_bounds,
-    model.model_has_one_start,
-    model.template_date_is_valid,
-    training.batch_size_is_divisible,
-    training.schedule_fits_run,
-    data.packing_suits_stage,
-    data.pretraining_has_no_roles,
-    model.classification_reads_no_language_keys,
-    data.sources_are_consistent,
-    data.streaming_is_consistent,
-    data.bad_row_limit_is_read,
-    data.evaluation_has_rows,
-    data.judged_rows_are_read_whole,
-    training.rewind_has_checkpoint,
-    training.optimizer_is_consistent,
-    model.adapter_has_base_model,
-    model.quantization_has_adapter,
-    long_context.long_context_fits_stage,
-    long_context.lengths_do_not_shrink,
-    long_context.longrope_has_factors,
-    objective.objective_fits_stage,
-    objective.preference_terms_go_together,
-    objective.term_reads_its_keys,
-    reference.reference_is_consistent,
-    distillation.distillation_has_teacher,
-    distillation.distillation_has_one_divergence,
-    distillation.divergence_reads_its_keys,
-    distillation.own_answers_are_possible,
-    rl.rl_keys_fit_stage,
-    rl.prompt_template_is_valid,
-    rl.rows_hold_prompts,
-    rl.rewards_are_given,
-    environment.environment_is_consistent,
-    rl.rollout_can_be_trained_on,
-    rl.policy_gradient_reads_its_keys,
-    rl.batch_of_prompts_is_divisible,
-    value.values_have_a_model,
-    router.experts_can_be_balanced,
-    placement.layout_is_supported,
-    placement.context_is_supported,
-    pipeline.pipeline_is_supported,
-    device_map.device_map_is_supported,
-    placement.memory_is_consistent,
-    rollout.engine_is_used,
-    rollout.engine_reads_its_keys,
-    rollout.exact_is_possible,
-    paths.output_is_separate,
-)
+__all__ = ["is_local", "language_stage", "missing_files", "notes", "problems"]
 
 
 def problems(recipe: Recipe) -> list[Problem]:
     """Everything in a recipe that contradicts itself, rule by rule. No file is looked at."""
-    return [problem for rule in RULES for problem in rule(recipe)]
+    return list(_problems(recipe))
+
+
+def _problems(recipe: Recipe) -> Iterator[Problem]:
+    stage = recipe.stage
+    yield from paths.paths_are_valid(recipe)
+    yield from unread_keys(recipe)
+    yield from training.run_length_is_given_once(recipe.steps, recipe.epochs)
+    yield from training.numbers_are_within_bounds(recipe)
+    yield from model.model_has_one_start(recipe.model, stage)
+    yield from model.template_date_is_valid(recipe.model.chat_template_date)
+    yield from training.batch_size_is_divisible(recipe)
+    yield from training.schedule_fits_run(recipe.schedule, recipe.steps)
+    yield from data.packing_suits_stage(recipe.data, stage)
+    yield from data.pretraining_has_no_turns(recipe.data, stage)
+    yield from model.preset_suits_stage(recipe.model.preset, stage)
+    yield from data.sources_are_consistent(recipe.data)
+    yield from data.streaming_is_consistent(recipe)
+    yield from data.evaluation_has_rows(recipe)
+    yield from data.judged_rows_are_read_whole(recipe.data, stage)
+    yield from training.rewind_has_checkpoint(recipe)
+    yield from training.optimizer_is_consistent(recipe.optimizer, recipe.adapter)
+    yield from model.adapter_has_base_model(recipe)
+    if recipe.long_context is not None:
+        yield from long_context.lengths_do_not_shrink(recipe.long_context.stages, recipe)
+        yield from long_context.longrope_has_factors(recipe.long_context, recipe)
+    if recipe.objective is not None:
+        yield from objective.objective_fits_stage(recipe.objective, stage)
+        yield from objective.preference_terms_go_together(recipe.objective, stage)
+    if stage in ("preference", "rl"):
+        yield from reference.reference_is_consistent(recipe)
+    if stage in ("distill", "rl"):
+        yield from distillation.distillation_has_teacher(recipe)
+    if stage == "distill":
+        yield from distillation.distillation_has_one_divergence(recipe)
+        if recipe.on_policy:
+            yield from distillation.own_answers_are_possible(recipe)
+    yield from rl.prompt_template_is_valid(recipe.data.prompt, recipe.rewards or ())
+    if stage == "rl":
+        yield from distillation.divergence_suits_drawn_tokens(recipe)
+        yield from rl.rows_hold_prompts(recipe.data)
+        yield from rl.rewards_are_given(recipe)
+        if recipe.environment is not None:
+            yield from environment.environment_is_consistent(recipe.environment, recipe)
+        yield from rl.rollout_can_be_trained_on(recipe)
+        yield from rl.policy_gradient_reads_its_keys(recipe)
+        yield from rl.batch_of_prompts_is_divisible(recipe.batch)
+    if recipe.value is not None and recipe.policy_gradient is not None and recipe.policy_gradient.needs_value:
+        yield from value.values_have_a_model(recipe.value, recipe)
+    if recipe.router is not None:
+        yield from router.experts_can_be_balanced(recipe.router, recipe)
+    yield from placement.layout_is_supported(recipe)
+    yield from placement.context_is_supported(recipe)
+    yield from pipeline.pipeline_is_supported(recipe)
+    if recipe.parallel.device_map is not None:
+        yield from device_map.device_map_is_supported(recipe.parallel.device_map, recipe)
+    yield from placement.memory_is_consistent(recipe)
+    yield from rollout.engine_is_used(recipe)
+    yield from rollout.engine_is_possible(recipe)
+    yield from rollout.exact_is_possible(recipe)
+    yield from paths.output_is_separate(recipe)
 
 
 def notes(recipe: Recipe) -> list[str]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.recipe.messages import format_value
-from danlu.recipe.sections import Recipe, Source
+from danlu.recipe.sections import Data, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
 
 
-def packing_suits_stage(recipe: Recipe) -> Iterator[Problem]:
-    """Concatenated rows are cut anywhere, which only plain text survives; a window belongs to best-fit."""
-    packing, data = recipe.data.packing, recipe.data
+def packing_suits_stage(data: Data, stage: str) -> Iterator[Problem]:
+    """Concatenated rows are cut anywhere, which only plain text survives."""
     reads = ("stage", "data.packing.kind")
-    if packing.kind != "best-fit" and packing.window != 4096:
-        yield Problem("data.packing.window", f"only best-fit packing has a window; this is {packing.kind}", reads=reads)
-    if packing.kind != "concatenate":
+    if data.packing.kind != "concatenate":
         return
-    if recipe.stage == "sft":
+    if stage == "sft":
         message = "a conversation must stay whole, so concatenate is for stage pretrain. Use best-fit or none"
         yield Problem("data.packing.kind", message, reads=reads)
         return
@@ -27,24 +24,20 @@ def packing_suits_stage(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"data.train.{index}.format", message, reads=reads)
 
 
-def pretraining_has_no_roles(recipe: Recipe) -> Iterator[Problem]:
-    """Stage pretrain has no chat roles: no train_on, no system prompt."""
-    if recipe.stage != "pretrain":
-        return
+def pretraining_has_no_turns(data: Data, stage: str) -> Iterator[Problem]:
+    """Stage pretrain has no chat roles, and so no last turn."""
     # `assistant` is the default and stands in every resolved recipe; `all` is what pretraining does anyway.
-    if recipe.data.train_on == "last":
+    if stage == "pretrain" and data.train_on == "last":
         message = "pretraining trains every token: train_on is for stage sft"
         yield Problem("data.train_on", message, reads=("stage",))
-    if recipe.data.system is not None:
-        yield Problem("data.system", "pretraining has no system prompt: it is for stage sft", reads=("stage",))
 
 
-def sources_are_consistent(recipe: Recipe) -> Iterator[Problem]:
+def sources_are_consistent(data: Data) -> Iterator[Problem]:
     """Sources are named, weighted all or none, and none is listed twice."""
-    train = recipe.data.train
+    train = data.train
     if not train:
         yield Problem("data.train", "the list is empty: name at least one file or data set")
-    if recipe.data.eval == []:
+    if data.eval == []:
         yield Problem("data.eval", "the list is empty: name a source, give a share such as 0.02, or leave eval out")
     weighted = [source.weight is not None for source in train]
     if any(weighted) and not all(weighted):
@@ -64,8 +57,6 @@ def streaming_is_consistent(recipe: Recipe) -> Iterator[Problem]:
     """A stream has no length: it needs steps, and evaluation rows from elsewhere."""
     data = recipe.data
     if not data.streaming:
-        if data.shuffle_buffer != 10_000:
-            yield Problem("data.shuffle_buffer", "only read with data.streaming: true", reads=("data.streaming",))
         return
     if recipe.epochs is not None:
         message = "a stream has no known end, so it cannot run for epochs. Give steps"
@@ -79,13 +70,6 @@ def streaming_is_consistent(recipe: Recipe) -> Iterator[Problem]:
             f"{format_value(data.eval)} of a stream cannot be set aside. Give evaluation rows as files of their own"
         )
         yield Problem("data.eval", message, reads=("data.streaming",))
-
-
-def bad_row_limit_is_read(recipe: Recipe) -> Iterator[Problem]:
-    """The limit of skipped rows is only read where bad rows are skipped."""
-    if recipe.data.on_bad_row == "error" and recipe.data.bad_row_limit != 100:
-        message = "only read with data.on_bad_row: skip"
-        yield Problem("data.bad_row_limit", message, reads=("data.on_bad_row",))
 
 
 def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
@@ -105,22 +89,22 @@ def evaluation_has_rows(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_best", f"keep_best {needs}", reads=("data.eval",))
 
 
-def judged_rows_are_read_whole(recipe: Recipe) -> Iterator[Problem]:
+def judged_rows_are_read_whole(data: Data, stage: str) -> Iterator[Problem]:
     """Rows that compare or judge answers, and prompts, are neither streamed, split nor joined; answers are trained."""
-    data, reads = recipe.data, ("stage",)
-    if recipe.stage not in ("preference", "reward", "rl"):
+    reads = ("stage",)
+    if stage not in ("preference", "reward", "rl"):
         return
     if data.streaming:
-        message = f"stage {recipe.stage} reads its rows before it begins. Leave streaming out"
+        message = f"stage {stage} reads its rows before it begins. Leave streaming out"
         yield Problem("data.streaming", message, reads=reads)
     if data.overlong == "split":
-        whole = "a prompt" if recipe.stage == "rl" else "an answer that is compared or judged"
+        whole = "a prompt" if stage == "rl" else "an answer that is compared or judged"
         message = f"{whole} cannot be split. Use truncate, which shortens prompts first, or drop"
         yield Problem("data.overlong", message, reads=reads)
     if data.train_on != "assistant":
-        whose = "answers that the policy draws" if recipe.stage == "rl" else "answers of its rows"
-        message = f"stage {recipe.stage} trains the {whose} and nothing else. Leave train_on out"
+        answers = "answers that the policy draws" if stage == "rl" else "answers of its rows"
+        message = f"stage {stage} trains the {answers} and nothing else. Leave train_on out"
         yield Problem("data.train_on", message, reads=reads)
     if data.packing.kind != "none":
-        message = f"a step of stage {recipe.stage} counts rows, which lie end to end in any case. Leave packing out"
+        message = f"a step of stage {stage} counts rows, which lie end to end in any case. Leave packing out"
         yield Problem("data.packing.kind", message, reads=reads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.device_map import device_named, entry_problems
+from danlu.recipe.device_map import ByHand, device_named, entry_problems
 from danlu.recipe.rules.refusals import refusals
 from danlu.recipe.sections import Recipe
 from danlu.recipe.yaml_tree import Problem
@@ -12,15 +12,12 @@ from danlu.recipe.yaml_tree import Problem
 KEY = "parallel.device_map"
 
 
-def device_map_is_supported(recipe: Recipe) -> Iterator[Problem]:
+def device_map_is_supported(device_map: str | ByHand, recipe: Recipe) -> Iterator[Problem]:
     """The map names parts and devices that there are, and nothing asks for more processes than one."""
-    section = recipe.parallel.device_map
-    if section is None:
-        return
-    if not isinstance(section, str):
-        wrong = [*entry_problems(section)]
+    if not isinstance(device_map, str):
+        wrong = [*entry_problems(device_map)]
         yield from (Problem(KEY, message) for message in wrong)
-        gpus = [key for key, value in section.items() if device_named(value) not in (None, "cpu")]
+        gpus = [key for key, value in device_map.items() if device_named(value) not in (None, "cpu")]
         if recipe.device == "cpu" and gpus and not wrong:
             message = f"cpu, and parallel.device_map has {gpus[0]!r} on a GPU. Use device: auto"
             yield Problem("device", message, reads=(KEY,))

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from danlu.recipe.rules.paths import sources_of
-from danlu.recipe.sections import Divergence, HiddenStates, Prefix, Prompt, Recipe, ReverseKL
+from danlu.recipe.sections import Divergence, HiddenStates, Prefix, Prompt, Recipe, Teacher
 from danlu.recipe.yaml_tree import Problem
 
 
 def distillation_has_teacher(recipe: Recipe) -> Iterator[Problem]:
     """Checks that recipes that learn from a teacher have one, that others have none, and that the run can use it."""
     divergence = recipe.divergence
-    if recipe.stage == "rl" and divergence is not None:
+    if recipe.stage == "distill":
+        if not recipe.teacher:
+            yield Problem("teacher", "missing: stage distill learns from one. Name its folder or run", reads=("stage",))
+    elif divergence is None:
+        if recipe.teacher is not None:
+            message = (
+                "the objective has no divergence from one, so nothing is learnt from it. Give one, as in "
+                "objective: [grpo, {kind: reverse, weight: 0.1}], or leave it out"
+            )
+            yield Problem("teacher", message, reads=("stage", "objective"))
+        return
+    else:
         if not recipe.teacher and recipe.policy_gradient is not None:
             message = f"missing: objective {divergence.kind} is the distance from one. Name its folder or run"
             yield Problem("teacher", message, reads=("objective",))
-        yield from _teachers_suit_answers_to_come(recipe)
-    elif recipe.stage != "distill":
-        if recipe.teacher is not None:
-            message = f"only stages distill and rl have a teacher; this is {recipe.stage}. Leave it out"
-            if recipe.stage == "rl":
-                message = (
-                    "the objective has no divergence from one, so nothing is learnt from it. Give one, as in "
-                    "objective: [grpo, {kind: reverse, weight: 0.1}], or leave it out"
-                )
-            yield Problem("teacher", message, reads=("stage", "objective"))
-        return
-    elif not recipe.teacher:
-        yield Problem("teacher", "missing: stage distill learns from one. Name its folder or run", reads=("stage",))
+        yield from _teachers_suit_answers_to_come(recipe.teacher or (), advise=recipe.teachers_advise)
     for index, teacher in enumerate(recipe.teacher or ()):
         key = f"teacher.{index}"
         if teacher.cache and teacher.top_k is None:
@@ -49,47 +48,38 @@ def distillation_has_teacher(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("adapter.kind", message, reads=(key,))
 
 
-def _teachers_suit_answers_to_come(recipe: Recipe) -> Iterator[Problem]:
+def _teachers_suit_answers_to_come(teachers: Sequence[Teacher], *, advise: bool) -> Iterator[Problem]:
     """Teachers of stage rl are asked while training, and of drawn tokens alone where these are all that is learnt."""
-    for index, teacher in enumerate(recipe.teacher or ()):
+    for index, teacher in enumerate(teachers):
         if teacher.cache:
             message = "true: answers are drawn while training, so nothing is known of them before. Leave it out"
             yield Problem(f"teacher.{index}.cache", message, reads=("stage",))
-        if teacher.top_k is not None and recipe.teachers_advise:
+        if teacher.top_k is not None and advise:
             message = "not read with policy_gradient: true, which asks of the drawn tokens alone. Leave it out"
             yield Problem(f"teacher.{index}.top_k", message, reads=("objective",))
 
 
-def divergence_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of a divergence belong to the recipe's stage, and go together."""
+def divergence_suits_drawn_tokens(recipe: Recipe) -> Iterator[Problem]:
+    """Stage rl has no rows with answers, and teachers that advise on drawn tokens have no temperature."""
     for index, term in enumerate(recipe.objective or ()):
         if not isinstance(term, Divergence):
             continue
         key = f"objective.{index}"
-        if recipe.stage == "rl" and term.cross_entropy:
+        if term.cross_entropy:
             message = f"{term.cross_entropy}: the likelihood of rows, which stage rl has none of. Leave it out"
             yield Problem(f"{key}.cross_entropy", message, reads=("stage",))
-        if recipe.stage == "rl" and recipe.teachers_advise and term.temperature != 1:
+        if recipe.teachers_advise and term.temperature != 1:
             message = "not read with policy_gradient: true: tokens are compared as they were drawn. Leave it out"
             yield Problem(f"{key}.temperature", message, reads=(f"{key}.policy_gradient",))
-        if recipe.stage != "rl" and term.weight != 1:
-            message = "only read with stage rl, beside a policy gradient. Leave it out"
-            yield Problem(f"{key}.weight", message, reads=("stage",))
-        if recipe.stage != "rl" and isinstance(term, ReverseKL) and term.policy_gradient:
-            message = (
-                "only read with stage rl. Leave it out; on_policy has the same gradient in the mean, with less noise"
-            )
-            yield Problem(f"{key}.policy_gradient", message, reads=("stage",))
 
 
 def distillation_has_one_divergence(recipe: Recipe) -> Iterator[Problem]:
     """The objective of stage distill is one divergence, and at most one term of hidden states."""
-    if recipe.stage != "distill" or recipe.objective is None:
-        return
-    divergences = [index for index, term in enumerate(recipe.objective) if isinstance(term, Divergence)]
-    hidden = [index for index, term in enumerate(recipe.objective) if isinstance(term, HiddenStates)]
+    objective = recipe.objective or []
+    divergences = [index for index, term in enumerate(objective) if isinstance(term, Divergence)]
+    hidden = [index for index, term in enumerate(objective) if isinstance(term, HiddenStates)]
     if len(divergences) > 1:
-        first, second = (recipe.objective[index].kind for index in divergences[:2])
+        first, second = (objective[index].kind for index in divergences[:2])
         message = f"{second} beside {first}: there is one divergence. Take jensen-shannon for something between both"
         yield Problem(f"objective.{divergences[1]}.kind", message, reads=("objective",))
     if hidden and not divergences:
@@ -108,12 +98,6 @@ def own_answers_are_possible(recipe: Recipe) -> Iterator[Problem]:
     asked.
     """
     data, rollout = recipe.data, recipe.rollout
-    if not recipe.on_policy:
-        return
-    if recipe.stage != "distill":
-        hint = ": all of its answers are the policy's own" if recipe.stage == "rl" else ""
-        yield Problem("on_policy", f"only read with stage distill; this is {recipe.stage}{hint}", reads=("stage",))
-        return
     reads = ("on_policy",)
     for index, teacher in enumerate(recipe.teacher or ()):
         if teacher.cache:

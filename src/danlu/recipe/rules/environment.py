@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from danlu.recipe.sections import Agent, AgentSection, OpenEnv, PythonEnvironment, Recipe, Tools
+from danlu.recipe.sections import Agent, AgentSection, EnvironmentSection, OpenEnv, PythonEnvironment, Recipe, Tools
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.yaml_tree import Problem
 
 
-def environment_is_consistent(recipe: Recipe) -> Iterator[Problem]:
-    """An environment belongs to stage rl, names things that can be found, and leaves settings of single answers
-    alone.
-    """
-    section = recipe.environment
-    if section is None:
-        return
-    if recipe.stage != "rl":
-        yield Problem(ENVIRONMENT, f"only read with stage rl; this is {recipe.stage}", reads=("stage",))
-        return
+def environment_is_consistent(section: EnvironmentSection, recipe: Recipe) -> Iterator[Problem]:
+    """An environment names things that can be found, and leaves settings of single answers alone."""
     if isinstance(section, PythonEnvironment) and not _names_something(section.path):
         message = f"{section.path!r} names no class: write its file and its name, as in my_env.py:Maze"
         yield Problem("environment.path", message)

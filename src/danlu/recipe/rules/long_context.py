@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from danlu.recipe.sections import Recipe
+from danlu.recipe.sections import LengthStage, LongContext, Recipe
 from danlu.recipe.yaml_tree import Problem
 
 
-def long_context_fits_stage(recipe: Recipe) -> Iterator[Problem]:
-    """Long context is for stages pretrain and sft."""
-    section = recipe.long_context
-    if section is None:
-        return
-    if recipe.stage not in ("pretrain", "sft"):
-        message = (
-            f"stage {recipe.stage} takes a model as it is. Train it at more tokens with stage pretrain or sft first"
-        )
-        yield Problem("long_context", message, reads=("stage",))
-
-
-def lengths_do_not_shrink(recipe: Recipe) -> Iterator[Problem]:
+def lengths_do_not_shrink(stages: Sequence[LengthStage], recipe: Recipe) -> Iterator[Problem]:
     """Stages of lengths grow, and say how long the run is and how long its samples are."""
-    section = recipe.long_context
-    if section is None or not section.stages:
+    if not stages:
         return
-    stages = section.stages
     for index, (before, stage) in enumerate(pairwise(stages), start=1):
         if stage.length < before.length:
             message = f"{stage.length} after {before.length}: lengths do not shrink. Put the shorter stage first"
@@ -53,20 +39,11 @@ def lengths_do_not_shrink(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"long_context.stages.{index}.length", message, reads=("batch.tokens",))
 
 
-def longrope_has_factors(recipe: Recipe) -> Iterator[Problem]:
-    """LongRoPE's factors are given or searched, and no other method reads them."""
-    section = recipe.long_context
-    if section is None:
-        return
-    reads = ("long_context.method",)
-    given = [name for name in ("long_factor", "short_factor", "search") if getattr(section, name) is not None]
+def longrope_has_factors(section: LongContext, recipe: Recipe) -> Iterator[Problem]:
+    """LongRoPE's factors are given or searched."""
     if section.method != "longrope":
-        for name in given:
-            yield Problem(
-                f"long_context.{name}", f"only method longrope reads it; this is {section.method}", reads=reads
-            )
         return
-    if not given or given == ["short_factor"]:
+    if section.long_factor is None and section.search is None:
         message = "longrope divides each frequency by a factor of its own: give long_factor, or search: {}"
         yield Problem("long_context.method", message, reads=("long_context.long_factor", "long_context.search"))
     long, short = section.long_factor, section.short_factor

@@ -7,37 +7,24 @@ from datetime import date
 from typing import Literal
 
 from danlu.core.errors import RecipeError
-from danlu.recipe.rules.paths import sources_of
-from danlu.recipe.sections import Continue, Dora, LowRank, Recipe, Section, Source, value_at
+from danlu.recipe.sections import Continue, Dora, LowRank, Model, Recipe
 from danlu.recipe.yaml_tree import Problem
 
-# Keys about tokens and layers, which a classifier of images would ignore in silence.
-_LANGUAGE_KEYS = (
-    "model.config", "model.tokenizer", "model.chat_template", "model.chat_template_date", "model.adapters",
-    "data.max_length", "data.packing",
-    "data.overlong", "data.train_on", "data.system", "data.on_bad_row", "data.bad_row_limit", "data.append_eos",
-    "data.streaming", "data.shuffle_buffer", "data.workers", "data.cache", "adapter", "quantization", "batch.tokens",
-    "batch.memory", "evaluation.samples", "parallel.tensor", "parallel.sequence", "memory.recompute", "memory.offload",
-    "memory.folder", "compile", "numerics",
-)  # fmt: skip
 
-
-def model_has_one_start(recipe: Recipe) -> Iterator[Problem]:
+def model_has_one_start(model: Model, stage: str) -> Iterator[Problem]:
     """Exactly one of path, preset and config is given, and a language model from scratch has a tokenizer."""
-    model = recipe.model
     given = [name for name in model.one_of if getattr(model, name) is not None]
     if len(given) != 1:
         state = "path, preset and config are all missing" if not given else f"both {' and '.join(given)} are given"
         message = f"{state}: give exactly one (path: a folder to start from; preset or config: from scratch)"
         yield Problem("model", message, reads=tuple(f"model.{name}" for name in model.one_of))
-    elif given != ["path"] and model.tokenizer is None and recipe.stage != "classify":
+    elif given != ["path"] and model.tokenizer is None and stage != "classify":
         message = f"a model from a {given[0]} needs a tokenizer: add model.tokenizer (a folder or a hub id)"
         yield Problem("model.tokenizer", message, reads=(f"model.{given[0]}",))
 
 
-def template_date_is_valid(recipe: Recipe) -> Iterator[Problem]:
+def template_date_is_valid(given: str | None) -> Iterator[Problem]:
     """The date that chat templates are given is a day, written as `date.isoformat` writes it."""
-    given = recipe.model.chat_template_date
     if given is None:
         return
     try:
@@ -49,7 +36,7 @@ def template_date_is_valid(recipe: Recipe) -> Iterator[Problem]:
 
 
 def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that an adapter has a finished model under it, and that its initialization is possible."""
+    """An adapter has a finished model under it, a quantized model an adapter, and an initialization what it needs."""
     model, adapter = recipe.model, recipe.adapter
     if model.path is None and adapter is not None:
         message = "an adapter is trained beside a finished model: give model.path"
@@ -62,43 +49,21 @@ def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(adapter, Dora) and model.adapters:
         message = "dora scales the weights themselves, so it cannot be stacked on model.adapters. Use kind: lora"
         yield Problem("adapter.kind", message, reads=("model.adapters",))
-    if isinstance(adapter, LowRank):
-        if adapter.init == "loftq" and recipe.quantization is None:
-            message = "loftq makes up for what quantization loses: add quantization: nf4, or choose another init"
-            yield Problem("adapter.init", message, reads=("quantization",))
-        if adapter.svd_iterations is not None and adapter.init != "pissa":
-            yield Problem("adapter.svd_iterations", "only read with init: pissa", reads=("adapter.init",))
-        if adapter.loftq_iterations != 1 and adapter.init != "loftq":
-            yield Problem("adapter.loftq_iterations", "only read with init: loftq", reads=("adapter.init",))
-
-
-def quantization_has_adapter(recipe: Recipe) -> Iterator[Problem]:
-    """A quantized model is frozen, so something else has to be trained."""
-    if recipe.quantization is not None and recipe.adapter is None:
+    if isinstance(adapter, LowRank) and adapter.init == "loftq" and recipe.quantization is None:
+        message = "loftq makes up for what quantization loses: add quantization: nf4, or choose another init"
+        yield Problem("adapter.init", message, reads=("quantization",))
+    if recipe.quantization is not None and adapter is None:
         message = "a quantized model cannot be trained itself: add adapter: lora (or another), or leave it out"
         yield Problem("quantization", message, reads=("adapter",))
 
 
-def classification_reads_no_language_keys(recipe: Recipe) -> Iterator[Problem]:
-    """Stage classify takes its own model, and keys that it does not read keep their defaults."""
-    preset = recipe.model.preset
-    if recipe.stage != "classify":
-        if preset == "lenet5":
-            message = "lenet5 classifies images: it needs stage classify. For language models use tiny or small"
-            yield Problem("model.preset", message, reads=("stage",))
-        return
-    if preset not in (None, "lenet5"):
+def preset_suits_stage(preset: str | None, stage: str) -> Iterator[Problem]:
+    """Stage classify trains lenet5, and no other stage does."""
+    if stage != "classify" and preset == "lenet5":
+        message = "lenet5 classifies images: it needs stage classify. For language models use tiny or small"
+        yield Problem("model.preset", message, reads=("stage",))
+    elif stage == "classify" and preset not in (None, "lenet5"):
         yield Problem("model.preset", f"{preset} is a language model; stage classify trains lenet5", reads=("stage",))
-    for key in _LANGUAGE_KEYS:
-        parent, _, name = key.rpartition(".")
-        section: Section = value_at(recipe, parent) if parent else recipe
-        if getattr(section, name) != type(section).model_fields[name].get_default():
-            hint = ". A step is counted in images: give batch.sequences" if key == "batch.tokens" else ""
-            yield Problem(key, f"not read with stage classify, which has no tokens{hint}", reads=("stage",))
-    for key, source in sources_of(recipe.data):
-        for name in ("weight", "format"):
-            if getattr(source, name) != Source.model_fields[name].get_default():
-                yield Problem(key.replace("path", name), "not read with stage classify", reads=("stage",))
 
 
 def language_stage(recipe: Recipe, reader: str) -> Literal["pretrain", "sft", "preference", "reward", "distill"]:

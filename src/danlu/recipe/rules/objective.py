@@ -10,7 +10,6 @@ from danlu.recipe.sections import (
     Divergence,
     PolicyGradientSection,
     PreferenceTerm,
-    Recipe,
     RewardObjective,
     Section,
     terms_of,
@@ -19,28 +18,26 @@ from danlu.recipe.sections.base import VariantSection
 from danlu.recipe.yaml_tree import Problem
 
 
-def objective_fits_stage(recipe: Recipe) -> Iterator[Problem]:
+def objective_fits_stage(objective: Sequence[Section], stage: str) -> Iterator[Problem]:
     """Only stages preference, reward, distill and rl have an objective, and its terms are theirs."""
-    objective = recipe.objective
-    if recipe.stage not in ("preference", "reward", "distill", "rl"):
+    if stage not in ("preference", "reward", "distill", "rl"):
         if objective:
             stages = " or ".join(dict.fromkeys(_stage_of(term) for term in objective))
-            message = f"not read with stage {recipe.stage}: an objective of stage {stages}. Set stage, or leave it out"
+            message = f"not read with stage {stage}: an objective of stage {stages}. Set stage, or leave it out"
             yield Problem("objective", message, reads=("stage",))
         return
-    if objective is not None and not objective:
+    if not objective:
         yield Problem("objective", "empty: give at least one kind, or leave it out for the stage's own")
         return
-    for index, term in enumerate(objective or ()):
-        stage, of_rl = _stage_of(term), isinstance(term, PreferenceTerm | Divergence)
-        if stage != recipe.stage and not (recipe.stage == "rl" and of_rl):
-            message = f"{_kind(term)} is an objective of stage {stage}, not of stage {recipe.stage}"
+    for index, term in enumerate(objective):
+        own, of_rl = _stage_of(term), isinstance(term, PreferenceTerm | Divergence)
+        if own != stage and not (stage == "rl" and of_rl):
+            message = f"{_kind(term)} is an objective of stage {own}, not of stage {stage}"
             yield Problem(f"objective.{index}.kind", message, reads=("stage",))
-    if recipe.stage == "rl":
-        yield from _terms_of_rl(objective or ())
-    elif recipe.stage == "reward" and len(objective or ()) > 1:
-        message = f"{len(objective or ())} terms: stage reward has one. Give one"
-        yield Problem("objective", message, reads=("stage",))
+    if stage == "rl":
+        yield from _terms_of_rl(objective)
+    elif stage == "reward" and len(objective) > 1:
+        yield Problem("objective", f"{len(objective)} terms: stage reward has one. Give one", reads=("stage",))
 
 
 def _terms_of_rl(objective: Sequence[Section]) -> Iterator[Problem]:
@@ -68,12 +65,12 @@ def _terms_of_rl(objective: Sequence[Section]) -> Iterator[Problem]:
             yield Problem(key, f"the policy gradient comes first: write [{_kind(others[0])}, {kind}]")
 
 
-def preference_terms_go_together(recipe: Recipe) -> Iterator[Problem]:
-    """The terms of a sum are over the same kind of rows, and some of them count."""
-    terms = terms_of(recipe.objective)
+def preference_terms_go_together(objective: Sequence[Section], stage: str) -> Iterator[Problem]:
+    """The terms of a sum are over the same kind of rows, some of them count, and the keys of a term go together."""
+    terms = terms_of(objective)
     paired = next((term for term in terms if "unpaired" not in term.row_types), None)
     for index, term in enumerate(terms):
-        if recipe.stage == "rl" and "preference" not in term.row_types:
+        if stage == "rl" and "preference" not in term.row_types:
             message = (
                 f"{term.kind} takes answers judged one by one, and stage rl compares the best and the worst answer to "
                 "each prompt. Use a kind of pairs, such as sigmoid"
@@ -88,11 +85,7 @@ def preference_terms_go_together(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"objective.{index}.kind", message)
     if terms and not any(term.weight for term in terms):
         yield Problem("objective", "every weight is 0: nothing would be learnt. Give one term a weight above 0")
-
-
-def term_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of a term go together."""
-    for index, term in enumerate(terms_of(recipe.objective)):
+    for index, term in enumerate(terms):
         if isinstance(term, Bco) and term.shift != "none" and term.ld_alpha is not None:
             message = "the running mean of rewards is one of whole answers. Use shift: none, or leave it out"
             yield Problem(f"objective.{index}.ld_alpha", message, reads=(f"objective.{index}.shift",))

@@ -18,10 +18,6 @@ def pipeline_is_supported(recipe: Recipe) -> Iterator[Problem]:
         message = f"a timeline is that of one step of several stages, and {reason}. Leave it out"
         yield Problem("log.timeline", message, reads=("parallel.pipeline.stages", "parallel.pipeline.schedule"))
     if section.stages == 1:
-        for key in sorted(section.model_fields_set - {"stages"}):
-            if getattr(section, key) != type(section).model_fields[key].default:
-                message = "there is one stage, and nothing to divide. Raise stages, or leave this out"
-                yield Problem(f"parallel.pipeline.{key}", message, reads=("parallel.pipeline.stages",))
         return
     if section.defers_weight_gradients and recipe.parallel.accumulate == "sharded":
         message = (

@@ -103,14 +103,8 @@ def _not_of_context_ranks(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def memory_is_consistent(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that recomputation and offload have the settings that they need, and that unread keys keep their
-    defaults.
-    """
+    """Recomputation and offload have the settings that they need."""
     memory, recompute, optimizer = recipe.memory, recipe.memory.recompute, recipe.optimizer
-    if recompute.kind != "every" and recompute.layers is not None:
-        yield Problem("memory.recompute.layers", "only read with kind: every", reads=("memory.recompute.kind",))
-    if recompute.kind != "planned" and recompute.budget is not None:
-        yield Problem("memory.recompute.budget", "only read with kind: planned", reads=("memory.recompute.kind",))
     if recompute.kind == "planned":
         if recompute.budget is None:
             message = "missing: a plan needs to know how many GiB activations may take"
@@ -133,5 +127,3 @@ def memory_is_consistent(recipe: Recipe) -> Iterator[Problem]:
         message = "offloaded 8-bit moments have blocks of 256 and begin at 4096 elements. Leave block and smallest out"
         if "optimizer" in memory.offload:
             yield Problem("optimizer.block", message, reads=("memory.offload",))
-    if memory.folder is not None and not memory.offload:
-        yield Problem("memory.folder", "nothing is offloaded to it: add memory.offload", reads=("memory.offload",))

@@ -14,13 +14,15 @@ def reference_is_consistent(recipe: Recipe) -> Iterator[Problem]:
     reference = recipe.reference
     if recipe.stage == "rl":
         yield from _suits_answers_to_come(recipe)
-    elif recipe.stage != "preference" and reference is not None:
-        message = f"only stages preference and rl have a reference; this is {recipe.stage}. Leave it out"
-        yield Problem("reference", message, reads=("stage",))
-        return
     match reference:
         case NoReference():
-            yield from _needed_by_terms(recipe)
+            for index, term in enumerate(recipe.objective or ()):
+                if isinstance(term, PreferenceTerm) and term.needs_reference and not term.reference_free:
+                    term_key = f"objective.{index}"
+                    message = (
+                        f"none, but {term_key} ({term.kind}) compares the policy with one. Use cached, or leave it out"
+                    )
+                    yield Problem("reference.kind", message, reads=(f"{term_key}.kind",))
         case AdapterOff():
             if (reason := adapter_off_problem(recipe)) is not None:
                 others = "frozen" if recipe.stage == "rl" else "cached, or frozen"
@@ -73,22 +75,11 @@ def _suits_pairs_to_come(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("adapter.kind", message, reads=("objective",))
 
 
-def _needed_by_terms(recipe: Recipe) -> Iterator[Problem]:
-    for index, term in enumerate(recipe.objective or ()):
-        if isinstance(term, PreferenceTerm) and term.needs_reference and not term.reference_free:
-            message = (
-                f"none, but objective.{index} ({term.kind}) compares the policy with one. Use cached, or leave it out"
-            )
-            yield Problem("reference.kind", message, reads=(f"objective.{index}.kind",))
-
-
 def _frozen_is_possible(recipe: Recipe, reference: Frozen) -> Iterator[Problem]:
     if isinstance(recipe.adapter, Prefix | Prompt) and recipe.stage == "preference":
         message = f"frozen: {starts_with_effect(recipe)}, which a second model does not know. Use cached"
         yield Problem("reference.kind", message, reads=("adapter.kind",))
     if reference.every is None:
-        if reference.mix != type(reference).model_fields["mix"].get_default():
-            yield Problem("reference.mix", "only read with reference.every", reads=("reference.every",))
         return
     moving = "a moving reference is mixed from all weights of the policy"
     if recipe.adapter is not None:

@@ -3,57 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from danlu.recipe.rules.paths import sources_of
 from danlu.recipe.sections import (
+    BatchSize,
     CodeReward,
+    Data,
     ExactReward,
     FormatReward,
     FunctionReward,
     JudgeReward,
     LengthReward,
-    LossOptions,
     MathReward,
     NumericReward,
     PolicyGradientSection,
     Recipe,
+    RewardSection,
     Rollout,
-    Section,
-    value_at,
 )
-from danlu.recipe.sections.rollout import ON_POLICY_KEYS, SAMPLING_KEYS
 from danlu.recipe.yaml_tree import Problem
 
-_RL_KEYS = (
-    "rewards", "reward_limits", "value", "data.prompt", "batch.updates", "batch.passes",
-    *(f"rollout.{key}" for key in SAMPLING_KEYS), "rollout.processes", "rollout.routing_replay",
-)  # fmt: skip
 _FILTERS = ("top_p", "top_k", "min_p")
 
 
-def rl_keys_fit_stage(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of stage rl keep their defaults elsewhere, and so do those that stage rl does not read."""
-    if recipe.stage != "rl":
-        own = [f"rollout.{key}" for key in ON_POLICY_KEYS] if recipe.on_policy else []
-        for key in _RL_KEYS:
-            if _is_given(recipe, key) and key not in own:
-                samples = key.startswith("rollout.") and recipe.evaluation.samples is not None
-                hint = "; evaluation.samples has settings of its own" if samples else ""
-                yield Problem(key, f"only read with stage rl; this is {recipe.stage}{hint}", reads=("stage",))
-        return
-    if recipe.loss != LossOptions():
-        message = "additions to a cross-entropy, which stage rl has none of. Leave it out, or see objective.entropy"
-        yield Problem("loss", message, reads=("stage",))
-    if not recipe.data.append_eos:
-        message = "not read with stage rl: answers end where the policy ends them. Leave it out"
-        yield Problem("data.append_eos", message, reads=("stage",))
-
-
-def prompt_template_is_valid(recipe: Recipe) -> Iterator[Problem]:
+def prompt_template_is_valid(prompt: str | None, rewards: Sequence[RewardSection]) -> Iterator[Problem]:
     """Braces of templates go together and name something."""
-    templates = {"data.prompt": recipe.data.prompt}
-    for index, reward in enumerate(recipe.rewards or ()):
+    templates = {"data.prompt": prompt}
+    for index, reward in enumerate(rewards):
         if isinstance(reward, JudgeReward):
             templates[f"rewards.{index}.prompt"] = reward.prompt
     for key, template in templates.items():
@@ -73,13 +50,13 @@ def prompt_template_is_valid(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, message)
 
 
-def rows_hold_prompts(recipe: Recipe) -> Iterator[Problem]:
+def rows_hold_prompts(data: Data) -> Iterator[Problem]:
     """The format of a source has prompts, and is read: a template names columns of its own."""
-    for key, source in sources_of(recipe.data) if recipe.stage == "rl" else ():
+    for key, source in sources_of(data):
         if source.format == "auto":
             continue
         key = key.removesuffix("path") + "format"
-        if recipe.data.prompt is not None:
+        if data.prompt is not None:
             message = "not read with data.prompt, which says what prompts are made of. Leave it out"
             yield Problem(key, message, reads=("data.prompt",))
         elif source.format in ("text", "tokenized"):
@@ -89,8 +66,6 @@ def rows_hold_prompts(recipe: Recipe) -> Iterator[Problem]:
 
 def rewards_are_given(recipe: Recipe) -> Iterator[Problem]:
     """Stage rl has rewards, each with a name of its own, and some count."""
-    if recipe.stage != "rl":
-        return
     rewards = recipe.rewards
     if not rewards and recipe.environment is not None and recipe.environment.gives_reward:
         if recipe.environment.weight == 0 and recipe.divergence is None:
@@ -115,7 +90,7 @@ def rewards_are_given(recipe: Recipe) -> Iterator[Problem]:
         yield from _reward_problems(f"rewards.{index}", reward)
 
 
-def _reward_problems(key: str, reward: Section) -> Iterator[Problem]:
+def _reward_problems(key: str, reward: RewardSection) -> Iterator[Problem]:
     match reward:
         case FormatReward() | JudgeReward():
             try:
@@ -152,9 +127,12 @@ def _reward_problems(key: str, reward: Section) -> Iterator[Problem]:
 def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
     """Checks that answers are drawn as the objective needs them, and in a way that the trainer can recompute."""
     objective, rollout, data = recipe.policy_gradient, recipe.rollout, recipe.data
-    if recipe.stage != "rl":
-        return
-    yield from _asynchronous_is_possible(rollout)
+    if rollout.staleness > 0 and rollout.engine != "embedded" and rollout.server.hand_over == "group":
+        message = (
+            "group: with rollout.staleness above 0 a process beside the trainer hands weights on, which is in no group "
+            "with the server. Use folder or adapter"
+        )
+        yield Problem("rollout.server.hand_over", message, reads=("rollout.staleness",))
     if rollout.temperature == 0:
         message = "0 takes the likeliest token each time, so all answers to a prompt are one. Use 1, or some above 0"
         yield Problem("rollout.temperature", message, reads=("stage",))
@@ -181,19 +159,6 @@ def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("rollout.samples", message, reads=("objective",))
 
 
-def _asynchronous_is_possible(rollout: Rollout) -> Iterator[Problem]:
-    if rollout.staleness == 0:
-        if rollout.processes != Rollout().processes:
-            message = "only read with rollout.staleness above 0: the trainer itself answers. Leave it out"
-            yield Problem("rollout.processes", message, reads=("rollout.staleness",))
-    elif rollout.engine != "embedded" and rollout.server.hand_over == "group":
-        message = (
-            "group: with rollout.staleness above 0 a process beside the trainer hands weights on, which is in no group "
-            "with the server. Use folder or adapter"
-        )
-        yield Problem("rollout.server.hand_over", message, reads=("rollout.staleness",))
-
-
 def _answers_can_be_compared(objective: PolicyGradientSection, rollout: Rollout) -> Iterator[Problem]:
     key, reads = "rollout.samples", ("objective",)
     groups = objective.baseline in ("group", "leave-one-out")
@@ -212,9 +177,10 @@ def _answers_can_be_compared(objective: PolicyGradientSection, rollout: Rollout)
 def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
     """Keys of the objective of stage rl go together."""
     objective = recipe.policy_gradient
-    if recipe.stage == "rl" and objective is None and recipe.value is not None:
-        yield Problem("value", "pairs of answers are compared without values, only ppo has any", reads=("objective",))
-    if recipe.stage != "rl" or objective is None:
+    if objective is None:
+        if recipe.value is not None:
+            message = "pairs of answers are compared without values, only ppo has any"
+            yield Problem("value", message, reads=("objective",))
         return
     if not objective.needs_value:
         if recipe.value is not None:
@@ -311,32 +277,18 @@ def _kl_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
     elif kl.target is not None and kl.coefficient == 0:
         message = "0 stays 0, for it is adapted by factors. Give what it starts from, such as 0.05"
         yield Problem(f"{key}.coefficient", message, reads=(f"{key}.target",))
-    if kl.target is None and kl.horizon != 10_000:
-        yield Problem(f"{key}.horizon", "only read with a target", reads=(f"{key}.target",))
 
 
 def _clip_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
     (low, high), loss = objective.clip_bounds, objective.loss
     key, reads = "objective.0.clip", ("objective.0.loss",)
-    is_given = objective.clip != type(objective).model_fields["clip"].get_default()
     if loss == "clip" and low > 1:
         yield Problem(key, f"{low} below 1 is a negative ratio, which there is none of. Use 1 or less", reads=reads)
     if loss == "cispo" and (isinstance(objective.clip, tuple) or high <= 1):
         given = list(objective.clip) if isinstance(objective.clip, tuple) else high
         message = f"{given}: cispo takes one number above 1, the largest ratio itself. Give 5, for example"
         yield Problem(key, message, reads=reads)
-    if loss in ("sapo", "vespo") and is_given:
-        yield Problem(key, f"not read with loss: {loss}. Leave it out", reads=reads)
-    for name in ("sapo_temperatures", "vespo_shapes", "vespo_rates"):
-        of_loss = name.split("_")[0]
-        if loss != of_loss and getattr(objective, name) != type(objective).model_fields[name].get_default():
-            message = f"only read with loss: {of_loss}; this is {loss}. Leave it out"
-            yield Problem(f"objective.0.{name}", message, reads=reads)
-    if objective.dual_clip is None:
-        return
-    if loss != "clip":
-        yield Problem("objective.0.dual_clip", f"not read with loss: {loss}. Leave it out", reads=reads)
-    elif objective.dual_clip <= 1 + high:
+    if objective.dual_clip is not None and loss == "clip" and objective.dual_clip <= 1 + high:
         message = f"{objective.dual_clip} is not above 1 + {high}, the upper bound of clip. Use 3, for example"
         yield Problem("objective.0.dual_clip", message, reads=(key,))
 
@@ -353,20 +305,13 @@ def _vespo_problems(objective: PolicyGradientSection) -> Iterator[Problem]:
         yield Problem("objective.0.importance.level", message, reads=reads)
 
 
-def batch_of_prompts_is_divisible(recipe: Recipe) -> Iterator[Problem]:
+def batch_of_prompts_is_divisible(batch: BatchSize) -> Iterator[Problem]:
     """Each update of a rollout has the same number of prompts."""
-    prompts, updates = recipe.batch.prompts, recipe.batch.updates
-    if recipe.stage != "rl" or prompts is None or prompts % updates == 0:
+    prompts, updates = batch.prompts, batch.updates
+    if prompts is None or prompts % updates == 0:
         return
     below = next(count for count in range(min(updates, prompts), 0, -1) if prompts % count == 0)
     above = next((count for count in range(updates, prompts + 1) if prompts % count == 0), None)
     nearest = f"{below}" if above is None else f"{below} or {above}"
     message = f"{updates} does not divide the {prompts} prompts of a rollout. Use {nearest}"
     yield Problem("batch.updates", message, reads=("batch.prompts",))
-
-
-def _is_given(recipe: Recipe, key: str) -> bool:
-    """Whether the value at a key is another than its default."""
-    parent, _, name = key.rpartition(".")
-    section: Section = value_at(recipe, parent) if parent else recipe
-    return bool(getattr(section, name) != type(section).model_fields[name].get_default())

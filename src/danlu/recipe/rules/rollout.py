@@ -6,17 +6,10 @@ from collections.abc import Iterator
 from typing import Literal
 
 from danlu.recipe.sections import Recipe, Rollout, Server
-from danlu.recipe.sections.rollout import SAMPLING_KEYS
 from danlu.recipe.yaml_tree import Problem
 
 KEY_BLOCK = 64
 """Keys that the attention routine of `numerics: exact` looks at together."""
-
-REMOTE_KEYS = ("engine", "url", "urls", "server")
-"""The keys that an engine on a server reads; its cache and its scheduling are its own."""
-
-
-_ANY_ENGINE_KEYS = (*REMOTE_KEYS, *SAMPLING_KEYS, "routing_replay")
 
 
 def engine_is_used(recipe: Recipe) -> Iterator[Problem]:
@@ -27,8 +20,8 @@ def engine_is_used(recipe: Recipe) -> Iterator[Problem]:
     yield Problem("rollout", f"{message}Leave it out, or add samples", reads=("stage", "evaluation.samples"))
 
 
-def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
-    """An engine on a server has an address, and keys that an engine does not read keep their defaults."""
+def engine_is_possible(recipe: Recipe) -> Iterator[Problem]:
+    """An engine on a server has an address and a way for weights, and other engines have none."""
     section = recipe.rollout
     if section.engine == "embedded":
         if section.url is not None:
@@ -37,21 +30,12 @@ def engine_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
         if section.urls:
             message = "the embedded engine is no server. Leave them out, or choose engine: http"
             yield Problem("rollout.urls", message, reads=("rollout.engine",))
-        if section.server != Server():
-            message = "only read with engine: http, vllm or sglang. Leave it out"
-            yield Problem("rollout.server", message, reads=("rollout.engine",))
-        if section.preempt != "swap" and section.swap_gib != Rollout().swap_gib:
-            yield Problem("rollout.swap_gib", "only read with preempt: swap", reads=("rollout.preempt",))
         if section.gather != "auto" and recipe.parallel.shard != "zero3":
             message = "only read with parallel.shard: zero3, which alone has layers whose weights are not whole"
             yield Problem("rollout.gather", message, reads=("parallel.shard",))
         return
     name = section.engine
     yield from _servers_have_addresses(section)
-    for key in Rollout.model_fields:
-        if key not in _ANY_ENGINE_KEYS and getattr(section, key) != getattr(Rollout(), key):
-            message = f"a setting of the embedded engine; {name} is told its own when it is started. Leave it out"
-            yield Problem(f"rollout.{key}", message, reads=("rollout.engine",))
     if section.routing_replay and name in ("vllm", "sglang"):
         message = (
             f"{name} does not say which experts tokens went to. Use engine: embedded, or http with danlu serve "
@@ -114,9 +98,6 @@ def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
             "folder, with push: true where servers do not see the trainer's disk"
         )
         yield Problem("rollout.server.hand_over", message, reads=("rollout.engine",))
-    if server.push and recipe.rollout.engine != "http":
-        message = "only read with engine: http, by danlu serve. Leave it out"
-        yield Problem("rollout.server.push", message, reads=("rollout.engine",))
     unread = {"group": ("exchange_folder",), "folder": ("group_address",), "adapter": ("bucket_mib", "group_address")}
     for key in unread[route]:
         if getattr(server, key) != getattr(Server(), key):

@@ -7,18 +7,9 @@ from collections.abc import Iterator
 from danlu.recipe.sections import Recipe, Router
 from danlu.recipe.yaml_tree import Problem
 
-_READ_WITH = {"rate": ("bias", "step"), "sequence": ("bias", "sequence")}
 
-
-def experts_can_be_balanced(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that each key of `router` is read, and that nothing else in the recipe prevents its effect."""
-    router = recipe.router
-    if router is None:
-        return
-    for key, kinds in _READ_WITH.items():
-        if router.balance not in kinds and getattr(router, key) != Router.model_fields[key].get_default():
-            message = f"only read with balance: {' or '.join(kinds)}. Leave it out"
-            yield Problem(f"router.{key}", message, reads=("router.balance",))
+def experts_can_be_balanced(router: Router, recipe: Recipe) -> Iterator[Problem]:
+    """Nothing in the recipe prevents the effect of a key of `router`."""
     if router.balance == "sequence" and not router.sequence:
         message = "0 balances nothing. Give the loss a coefficient, or set balance: none"
         yield Problem("router.sequence", message, reads=("router.balance",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from danlu.recipe.sections import SGD, GaLore, Recipe, value_at
+from danlu.recipe.sections import SGD, GaLore, Recipe, Schedule, Section, value_at
 from danlu.recipe.yaml_tree import Problem
 
 MAX_PACKS = 2**24
@@ -46,9 +46,9 @@ _BOUNDS: tuple[tuple[str, float, str], ...] = (
 )
 
 
-def run_length_is_given_once(recipe: Recipe) -> Iterator[Problem]:
+def run_length_is_given_once(steps: int | None, epochs: float | None) -> Iterator[Problem]:
     """A run has steps or epochs, not both."""
-    if recipe.steps is not None and recipe.epochs is not None:
+    if steps is not None and epochs is not None:
         yield Problem("steps", "the run's length is given twice: keep steps or epochs", reads=("epochs",))
 
 
@@ -111,14 +111,9 @@ def numbers_are_within_bounds(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.max_length", message)
 
 
-def schedule_fits_run(recipe: Recipe) -> Iterator[Problem]:
-    """Warm-up and decay fit in the run, and keys that the schedule does not read keep their defaults."""
-    schedule = recipe.schedule
-    if schedule.kind != "wsd" and schedule.decay != 0.2:
-        yield Problem("schedule.decay", f"only the wsd schedule has a decay; this one is {schedule.kind}")
-    if schedule.kind in ("constant", "inverse-sqrt") and schedule.floor != 0.1:
-        yield Problem("schedule.floor", f"the {schedule.kind} schedule has no floor; linear, cosine and wsd do")
-    for field, message in schedule.problems(recipe.steps):
+def schedule_fits_run(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
+    """Warm-up and decay fit in the run."""
+    for field, message in schedule.problems(steps):
         yield Problem(f"schedule.{field}", message, reads=("steps", "schedule.warmup", "schedule.decay"))
 
 
@@ -131,11 +126,10 @@ def rewind_has_checkpoint(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("watch.policy", f"{message}Lower checkpoint.every", reads=reads)
 
 
-def optimizer_is_consistent(recipe: Recipe) -> Iterator[Problem]:
+def optimizer_is_consistent(optimizer: Section, adapter: Section | None) -> Iterator[Problem]:
     """The optimizer's own keys go together, and with an adapter."""
-    optimizer = recipe.optimizer
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum == 0:
         yield Problem("optimizer.nesterov", "Nesterov's step needs momentum above 0", reads=("optimizer.momentum",))
-    if isinstance(optimizer, GaLore) and recipe.adapter is not None:
+    if isinstance(optimizer, GaLore) and adapter is not None:
         message = "galore projects gradients of whole matrices, and an adapter's are small. Use adamw, or no adapter"
         yield Problem("optimizer.kind", message, reads=("adapter",))

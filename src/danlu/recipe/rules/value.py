@@ -9,17 +9,12 @@ from danlu.recipe.sections import AdapterSection, Continue, Dora, LowRank, Prefi
 from danlu.recipe.yaml_tree import Problem
 
 
-def values_have_a_model(recipe: Recipe) -> Iterator[Problem]:
-    """The model of values is one that the run can have, and each of its keys is read."""
-    value, objective = recipe.value, recipe.policy_gradient
-    if value is None or objective is None or not objective.needs_value:
-        return
-    yield from _rates_are_read(recipe, value)
+def values_have_a_model(value: Value, recipe: Recipe) -> Iterator[Problem]:
+    """The model of values is one that the run can have."""
+    if value.learning_rate is not None and recipe.optimizer.learning_rate == 0:
+        message = "is reached as a multiple of optimizer.learning_rate, which is 0. Give that a value above 0"
+        yield Problem("value.learning_rate", message, reads=("optimizer.learning_rate",))
     if value.share == "policy":
-        for key in ("adapter", "warmup"):
-            if getattr(value, key) != type(value).model_fields[key].get_default():
-                message = "share: policy is a head on the policy itself. Set share: base or none, or leave it out"
-                yield Problem(f"value.{key}", message, reads=("value.share",))
         return
     if recipe.steps is not None and value.warmup >= recipe.steps:
         message = f"the policy is held for {value.warmup} steps, and there are {recipe.steps}. Lower it, or raise steps"
@@ -32,17 +27,6 @@ def values_have_a_model(recipe: Recipe) -> Iterator[Problem]:
     elif "parameters" in recipe.memory.offload:
         message = "parameters: a model of values of its own stays in memory. Leave it out, or set value.share: base"
         yield Problem("memory.offload", message, reads=("value.share",))
-
-
-def _rates_are_read(recipe: Recipe, value: Value) -> Iterator[Problem]:
-    if value.learning_rate is None:
-        return
-    if value.rate_ratio != type(value).model_fields["rate_ratio"].get_default():
-        message = "value.learning_rate says it already. Leave one of them out"
-        yield Problem("value.rate_ratio", message, reads=("value.learning_rate",))
-    if recipe.optimizer.learning_rate == 0:
-        message = "is reached as a multiple of optimizer.learning_rate, which is 0. Give that a value above 0"
-        yield Problem("value.learning_rate", message, reads=("optimizer.learning_rate",))
 
 
 def _base_is_shared(recipe: Recipe, value: Value) -> Iterator[Problem]:

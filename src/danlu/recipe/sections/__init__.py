@@ -2,7 +2,7 @@
 
 Variants are distinguished by `kind`. A section that has a short form names it in its `short` class variable: the field
 that a bare value fills (`model: folder` means `model: {path: folder}`). Where a field takes a list, a bare value is a
-list of one. Rules that concern more than one field are in `rules/`.
+list of one. Rules that concern more than one field are in `rules/`. All sections are imported from here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,18 @@ from danlu.recipe.sections.adapters import (
     RsLora,
     Vera,
 )
-from danlu.recipe.sections.base import NonNegative, PositiveInt, RowType, Section, Share, value_at
+from danlu.recipe.sections.base import (
+    OF_RL,
+    OF_TOKENS,
+    NonNegative,
+    NotReadWith,
+    PositiveInt,
+    ReadWith,
+    RowType,
+    Section,
+    Share,
+    value_at,
+)
 from danlu.recipe.sections.data import Data, Packing, Source
 from danlu.recipe.sections.distillation import (
     DistillationObjective,
@@ -146,154 +157,6 @@ from danlu.recipe.sections.training import (
     Watch,
 )
 
-__all__ = [
-    "SGD",
-    "Adafactor",
-    "AdamW",
-    "AdamW8bit",
-    "Adapter",
-    "AdapterOff",
-    "AdapterSection",
-    "Agent",
-    "AgentSection",
-    "AlphaDivergence",
-    "Aot",
-    "AotUnpaired",
-    "ApoDown",
-    "ApoZero",
-    "ApoZeroUnpaired",
-    "BatchSize",
-    "Bco",
-    "Bottleneck",
-    "BradleyTerry",
-    "Cached",
-    "Checkpoint",
-    "CodeReward",
-    "Context",
-    "Continue",
-    "Cpo",
-    "Dapo",
-    "Data",
-    "DeltaTerm",
-    "Discopop",
-    "DistillationObjective",
-    "Divergence",
-    "Dora",
-    "DrGrpo",
-    "DraftModel",
-    "EarlyStop",
-    "Ema",
-    "Environment",
-    "EnvironmentSection",
-    "Evaluation",
-    "ExactReward",
-    "Exo",
-    "FormatReward",
-    "ForwardKL",
-    "ForwardKlDivergence",
-    "Fp4",
-    "Frozen",
-    "FunctionReward",
-    "GaLore",
-    "Grpo",
-    "Gspo",
-    "HiddenStates",
-    "Hinge",
-    "Ia3",
-    "Importance",
-    "Int4",
-    "Int8",
-    "Ipo",
-    "JensenShannon",
-    "JsDivergence",
-    "JudgeReward",
-    "JudgedTerm",
-    "Kl",
-    "Kto",
-    "LengthReward",
-    "LengthStage",
-    "Lion",
-    "Loftq",
-    "Log",
-    "LogRatioTerm",
-    "LongContext",
-    "LongRopeSearch",
-    "Lora",
-    "LoraFa",
-    "LoraPlus",
-    "LossOptions",
-    "LowRank",
-    "MathReward",
-    "Memory",
-    "Model",
-    "ModelReward",
-    "Mora",
-    "Muon",
-    "Nca",
-    "Nf4",
-    "Ngram",
-    "NoReference",
-    "NumericReward",
-    "Objective",
-    "Olora",
-    "OpenEnv",
-    "Optimizer",
-    "Orpo",
-    "Overlong",
-    "Packing",
-    "PagedAdamW",
-    "Parallel",
-    "Pipeline",
-    "Pissa",
-    "PolicyGradientObjective",
-    "PolicyGradientSection",
-    "Ppo",
-    "PreferenceObjective",
-    "PreferenceTerm",
-    "Prefix",
-    "Prompt",
-    "PythonEnvironment",
-    "Quantization",
-    "QuantizationSection",
-    "Recipe",
-    "Recompute",
-    "Reference",
-    "ReferenceSection",
-    "Reinforce",
-    "Remax",
-    "ReverseKL",
-    "ReverseKlDivergence",
-    "Reward",
-    "RewardLimits",
-    "RewardObjective",
-    "RewardSection",
-    "Rloo",
-    "Robust",
-    "Rollout",
-    "Router",
-    "RsLora",
-    "Samples",
-    "Schedule",
-    "Section",
-    "Server",
-    "Sft",
-    "Sigmoid",
-    "SigmoidNorm",
-    "Simpo",
-    "Source",
-    "Sppo",
-    "Stepwise",
-    "Teacher",
-    "Tools",
-    "Value",
-    "Vera",
-    "Verifiers",
-    "Watch",
-    "terms_of",
-    "value_at",
-]
-
-
 Objective = Annotated[
     PreferenceObjective | RewardObjective | DistillationObjective | PolicyGradientObjective, Field(discriminator="kind")
 ]
@@ -319,30 +182,53 @@ class Recipe(Section):
     gradient, and optionally a divergence from teachers behind it ([grpo, {kind: reverse, weight: 0.1}]); or terms of
     stage preference over the best and the worst of a prompt's answers.
     """
-    rewards: list[Reward] | None = None
+    rewards: Annotated[list[Reward] | None, OF_RL] = None
     """Stage rl: the rewards of answers, one or a weighted sum of several."""
-    reward_limits: RewardLimits = RewardLimits()
+    reward_limits: Annotated[RewardLimits, OF_RL] = RewardLimits()
     """Stage rl: how long rewards are waited for, and how many may fail."""
-    environment: Environment | None = None
+    environment: Annotated[Environment | None, OF_RL] = None
     """Stage rl: the environment that answers the policy, turn by turn: a class of yours (my_env.py:Maze), or tools."""
-    reference: Reference | None = None
+    reference: Annotated[
+        Reference | None,
+        ReadWith(
+            "stage",
+            ("preference", "rl"),
+            "only stages preference and rl have a reference; this is {value}. Leave it out",
+        ),
+    ] = None
     """Stages preference and rl: where the log-probabilities that the policy's are compared with come from: cached
     (not for rl), frozen, adapter-off or none. By default adapter-off with an adapter that starts without effect, else
     cached (rl: frozen); none where no term, or no `kl`, asks for any."""
-    value: Value | None = None
+    value: Annotated[Value | None, OF_RL] = None
     """Stage rl with objective ppo: the model of values; by default a head on the policy."""
-    teacher: list[Teacher] | None = None
+    teacher: Annotated[
+        list[Teacher] | None,
+        ReadWith(
+            "stage", ("distill", "rl"), "only stages distill and rl have a teacher; this is {value}. Leave it out"
+        ),
+    ] = None
     """Stage distill, and stage rl with a divergence: the models to learn the distribution of."""
-    on_policy: Share | bool = False
+    on_policy: Annotated[
+        Share | bool,
+        NotReadWith("stage", "rl", "only read with stage distill; this is rl: all of its answers are the policy's own"),
+        ReadWith("stage", "distill", "only read with stage distill; this is {value}"),
+    ] = False
     """Stage distill: the share of the items that have the policy's own answers in the place of the rows', drawn with
     the weights of the step as `rollout` says (GKD, arXiv:2306.13649); true: all of them."""
-    adapter: Adapter | None = None
+    adapter: Annotated[Adapter | None, OF_TOKENS] = None
     """Train few parameters on a frozen base: lora, dora, rslora, pissa, olora, loftq, lora-fa, lora-plus, vera, mora,
     ia3, bottleneck, prefix, prompt; continue trains the last of `model.adapters` on.
     """
-    long_context: LongContext | None = None
+    long_context: Annotated[
+        LongContext | None,
+        ReadWith(
+            "stage",
+            ("pretrain", "sft"),
+            "stage {value} takes a model as it is. Train it at more tokens with stage pretrain or sft first",
+        ),
+    ] = None
     """Train at more tokens than the model was trained at: a scaling of its rotary embedding, lengths in stages."""
-    quantization: Quantization | None = None
+    quantization: Annotated[Quantization | None, OF_TOKENS] = None
     """Quantize the linear layers of the frozen base, each expert's too: nf4, fp4, int8, int4."""
     optimizer: Optimizer = AdamW()
     """How gradients become updates: adamw, adamw8bit, paged-adamw, galore, sgd, adafactor, lion or muon."""
@@ -359,7 +245,7 @@ class Recipe(Section):
     so is optimizer state unless the optimizer says otherwise. auto measures at the start of a run which of fp32 and
     bf16 multiplies faster on this machine (CPUs without AMX: fp32) and writes it into the run's recipe.yaml; a run that
     is resumed keeps it."""
-    numerics: Literal["fast", "exact"] = "fast"
+    numerics: Annotated[Literal["fast", "exact"], OF_TOKENS] = "fast"
     """exact: training and rollout give a token the same log-probability to the last bit, whatever else is in the batch;
     slower. fast takes the quickest kernels for each, which round differently.
     """
@@ -367,7 +253,14 @@ class Recipe(Section):
     """The parallelism strategy: none (DDP), zero1, zero2, zero3 (FSDP), tensor, sequence."""
     memory: Memory = Memory()
     """Recompute and offload."""
-    loss: LossOptions = LossOptions()
+    loss: Annotated[
+        LossOptions,
+        NotReadWith(
+            "stage",
+            "rl",
+            "additions to a cross-entropy, which stage rl has none of. Leave it out, or see objective.entropy",
+        ),
+    ] = LossOptions()
     """Additions to the cross-entropy."""
     router: Router | None = None
     """Models with experts: the method that keeps them evenly loaded."""
@@ -386,7 +279,7 @@ class Recipe(Section):
     """The checkpoints to resume from, and how often they are saved."""
     log: Log = Log()
     """The files that are written while training."""
-    compile: bool = False
+    compile: Annotated[bool, OF_TOKENS] = False
     """torch.compile the model; the first steps are slow, later ones may be faster."""
     deterministic: bool = False
     """Use only algorithms that give the same bits each time on a GPU; by default the backward passes of attention and

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import Beta, PositiveInt, VariantSection
+from danlu.recipe.sections.base import Beta, PositiveInt, ReadWith, VariantSection
 
 
 class _Targeted(VariantSection):
@@ -37,9 +37,9 @@ class LowRank(_Targeted):
     leave the base (arXiv:2404.02948); olora: the same by QR (arXiv:2406.01775); loftq: the error of a quantized base
     (arXiv:2310.08659).
     """
-    svd_iterations: PositiveInt | None = None
+    svd_iterations: Annotated[PositiveInt | None, ReadWith("init", "pissa")] = None
     """pissa: power iterations of a fast SVD (16 is good); by default the exact one."""
-    loftq_iterations: PositiveInt = 1
+    loftq_iterations: Annotated[PositiveInt, ReadWith("init", "loftq")] = 1
     """loftq: how often quantization and low-rank rest are improved in turn."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Another rank for modules with a name that ends with (or matches) a key."""

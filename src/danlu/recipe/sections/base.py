@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -44,6 +45,43 @@ class VariantSection(Section):
     """A bare text in which this regular expression is found is the variant's `short`, and no kind."""
 
     kind: str
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """Metadata of a field that is only read with some values of another key: elsewhere it has to keep its default."""
+
+    key: str
+    """A field of the same section, or else a dotted key of the recipe."""
+    values: Any = ()
+    """The value, or a tuple of values, with which the field is read; (): all but null, false, 0 and an empty list."""
+    message: str = "only read with {key}: {values}"
+    """The fault and the remedy; {value} is the value of `key`."""
+    or_with: str = ""
+    """A dotted key of the recipe with which the field is read too, if it has a value."""
+    hint: tuple[str, str] = ("", "")
+    """A dotted key of the recipe, and a text for the end of the message where that key has a value."""
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """`values` as a tuple."""
+        return self.values if isinstance(self.values, tuple) else (self.values,)
+
+    def is_met(self, value: object) -> bool:
+        """Whether the field is read where `key` has a value."""
+        return value in self.choices if self.choices else bool(value)
+
+
+class NotReadWith(ReadWith):
+    """Metadata of a field that is read with all values of another key but some."""
+
+    def is_met(self, value: object) -> bool:
+        """Whether the field is read where `key` has a value."""
+        return not super().is_met(value)
+
+
+OF_TOKENS = NotReadWith("stage", "classify", "not read with stage {value}, which has no tokens")
+OF_RL = ReadWith("stage", "rl", "only read with stage rl; this is {value}")
 
 
 def value_at(section: Section, key: str) -> Any:

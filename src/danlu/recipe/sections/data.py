@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, Section
+from danlu.recipe.sections.base import OF_RL, OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section
+
+_OF_TEXTS = NotReadWith("stage", "classify", "not read with stage {value}")
 
 
 class Source(Section):
@@ -20,11 +22,14 @@ class Source(Section):
     takes the first 500 rows."""
     rows: PositiveInt | None = None
     """Take only this many rows from the front (the same as `path#N`)."""
-    weight: Annotated[float, Field(gt=0)] | None = None
+    weight: Annotated[Annotated[float, Field(gt=0)] | None, _OF_TEXTS] = None
     """Share of the mixture, relative to the other sources. Without weights every row of every source is used once
     an epoch."""
-    format: Literal[
-        "auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized", "preference", "stepwise"
+    format: Annotated[
+        Literal[
+            "auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "tokenized", "preference", "stepwise"
+        ],
+        _OF_TEXTS,
     ] = "auto"
     """How to read a row; auto recognises it from the columns."""
     split: str = "train"
@@ -40,7 +45,9 @@ class Packing(Section):
     kind: Literal["best-fit", "concatenate", "none"] = "best-fit"
     """best-fit fills packed sequences of max_length with whole samples; concatenate (text only) joins documents with an
     end-of-text token and cuts every max_length tokens; none makes each sample a sequence of its own (no padding)."""
-    window: PositiveInt = 4096
+    window: Annotated[
+        PositiveInt, ReadWith("kind", "best-fit", "only best-fit packing has a window; this is {value}")
+    ] = 4096
     """Samples looked at together when packing; larger packs tighter, smaller keeps the shuffled order closer."""
 
 
@@ -53,37 +60,45 @@ class Data(Section):
     """One or more sources."""
     eval: list[Source] | Annotated[float, Field(gt=0, lt=1)] | PositiveInt | None = None
     """Held-out rows: a share (0.02), a number of rows (200), or sources of its own."""
-    prompt: str | None = None
+    prompt: Annotated[str | None, OF_RL] = None
     """Stage rl: a template of the prompt over the columns of a row, such as "{Body} {Question}"; {{ and }} are braces.
     By default the column `prompt` (a text, or messages), the messages before the last answer, or the question of other
     known rows.
     """
-    max_length: PositiveInt = 1024
+    max_length: Annotated[PositiveInt, OF_TOKENS] = 1024
     """Longest sample, and length of a packed sequence, in tokens."""
-    packing: Packing = Packing()
+    packing: Annotated[Packing, OF_TOKENS] = Packing()
     """How samples are packed into sequences: true or best-fit, false or none, or concatenate."""
-    overlong: Literal["truncate", "split", "drop"] = "truncate"
+    overlong: Annotated[Literal["truncate", "split", "drop"], OF_TOKENS] = "truncate"
     """The treatment of a row longer than max_length; counted and shown in every case."""
-    train_on: Literal["all", "assistant", "last"] = "assistant"
+    train_on: Annotated[Literal["all", "assistant", "last"], OF_TOKENS] = "assistant"
     """The label mask of conversations: which messages carry loss, every one, every assistant turn, or only the last
     assistant turn."""
-    system: str | None = None
+    system: Annotated[
+        str | None,
+        OF_TOKENS,
+        NotReadWith("stage", "pretrain", "pretraining has no system prompt: it is for stage sft"),
+    ] = None
     """System prompt for conversations that have none."""
-    on_bad_row: Literal["error", "skip"] = "error"
+    on_bad_row: Annotated[Literal["error", "skip"], OF_TOKENS] = "error"
     """A row that cannot be read: stop with its file and line, or count and skip it."""
-    bad_row_limit: PositiveInt = 100
+    bad_row_limit: Annotated[PositiveInt, OF_TOKENS, ReadWith("data.on_bad_row", "skip")] = 100
     """The number of bad rows after which on_bad_row: skip stops."""
     share_stem: bool = True
     """Compute the prompt that several answers share once for all of them; false gives each answer a copy of its own.
     The result is the same. Models with rotary factors that depend on the length always repeat the prompt of longer
     rows."""
-    append_eos: bool = True
+    append_eos: Annotated[
+        bool,
+        OF_TOKENS,
+        NotReadWith("stage", "rl", "not read with stage rl: answers end where the policy ends them. Leave it out"),
+    ] = True
     """Close each plain-text document and each prompt/completion pair with the end-of-text token."""
-    streaming: bool = False
+    streaming: Annotated[bool, OF_TOKENS] = False
     """Read rows while training, for data larger than memory; needs `steps`. Rows are shuffled within a buffer."""
-    shuffle_buffer: PositiveInt = 10_000
+    shuffle_buffer: Annotated[PositiveInt, OF_TOKENS, ReadWith("data.streaming", True)] = 10_000
     """Rows held while streaming, from which the next is drawn."""
-    workers: PositiveInt | Literal["auto"] = "auto"
+    workers: Annotated[PositiveInt | Literal["auto"], OF_TOKENS] = "auto"
     """Processes that tokenise; auto takes one per core."""
-    cache: str = "~/.cache/danlu"
+    cache: Annotated[str, OF_TOKENS] = "~/.cache/danlu"
     """The folder of tokenised data, keyed by content, template and settings."""

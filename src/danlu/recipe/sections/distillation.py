@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, VariantSection
+from danlu.recipe.sections.base import NonNegative, PositiveInt, ReadWith, Section, Share, VariantSection
 from danlu.recipe.sections.model import Quantization
 
 
@@ -32,7 +32,11 @@ class _Divergence(VariantSection):
     """The divisor of the logits of teacher and policy; the divergence is multiplied by its square."""
     cross_entropy: Share = 0.0
     """Stage distill: alpha of alpha x cross-entropy of the rows + (1 - alpha) x divergence."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[
+        float,
+        Field(gt=0),
+        ReadWith("stage", "rl", "only read with stage rl, beside a policy gradient. Leave it out"),
+    ] = 1.0
     """Stage rl: the weight of the divergence, a mean over the tokens that are trained, relative to the policy
     gradient.
     """
@@ -48,7 +52,14 @@ class ReverseKL(_Divergence):
     """KL(policy || teacher), which keeps to tokens that are likely under the teacher (arXiv:2306.08543)."""
 
     kind: Literal["reverse"] = "reverse"
-    policy_gradient: bool = False
+    policy_gradient: Annotated[
+        bool,
+        ReadWith(
+            "stage",
+            "rl",
+            "only read with stage rl. Leave it out; on_policy has the same gradient in the mean, with less noise",
+        ),
+    ] = False
     """Stage rl: weight x (log-probability under the teacher - under the policy) of each drawn token is added to the
     advantage of that token; false: the divergence over the whole vocabulary is a term of the loss."""
 

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, Section, Share
+from danlu.recipe.sections.base import PositiveInt, ReadWith, Section, Share
 
 Factor = Annotated[float, Field(gt=0)]
+
+_LONGROPE = ReadWith("method", "longrope", "only method longrope reads it; this is {value}")
 
 
 class LengthStage(Section):
@@ -57,9 +59,9 @@ class LongContext(Section):
     """Lengths one after the other, in one run: [{length: 2048, steps: 200}, {length: 8192, steps: 100}]. They take the
     place of `steps`, and data.max_length is the longest. Evaluations are at the longest length throughout, of the model
     as it would be exported."""
-    long_factor: list[Factor] | None = None
+    long_factor: Annotated[list[Factor] | None, _LONGROPE] = None
     """longrope: the divisor of each frequency in documents longer than original_length, the fastest first."""
-    short_factor: list[Factor] | None = None
+    short_factor: Annotated[list[Factor] | None, _LONGROPE] = None
     """longrope: the same for shorter documents; by default 1 for each."""
-    search: LongRopeSearch | None = None
+    search: Annotated[LongRopeSearch | None, _LONGROPE] = None
     """longrope: searches long_factor before the first step; the run's recipe.yaml then holds it."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, Section, VariantSection
+from danlu.recipe.sections.base import OF_TOKENS, PositiveInt, Section, VariantSection
 
 
 class Model(Section):
@@ -20,16 +20,16 @@ class Model(Section):
     preset: Literal["tiny", "small", "lenet5"] | None = None
     """A model from scratch: Llama-shaped, tiny (about 5M parameters) or small (about 58M), with the vocabulary of the
     tokenizer; for stage classify, lenet5 (61,706 parameters)."""
-    config: str | dict[str, Any] | None = None
+    config: Annotated[str | dict[str, Any] | None, OF_TOKENS] = None
     """Train from scratch: a config.json (path) or its content. Weights are drawn from (seed, parameter name)."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, OF_TOKENS] = None
     """Tokenizer folder or hub id; by default the one in `path`."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, OF_TOKENS] = None
     """A Jinja file that replaces the tokenizer's own chat template."""
-    chat_template_date: str | None = None
+    chat_template_date: Annotated[str | None, OF_TOKENS] = None
     """The day (2026-11-22) that a chat template which writes the date (`strftime_now`) takes for today. By default the
     day on which the run begins, which the run's recipe then holds: a resumed run goes on with it."""
-    adapters: list[str] = []
+    adapters: Annotated[list[str], OF_TOKENS] = []
     """Adapter folders (danlu's or PEFT's, or finished runs) to start from, one upon the other. Without `adapter` they
     are merged and the whole model is trained; with `adapter: continue` the last one is trained on; with any other
     `adapter` they stay as they are below the new one."""

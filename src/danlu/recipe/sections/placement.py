@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, Section
+from danlu.recipe.sections.base import OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section
+
+_OF_STAGES = NotReadWith("stages", 1, "there is one stage, and nothing to divide. Raise stages, or leave this out")
 
 
 class Context(Section):
@@ -34,18 +36,20 @@ class Pipeline(Section):
 
     stages: PositiveInt = 1
     """Pipeline-parallel degree: ranks among which the layers are distributed."""
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream"] = "1f1b"
+    schedule: Annotated[
+        Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev", "pipedream"], _OF_STAGES
+    ] = "1f1b"
     """The order of each stage's forward and backward passes: see `danlu schedule`. All compute the same step except
     pipedream; its step is one micro-batch, updated while others are in flight.
     """
-    chunks: PositiveInt | None = None
+    chunks: Annotated[PositiveInt | None, _OF_STAGES] = None
     """Parts of the model on each stage, which lie one pass through the pipeline apart. By default 1; with interleaved,
     zbv and dualpipev 2."""
-    split: Literal["even", "cost"] | list[PositiveInt] = "even"
+    split: Annotated[Literal["even", "cost"] | list[PositiveInt], _OF_STAGES] = "even"
     """Layers of each chunk of the whole model: even, by cost (floating-point operations, with the head's), or a list of
     their numbers from the first chunk to the last."""
 
-    vertical_sync: bool = False
+    vertical_sync: Annotated[bool, _OF_STAGES] = False
     """pipedream: all stages use the version of the weights that the first one has for a micro-batch, and so one model;
     each then keeps as many versions as there are stages."""
 
@@ -73,9 +77,9 @@ class Parallel(Section):
     (zero2), parameters too (zero3, the same as FSDP)."""
     replicate: PositiveInt = 1
     """Hybrid sharding: this many replicas of a model that is sharded among data / replicate ranks."""
-    tensor: PositiveInt = 1
+    tensor: Annotated[PositiveInt, OF_TOKENS] = 1
     """Tensor-parallel degree: ranks among which every matrix is sharded, with attention heads and vocabulary."""
-    sequence: bool = False
+    sequence: Annotated[bool, OF_TOKENS] = False
     """Sequence parallelism: with tensor, tokens are sharded among the same ranks in norms and residuals
     (arXiv:2205.05198)."""
     pipeline: Pipeline = Pipeline()
@@ -130,11 +134,11 @@ class Recompute(Section):
     selective: all of attention, while other matrix products are kept; full: every layer; every: each `layers`-th;
     planned: the choice with the least time under `budget`, from sizes and times measured on this model.
     """
-    layers: PositiveInt | None = None
+    layers: Annotated[PositiveInt | None, ReadWith("kind", "every")] = None
     """every: the number of layers in a segment that keeps only its input; by default the square root of the number of
     layers.
     """
-    budget: Annotated[float, Field(gt=0)] | None = None
+    budget: Annotated[Annotated[float, Field(gt=0)] | None, ReadWith("kind", "planned")] = None
     """planned: GiB that activations of a micro-batch may take; of a pipeline, of all that a stage has in flight."""
 
 
@@ -143,9 +147,11 @@ class Memory(Section):
 
     short = "recompute"
 
-    recompute: Recompute = Recompute()
+    recompute: Annotated[Recompute, OF_TOKENS] = Recompute()
     """Activations that are recomputed instead of being kept."""
-    offload: list[Literal["parameters", "gradients", "optimizer", "activations"]] = []
+    offload: Annotated[list[Literal["parameters", "gradients", "optimizer", "activations"]], OF_TOKENS] = []
     """The tensors that are kept in the host's memory (or, with `folder`, on its disk) instead of the device's."""
-    folder: str | None = None
+    folder: Annotated[
+        str | None, OF_TOKENS, ReadWith("offload", message="nothing is offloaded to it: add memory.offload")
+    ] = None
     """A folder on a local disk (NVMe): offloaded optimizer state and parameters lie in memory-mapped files there."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, create_model, model_validator
 
 from danlu.recipe.sections.adapters import Adapter
-from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, VariantSection
+from danlu.recipe.sections.base import NonNegative, NotReadWith, PositiveInt, ReadWith, Section, Share, VariantSection
 
 Positive = Annotated[float, Field(gt=0)]
 Baseline = Literal["group", "leave-one-out", "greedy", "batch", "none"]
@@ -21,6 +21,9 @@ Normalise = Literal["tokens", "sequences", "constant", "groups"]
 Clip = NonNegative | tuple[NonNegative, NonNegative]
 GoodAndBad = tuple[Positive, Positive]
 Count = Annotated[int, Field(ge=0)]
+
+_UNREAD = "not read with loss: {value}. Leave it out"
+_OF_LOSS = "only read with loss: {values}; this is {value}. Leave it out"
 
 
 class _KlKeys(Section):
@@ -40,7 +43,7 @@ class _KlKeys(Section):
     """in: reward: the KL of an answer, in nats, that the coefficient is raised or lowered for after each rollout
     (arXiv:1909.08593, section 2.2); null: it stays the same.
     """
-    horizon: PositiveInt = 10_000
+    horizon: Annotated[PositiveInt, ReadWith("target", message="only read with a target")] = 10_000
     """The number of answers over which the coefficient changes by a fifth at most; read with a target."""
 
     @model_validator(mode="after")
@@ -141,18 +144,18 @@ class PolicyGradientSection(VariantSection):
     clipped weight of the log-probability (CISPO, arXiv:2506.13585), a soft gate (SAPO, arXiv:2511.20347), or a weight
     of whole answers (VESPO, arXiv:2602.10693).
     """
-    clip: Clip = 0.2
+    clip: Annotated[Clip, NotReadWith("loss", ("sapo", "vespo"), _UNREAD)] = 0.2
     """How far below and above 1 the ratio counts: [low, high], or one number for both. With loss: cispo one number, the
     largest ratio itself, such as 5."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[Annotated[float, Field(gt=1)] | None, ReadWith("loss", "clip", _UNREAD)] = None
     """The largest ratio that counts for tokens with a negative advantage (arXiv:1912.09729), such as 3."""
-    sapo_temperatures: GoodAndBad = (1.0, 1.05)
+    sapo_temperatures: Annotated[GoodAndBad, ReadWith("loss", "sapo", _OF_LOSS)] = (1.0, 1.05)
     """loss: sapo: how fast the gate closes as the ratio leaves 1 (tau), for tokens with an advantage above 0 and for
     the others; the paper closes it faster for the others."""
-    vespo_shapes: GoodAndBad = (2.0, 3.0)
+    vespo_shapes: Annotated[GoodAndBad, ReadWith("loss", "vespo", _OF_LOSS)] = (2.0, 3.0)
     """loss: vespo: k of the weight exp(lambda (1 - w)) w^k that an answer with ratio w has, for answers with an
     advantage of at least 0 and for the others: how fast it falls where the policy has left an answer."""
-    vespo_rates: GoodAndBad = (3.0, 2.0)
+    vespo_rates: Annotated[GoodAndBad, ReadWith("loss", "vespo", _OF_LOSS)] = (3.0, 2.0)
     """loss: vespo: lambda of that weight, of both kinds of answers: how fast it falls where the policy has taken an
     answer up."""
     normalise: Normalise = "tokens"
@@ -278,6 +281,11 @@ class Ppo(PolicyGradientSection):
     """
 
 
+_NOT_A_HEAD = NotReadWith(
+    "share", "policy", "share: policy is a head on the policy itself. Set share: base or none, or leave it out"
+)
+
+
 class Value(Section):
     """Stage `rl` with objective ppo: the model of values."""
 
@@ -286,7 +294,7 @@ class Value(Section):
     share: Literal["policy", "base", "none"] = "policy"
     """policy: a head on the policy's last hidden states, which is trained with it; base: an adapter of its own, with a
     head, on the frozen base that the policy's adapter is on; none: a model of its own, all of which is trained."""
-    adapter: Adapter | None = None
+    adapter: Annotated[Adapter | None, _NOT_A_HEAD] = None
     """base: the adapter of the model of values; by default lora. Like the policy's it lies upon `model.adapters`."""
     model: str | None = None
     """The start of the model of values, with its score head if it has one, such as a run of stage reward, or the model
@@ -295,9 +303,11 @@ class Value(Section):
     """
     learning_rate: Positive | None = None
     """The learning rate of the model of values, by the same schedule; by default `optimizer.learning_rate`."""
-    rate_ratio: Positive = 1.0
+    rate_ratio: Annotated[
+        Positive, ReadWith("learning_rate", None, "value.learning_rate says it already. Leave one of them out")
+    ] = 1.0
     """The same as a multiple of `optimizer.learning_rate`."""
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: Annotated[int, Field(ge=0), _NOT_A_HEAD] = 0
     """base and none: the number of first steps in which only values are trained, and the policy is held."""
     save: bool = False
     """Keep the model of values too: next to the result (model, or adapter), as model-value or adapter-value, a folder

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import PositiveInt, VariantSection
+from danlu.recipe.sections.base import PositiveInt, ReadWith, VariantSection
 from danlu.recipe.sections.model import Quantization
 
 
@@ -26,7 +26,9 @@ class Frozen(VariantSection):
     """Keep its weights in few bits; by default they are stored as the policy's base is."""
     every: PositiveInt | None = None
     """Steps between updates of a moving reference (TR-DPO, arXiv:2404.09656); null: it stays the same."""
-    mix: Annotated[float, Field(gt=0, le=1)] = 0.6
+    mix: Annotated[float, Field(gt=0, le=1), ReadWith("reference.every", message="only read with reference.every")] = (
+        0.6
+    )
     """The policy's share in such an update: reference = mix x policy + (1 - mix) x reference."""
 
 

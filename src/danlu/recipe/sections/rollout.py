@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, VariantSection
+from danlu.recipe.sections.base import NonNegative, PositiveInt, ReadWith, Section, VariantSection
 
 
 class Ngram(VariantSection):
@@ -50,7 +51,9 @@ class Server(Section):
     exchange_folder: str | None = None
     """hand_over: folder, adapter: a folder on a disk that trainer and server both see; by default `hand-over` in the
     run folder."""
-    push: bool = False
+    push: Annotated[
+        bool, ReadWith("rollout.engine", "http", "only read with engine: http, by danlu serve. Leave it out")
+    ] = False
     """engine: http, danlu serve: files of weights are sent to the servers, in buckets, and need not lie on a disk that
     these see."""
     bucket_mib: PositiveInt = 512
@@ -66,8 +69,16 @@ class Server(Section):
 SAMPLING_KEYS = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "staleness")
 """Keys of `rollout` that say which answers stage `rl` draws; the others say how the engine computes them."""
 
-ON_POLICY_KEYS = tuple(key for key in SAMPLING_KEYS if key not in ("samples", "staleness"))
-"""Those of them that stage `distill` reads with `on_policy`."""
+_ROLLOUTS = ReadWith(
+    "stage",
+    "rl",
+    "only read with stage rl; this is {value}",
+    hint=("evaluation.samples", "; evaluation.samples has settings of its own"),
+)
+_ANSWERS = replace(_ROLLOUTS, or_with="on_policy")
+_EMBEDDED = ReadWith(
+    "engine", "embedded", "a setting of the embedded engine; {value} is told its own when it is started. Leave it out"
+)
 
 
 class Rollout(Section):
@@ -76,30 +87,37 @@ class Rollout(Section):
 
     short = "engine"
 
-    samples: PositiveInt = 8
+    samples: Annotated[PositiveInt, _ROLLOUTS] = 8
     """Stage rl: answers to each prompt."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: Annotated[PositiveInt, _ANSWERS] = 256
     """Stage rl: the longest answer. The prompt has the rest of data.max_length."""
-    temperature: NonNegative = 1.0
+    temperature: Annotated[NonNegative, _ANSWERS] = 1.0
     """Stage rl: the divisor of logits, both where answers are drawn and in the policy that is trained."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), _ANSWERS] = 1.0
     """Stage rl: draw from the likeliest tokens that together have this probability (arXiv:1904.09751). With this or
     another filter the policy that is trained has the same tokens to choose from."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0), _ANSWERS] = 0
     """Stage rl: the number of likeliest tokens to draw from; 0: all."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1), _ANSWERS] = 0.0
     """Stage rl: draw from tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)."""
-    stop_strings: list[str] = []
+    stop_strings: Annotated[list[str], _ANSWERS] = []
     """Stage rl: texts that end an answer, in addition to the end tokens of the model."""
-    staleness: Annotated[int, Field(ge=0)] = 0
+    staleness: Annotated[int, Field(ge=0), _ROLLOUTS] = 0
     """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
     processes next to the trainer, or by servers that one such process asks, and go on with new weights after each
     update. 0: answers are drawn, then trained on.
     """
-    processes: PositiveInt = 1
+    processes: Annotated[
+        PositiveInt,
+        _ROLLOUTS,
+        ReadWith(
+            "staleness", message="only read with rollout.staleness above 0: the trainer itself answers. Leave it out"
+        ),
+        _EMBEDDED,
+    ] = 1
     """staleness above 0: how many processes answer, each with a copy of the policy, on GPUs that no trainer has where
     there are some."""
-    routing_replay: bool | None = None
+    routing_replay: Annotated[bool | None, _ROLLOUTS] = None
     """Stage rl, for a policy with experts: whether each token goes to the same experts in training as in the rollout
     (R3, arXiv:2510.11370), with recomputed weights. By default it does with policy gradients, and with pairs of answers
     (online-dpo) it does not, where the engine reports these experts: embedded and danlu serve do, vLLM and SGLang do
@@ -114,27 +132,30 @@ class Rollout(Section):
     """vllm, sglang: where the server listens, such as http://localhost:8000."""
     urls: list[str] = []
     """http: the URLs of the servers. danlu asks each for its kind."""
-    server: Server = Server()
+    server: Annotated[
+        Server,
+        ReadWith("engine", ("http", "vllm", "sglang"), "only read with engine: http, vllm or sglang. Leave it out"),
+    ] = Server()
     """http, vllm, sglang: how the server is spoken to."""
-    block: PositiveInt = 16
+    block: Annotated[PositiveInt, _EMBEDDED] = 16
     """The page size: tokens with keys and values that are kept together."""
-    cache_gib: Annotated[float, Field(gt=0)] = 2.0
+    cache_gib: Annotated[float, Field(gt=0), _EMBEDDED] = 2.0
     """The most memory that keys and values take, in GiB, on each process."""
-    packed_gib: NonNegative = 2.0
+    packed_gib: Annotated[NonNegative, _EMBEDDED] = 2.0
     """embedded, on a CPU: the most memory of copies of weights in the order in which oneDNN multiplies fastest.
     numerics: exact makes none."""
-    batch_tokens: PositiveInt = 1024
+    batch_tokens: Annotated[PositiveInt, _EMBEDDED] = 1024
     """The most tokens of one forward pass; longer prompts are read in several (chunked prefill)."""
-    sequences: PositiveInt = 256
+    sequences: Annotated[PositiveInt, _EMBEDDED] = 256
     """The most answers that grow at a time."""
-    prefix_sharing: bool = True
+    prefix_sharing: Annotated[bool, _EMBEDDED] = True
     """Read prompts that begin alike once, and share the keys and values of their common prefix."""
-    draft: Draft | None = None
+    draft: Annotated[Draft | None, _EMBEDDED] = None
     """Speculative decoding: ngram or model proposes tokens, which the policy checks in one pass."""
-    preempt: Literal["recompute", "swap"] = "recompute"
+    preempt: Annotated[Literal["recompute", "swap"], _EMBEDDED] = "recompute"
     """The treatment of an answer that has to make room for others: read again later, or copied to the host's memory."""
-    swap_gib: NonNegative = 4.0
+    swap_gib: Annotated[NonNegative, _EMBEDDED, ReadWith("preempt", "swap")] = 4.0
     """preempt: swap: host memory for swapped-out answers, in GiB."""
-    gather: Literal["auto", "all", "layer"] = "auto"
+    gather: Annotated[Literal["auto", "all", "layer"], _EMBEDDED] = "auto"
     """zero3: all gathers the weights of the whole model on each process for as long as it is sampled from; layer
     gathers them layer by layer in each forward pass, in which all ranks take part. auto: all where they fit."""

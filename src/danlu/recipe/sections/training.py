@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from danlu.recipe.sections.base import NonNegative, PositiveInt, Section, Share, Steps
+from danlu.recipe.sections.base import (
+    OF_RL,
+    OF_TOKENS,
+    NonNegative,
+    NotReadWith,
+    PositiveInt,
+    ReadWith,
+    Section,
+    Share,
+    Steps,
+)
 
 
 class Schedule(Section):
@@ -18,9 +28,12 @@ class Schedule(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
     warmup: Steps | Literal[0] = 0.05
     """Steps (an integer) or share of the run (below 1) over which the rate rises linearly from 0."""
-    floor: Share = 0.1
+    floor: Annotated[
+        Share,
+        ReadWith("kind", ("linear", "cosine", "wsd"), "the {value} schedule has no floor; linear, cosine and wsd do"),
+    ] = 0.1
     """The last rate as a share of the peak, for linear, cosine and wsd."""
-    decay: Steps = 0.2
+    decay: Annotated[Steps, ReadWith("kind", "wsd", "only the wsd schedule has a decay; this one is {value}")] = 0.2
     """wsd only: steps or share at the end over which the rate falls."""
 
     def warmup_steps(self, total: int) -> int:
@@ -64,7 +77,10 @@ class BatchSize(Section):
     short = "sequences"
     one_of = ("tokens", "sequences", "pairs", "prompts")
 
-    tokens: PositiveInt | None = None
+    tokens: Annotated[
+        PositiveInt | None,
+        NotReadWith("stage", "classify", f"{OF_TOKENS.message}. A step is counted in images: give batch.sequences"),
+    ] = None
     """Tokens in a step; a multiple of data.max_length when packing."""
     sequences: PositiveInt | None = None
     """Packed sequences in a step (rows, without packing; images, with stage classify)."""
@@ -72,16 +88,16 @@ class BatchSize(Section):
     """Rows in a step, for stages preference and reward: pairs of answers, judged answers, or answers in steps."""
     prompts: PositiveInt | None = None
     """Prompts of a rollout, for stage rl, each with rollout.samples answers."""
-    updates: PositiveInt = 1
+    updates: Annotated[PositiveInt, OF_RL] = 1
     """Stage rl: optimizer steps that the prompts of a rollout are divided among."""
-    passes: PositiveInt = 1
+    passes: Annotated[PositiveInt, OF_RL] = 1
     """Stage rl: how many times each answer of a rollout is trained on, in another order each time."""
     micro: PositiveInt | Literal["auto"] = "auto"
     """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in `memory`.
     Where a step is counted in pairs or prompts, as many rows go through at once as fit in this number times
     data.max_length tokens.
     """
-    memory: Annotated[float, Field(gt=0)] | None = None
+    memory: Annotated[Annotated[float, Field(gt=0)] | None, OF_TOKENS] = None
     """Budget in GiB for auto; by default most of the free memory."""
 
     def packs(self, max_length: int) -> int:
@@ -169,8 +185,11 @@ class Evaluation(Section):
     """The metric by which early stop and `checkpoint.keep_best` judge: a number that evaluations of the stage report,
     such as `accuracy`, `margin`, or `loss/NAME` of the rows of one source.
     """
-    samples: Samples | None = None
+    samples: Annotated[Samples | None, OF_TOKENS] = None
     """Texts generated at each evaluation, to read."""
+
+
+_BALANCED = "only read with {key}: {values}. Leave it out"
 
 
 class Router(Section):
@@ -183,9 +202,9 @@ class Router(Section):
     than the mean (for families that keep it: DeepSeek-V3, GLM-4 MoE, MiniMax-M2). sequence: a loss of each document
     (DeepSeek-V3). step: a loss of the load in the whole step before. none: nothing.
     """
-    rate: NonNegative = 0.001
+    rate: Annotated[NonNegative, ReadWith("balance", ("bias", "step"), _BALANCED)] = 0.001
     """bias: how far a bias moves in an update. step: the coefficient of its loss."""
-    sequence: NonNegative = 0.0001
+    sequence: Annotated[NonNegative, ReadWith("balance", ("bias", "sequence"), _BALANCED)] = 0.0001
     """bias and sequence: the coefficient of the loss of each document."""
     z: NonNegative = 0.0
     """The coefficient of a loss that keeps the router's logits small, the square of their logsumexp."""
