@@ -413,7 +413,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from danlu.optim.build import build
-    from danlu.planning.flops import training_flops
+    from danlu.planning.flops import DecoderFlops
     from danlu.recipe import sections
     from danlu.stages.learner import DecoderLearner
     from danlu.training.step import accumulate
@@ -438,7 +438,7 @@ def full(write: Write, device: Any, tiny: bool) -> None:
         first = time.perf_counter() - start
         with peak(device) as most:
             taken = seconds(step, device, rounds=1 if tiny else 4)
-        flops = training_flops(config, [length] * len(packs), length * len(packs))
+        flops = DecoderFlops(config).training([length] * len(packs), length * len(packs))
         write(
             "step",
             compiled=compiled,
@@ -664,7 +664,7 @@ def optimizers(write: Write, device: Any, tiny: bool) -> None:
     import torch
     from torch.nn import Parameter
 
-    from danlu.memory.paged_state import paged_state
+    from danlu.memory.pages import paged_state
     from danlu.optim.build import build
     from danlu.recipe import sections
 

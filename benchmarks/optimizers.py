@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.memory.paged_state import paged_state
+from danlu.memory.pages import paged_state
 from danlu.optim.build import Optimizers, build
 from danlu.recipe import sections
 

@@ -44,8 +44,7 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.parallel.schedules import chunks_per_rank
-from danlu.planning.pipeline_formulas import bubble_formula
-from danlu.planning.pipeline_simulation import bubble
+from danlu.planning.pipeline_simulation import bubble, bubble_formula
 from danlu.recipe import Recipe, sections
 from danlu.stages.builder import placed_decoder
 from danlu.stages.table import STAGES

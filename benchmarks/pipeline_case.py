@@ -9,8 +9,7 @@ from pathlib import Path
 from danlu.parallel.schedules import chunks_per_rank, schedule
 from danlu.parallel.timeline import TimelineEvent, timeline_line, timeline_name
 from danlu.planning.action_times import mean_times
-from danlu.planning.pipeline_formulas import bubble_formula, in_flight_formula
-from danlu.planning.pipeline_simulation import bubble, simulate
+from danlu.planning.pipeline_simulation import bubble, bubble_formula, in_flight_formula, simulate
 
 
 @dataclass(frozen=True)

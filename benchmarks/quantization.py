@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.numerics import bitsandbytes_kernels, four_bit
-from danlu.numerics.codebooks import KINDS, Kind
+from danlu.numerics.four_bit import KINDS, Kind
 from danlu.numerics.four_bit_weight import FourBitWeight
 
 SHAPES = [(512, 512), (1536, 512), (4096, 4096)]

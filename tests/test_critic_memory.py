@@ -14,7 +14,7 @@ from builders.tiny_world import World
 from test_rl_runs import recipe_file
 
 from danlu.assembly.memory_estimate import MemoryEstimate, find_micro_batch
-from danlu.assembly.parallelize import optimizer_of
+from danlu.assembly.optimizer import optimizer_of
 from danlu.models.hf_folder import read_config
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load

@@ -17,7 +17,7 @@ from builders.small_experts import EXPERT_CONFIGS
 from builders.tiny_world import CONFIG, World, danlu, differences, last_state
 from torch import Tensor
 
-from danlu.assembly import parallelize
+from danlu.assembly import devices, parallelize
 from danlu.core import device_moves
 from danlu.core.errors import RecipeError
 from danlu.models.hf_folder import read_config
@@ -73,9 +73,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, str]]:
         return real(x, device)
 
     monkeypatch.setattr(device_moves, "move", move)
-    monkeypatch.setattr(
-        parallelize, "visible_devices", lambda device: tuple(Device(f"cpu:{n}", 2**30) for n in range(3))
-    )
+    monkeypatch.setattr(devices, "visible_devices", lambda device: tuple(Device(f"cpu:{n}", 2**30) for n in range(3)))
     return recorded
 
 
@@ -112,7 +110,7 @@ def test_a_frozen_base_is_read_layer_by_layer_onto_its_devices(
     tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
     """The second device has its layer before the model is placed; it is the meta device, which shows what is there."""
-    monkeypatch.setattr(parallelize, "visible_devices", lambda device: (Device("cpu", None), Device("meta", None)))
+    monkeypatch.setattr(devices, "visible_devices", lambda device: (Device("cpu", None), Device("meta", None)))
     changes: dict[str, Any] = {"adapter": "lora", "quantization": quantization}
     recipes = [load(recipe(tiny_world, tmp_path / "run", **changes, **layout)).recipe for layout in (MAP, {})]
     config, host = read_config(tiny_world.base), torch.device("cpu")
@@ -243,10 +241,10 @@ def test_devices_that_torch_does_not_see_are_told_before_rows_are_read(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_hand = {"embed": "cuda:0", "head": 0, "layers.0": 0, "layers.1": 1}
-    monkeypatch.setattr(parallelize, "visible_devices", lambda device: (Device("cpu", None),))
+    monkeypatch.setattr(devices, "visible_devices", lambda device: (Device("cpu", None),))
     where = "parallel.device_map: 'layers.1' is on cuda:1, and torch sees"
     assert f"{where} no GPU. Use cpu, or device_map: auto" in refused(by_hand)
-    monkeypatch.setattr(parallelize, "visible_devices", lambda device: (Device("cuda:0", None),))
+    monkeypatch.setattr(devices, "visible_devices", lambda device: (Device("cuda:0", None),))
     assert f"{where} 1 GPU. Use cuda:0" in refused(by_hand)
 
 
@@ -260,17 +258,17 @@ def test_maps_that_do_not_fit_the_model_are_told_before_rows_are_read(refused: C
 
 def test_devices_are_seen_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that moves with the policy has its split, though the policy has taken memory by then."""
-    parallelize.visible_devices.cache_clear()
+    devices.visible_devices.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     free = iter([100, 50, 10, 40, 7])
-    monkeypatch.setattr(parallelize, "available_bytes", lambda device: next(free))
+    monkeypatch.setattr(devices, "available_bytes", lambda device: next(free))
     seen = (Device("cuda:0", 100), Device("cuda:1", 50))
-    assert parallelize.visible_devices("auto") == parallelize.visible_devices("auto") == seen
-    assert parallelize.visible_devices("cpu") == (Device("cpu", 10),)
-    parallelize.visible_devices.cache_clear()
-    assert parallelize.visible_devices("auto") != seen  # control
-    parallelize.visible_devices.cache_clear()
+    assert devices.visible_devices("auto") == devices.visible_devices("auto") == seen
+    assert devices.visible_devices("cpu") == (Device("cpu", 10),)
+    devices.visible_devices.cache_clear()
+    assert devices.visible_devices("auto") != seen  # control
+    devices.visible_devices.cache_clear()
 
 
 def test_a_teacher_has_to_fit_a_map_by_hand(tiny_world: World, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_what_breaks_the_rule_is_found(tmp_path: Path, path: str, line: str, mes
     ("path", "line"),
     [
         ("assembly/a.py", "from danlu.models.ops import linear"),
-        ("training/a.py", "from danlu.optim.clip import clip_grad_norm"),
+        ("training/a.py", "from danlu.optim.gradients import clip_grad_norm"),
         ("data/a.py", "from danlu.recipe.sections import Data"),
         ("cli/a.py", "from danlu.run.train import train"),
         ("core/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"),

@@ -18,7 +18,7 @@ from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
 from test_rl_runs import assert_goes_on, recipe_file, run, steps
 
-from danlu.models.router import Router
+from danlu.models.experts import Router
 from danlu.run.replay import replay
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")

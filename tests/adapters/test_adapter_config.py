@@ -24,7 +24,7 @@ from danlu.adapters.adapter_config import (
     read_adapter_config,
     resolve_adapter,
 )  # fmt: skip
-from danlu.adapters.peft_formats import FORMATS
+from danlu.adapters.peft_folder import FORMATS
 from danlu.core.errors import ModelError
 
 

@@ -11,13 +11,13 @@ from builders.tiny_adapters import adapter_set, logits, perturb
 from torch import Tensor, nn
 
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.grouped_lora import GroupedLowRank
+from danlu.adapters.lora import GroupedLowRank
 from danlu.adapters.merge import merge_weights, merged_parameter
 from danlu.adapters.slot import GroupedSlot
 from danlu.adapters.targets import select
 from danlu.core.errors import RecipeError
 from danlu.models.experts import Experts
-from danlu.models.experts_spec import Experts as ExpertsSpec
+from danlu.models.layer_spec import Experts as ExpertsSpec
 from danlu.models.modules import GroupedLinear
 from danlu.recipe import sections
 

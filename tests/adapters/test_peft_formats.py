@@ -17,8 +17,7 @@ from torch import Tensor
 
 from danlu.adapters.adapter_config import open_adapter
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.peft_folder import CONFIG, WEIGHTS, add_adapter, write_adapter
-from danlu.adapters.peft_formats import FORMATS, format_of
+from danlu.adapters.peft_folder import CONFIG, FORMATS, WEIGHTS, add_adapter, format_of, write_adapter
 from danlu.adapters.peft_values import PeftReader
 from danlu.core.errors import ModelError
 from danlu.models.decoder import Decoder

@@ -19,7 +19,7 @@ from danlu.core.errors import ModelError
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE
 from danlu.models.loading import load
 from danlu.models.saving import save
-from danlu.numerics.bitsandbytes_config import config_values
+from danlu.numerics.bitsandbytes_layout import config_values
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
 

@@ -19,21 +19,22 @@ from builders.placed_decoder import config_of, placed_of
 from builders.preference_samples import tree
 from builders.tiny_world import CONFIG, World, danlu
 
-from danlu.assembly import memory_estimate, parallelize
-from danlu.assembly.memory_estimate import MemoryEstimate, estimate_of, expected_lines, find_micro_batch, keeps_scores
-from danlu.assembly.parallelize import optimizer_of, place, subject_of
+from danlu.assembly import devices, memory_estimate
+from danlu.assembly.frozen_base import adapter_sites
+from danlu.assembly.memory_estimate import MemoryEstimate, expected_lines, find_micro_batch, keeps_scores
+from danlu.assembly.optimizer import optimizer_of
+from danlu.assembly.parallelize import place, subject_of
 from danlu.assembly.quantizing import quantize
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo
-from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import parameter_shapes
-from danlu.models.heads_spec import Heads
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
+from danlu.models.mixer_spec import Heads
 from danlu.models.rope_config import Rope
 from danlu.models.saving import save
 from danlu.parallel.layout import Layout, layout_of
@@ -96,7 +97,7 @@ def test_each_device_of_a_map_is_told_by_itself(
 ) -> None:
     """Of a model on two devices (the CPU by two names) each has what its parameters take, and its layers' activations;
     the parts of all together are those of one device."""
-    monkeypatch.setattr(parallelize, "visible_devices", lambda device: (Device("cpu:0", 1), Device("cpu:1", 1)))
+    monkeypatch.setattr(devices, "visible_devices", lambda device: (Device("cpu:0", 1), Device("cpu:1", 1)))
     changes = {"precision": "bf16", "parallel": {"device_map": "balanced"}, **RUNS[name]}
     recipe = recipe_of(tiny_world, tmp_path, changes)
     config = read_config(tiny_world.base)
@@ -135,7 +136,7 @@ def test_a_micro_batch_fits_into_each_device(tiny_world: World, tmp_path: Path) 
 
     def estimate(weights: int, **more: Any) -> MemoryEstimate:
         fixed = replace(parts, weights=weights)
-        return estimate_of(recipe, config, fixed, plan=[], micro=1, device_type="cpu", **more)
+        return MemoryEstimate(recipe, config, fixed, plan=[], micro=1, device_type="cpu", **more).with_activations()
 
     light, heavy = (estimate(weights, device=f"cpu:{number}") for number, weights in enumerate((0, 15 << 20)))
     both = replace(light, by_device=(light, heavy))
@@ -176,7 +177,8 @@ def test_what_ran_out_is_told_of_each_device(
     recipe = recipe_of(tiny_world, tmp_path, {})
     parts = MemoryParts(0, 0, 0, 0, 0, 0, 0)
     names = ("cpu", "cuda:0", "cuda:1")
-    own = [estimate_of(recipe, config_of(recipe), parts, plan=[], micro=1, device_type="cpu", device=x) for x in names]
+    first = MemoryEstimate(recipe, config_of(recipe), parts, plan=[], micro=1, device_type="cpu").with_activations()
+    own = [replace(first, device=x) for x in names]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, (5 + device.index) * 2**30))
     for name in ("memory_reserved", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
@@ -321,15 +323,19 @@ def test_short_rows_in_long_packs_are_expected_with_their_probabilities(
     peak, estimate = measured_step(tiny_world, tmp_path, base, KEPT[name], micro=1, length=length, row=rows)
 
     def expected(lengths: list[int]) -> int:
-        parts = estimate_of(
-            estimate.recipe,
-            estimate.config,
-            estimate.parts,
-            plan=estimate.plan,
-            micro=1,
-            device_type="cpu",
-            lengths=np.array(lengths),
-        ).parts
+        parts = (
+            MemoryEstimate(
+                estimate.recipe,
+                estimate.config,
+                estimate.parts,
+                plan=estimate.plan,
+                micro=1,
+                device_type="cpu",
+                lengths=np.array(lengths),
+            )
+            .with_activations()
+            .parts
+        )
         return parts.activations + parts.logits + parts.gradients
 
     assert peak <= expected([rows] * 9) <= 1.5 * peak, f"{expected([rows] * 9) / peak:.2f}"

@@ -11,8 +11,7 @@ from builders.tiny_run import tiny_model
 from safetensors.torch import load_file
 
 from danlu.assembly.frozen_base import quantize_weight
-from danlu.assembly.quantization_error import quantization_errors
-from danlu.assembly.quantizing import quantize
+from danlu.assembly.quantizing import quantization_errors, quantize
 from danlu.core.errors import ModelError
 from danlu.models.hf_folder import SINGLE_FILE
 from danlu.models.saving import save

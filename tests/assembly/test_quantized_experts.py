@@ -17,24 +17,23 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.merge import merge_weights, merged_parameter
 from danlu.assembly.frozen_base import (
     Adapted,
+    adapter_sites,
     adapters_of,
     check_frozen,
     load_frozen,
     quantize_stack,
     quantize_weight,
 )
-from danlu.assembly.parameter_count import model_bytes
-from danlu.assembly.quantization_error import quantization_errors
-from danlu.assembly.quantizing import quantize
+from danlu.assembly.parameters import model_bytes
+from danlu.assembly.quantizing import quantization_errors, quantize
 from danlu.core.errors import ModelError
-from danlu.models.adapter_sites import adapter_sites
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import CONFIG, SINGLE_FILE, read_json
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
 from danlu.models.modules import GroupedLinear
 from danlu.models.saving import save
-from danlu.numerics.stacked_weight import StackedWeight
+from danlu.numerics.quantized_weight import StackedWeight
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import ExpertDistributor
 from danlu.recipe import sections

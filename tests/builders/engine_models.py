@@ -14,8 +14,7 @@ from builders.small_config import small_config
 from builders.small_experts import QWEN2_MOE
 from builders.tiny_world import World
 from danlu.models.decoder import Decoder
-from danlu.models.factorized_spec import Factorized
-from danlu.models.latent_spec import Latent
+from danlu.models.mixer_spec import Factorized, Latent
 from danlu.models.rope_config import RopeScaling
 from danlu.recipe import sections
 

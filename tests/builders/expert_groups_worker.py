@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from danlu.core.shard_box import ShardBox
 from danlu.numerics.relative_error import relative_error
-from danlu.optim.clip import clip_grad_norm
+from danlu.optim.gradients import clip_grad_norm
 from danlu.parallel import data
 from danlu.parallel.layout import Layout
 from danlu.parallel.local_parameter import local_parameters_of, sums_over_data

@@ -10,7 +10,7 @@ import torch
 
 from builders.parallel_steps import steps_of
 from builders.small_experts import KINDS, experts_config
-from danlu.assembly.parallelize import optimizer_of
+from danlu.assembly.optimizer import optimizer_of
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import Exchange
 from danlu.parallel.layout import Layout, layout_of

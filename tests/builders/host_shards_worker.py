@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from builders.parallel_steps import config_of
-from danlu.assembly.parallelize import Placed, kept_whole, place, subject_of
+from danlu.assembly.parallelize import Placed, place, subject_of
+from danlu.assembly.parameters import kept_whole
 from danlu.models.attend import PackedAttention
 from danlu.models.initialize import initial_value
 from danlu.models.loading import meta_decoder

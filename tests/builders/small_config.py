@@ -6,12 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
-from danlu.models.factorized_spec import Factorized
-from danlu.models.heads_spec import Heads
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import LayerSpec
-from danlu.models.mlp_spec import Dense
+from danlu.models.layer_spec import Dense, LayerSpec
+from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.models.rope_config import Rope, RopeScaling
 
 SMALL: dict[str, Any] = {

@@ -12,9 +12,8 @@ from builders.small_config import small_config
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.experts import MoE
-from danlu.models.experts_spec import Experts, Router
 from danlu.models.initialize import initialize
-from danlu.models.mlp_spec import Dense
+from danlu.models.layer_spec import Dense, Experts, Router
 
 MIXTRAL = Experts(8, 2, 24, router=Router(normalise=True))
 DEEPSEEK_V3 = Experts(

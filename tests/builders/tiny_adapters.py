@@ -12,7 +12,7 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
-from danlu.models.adapter_sites import adapter_sites
+from danlu.assembly.frozen_base import adapter_sites
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import hf_name

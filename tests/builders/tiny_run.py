@@ -13,8 +13,8 @@ import torch
 from danlu.core.types import Pack, Sample
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.experts_spec import Experts
 from danlu.models.initialize import initialize
+from danlu.models.layer_spec import Experts
 from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch

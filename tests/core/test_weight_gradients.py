@@ -25,9 +25,8 @@ from danlu.memory.recomputed_function import _Frame
 from danlu.models import ops
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.factorized_spec import Factorized
 from danlu.models.initialize import initialize
-from danlu.models.latent_spec import Latent
+from danlu.models.mixer_spec import Factorized, Latent
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.objectives.linear_cross_entropy import linear_cross_entropy
 from danlu.recipe import sections

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from danlu.assembly.parallelize import Subject, place, subject_of
 from danlu.memory import recompute
-from danlu.models.device_map import DeviceMap
+from danlu.models.chunks import DeviceMap
 from danlu.models.saving import save
 from danlu.parallel.device_map import move_activations, move_parameters
 from danlu.parallel.ranks import Ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from danlu.numerics.codebooks import codebook
+from danlu.numerics.four_bit import codebook
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from builders.tiny_run import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 
-from danlu.assembly.parallelize import kept_whole
+from danlu.assembly.parameters import kept_whole
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
-from danlu.optim.clip import clip_grad_norm
+from danlu.optim.gradients import clip_grad_norm
 from danlu.parallel import data
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout

@@ -11,10 +11,8 @@ from builders.small_config import small_config
 
 from danlu.inference.pool import CachePool
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.factorized_spec import Factorized
-from danlu.models.heads_spec import Heads
-from danlu.models.latent_spec import Latent
 from danlu.models.layer_spec import Mixer
+from danlu.models.mixer_spec import Factorized, Heads, Latent
 from danlu.models.rope_config import Rope
 
 DOCS = Path(__file__).parents[2] / "docs" / "rollout.md"

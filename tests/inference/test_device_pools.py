@@ -17,11 +17,11 @@ from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
 from danlu.inference.pool import CachePool
 from danlu.inference.request import Request, SamplingOptions
+from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.device_map import DeviceMap
 from danlu.models.initialize import initialize
-from danlu.models.latent_spec import Latent
+from danlu.models.mixer_spec import Latent
 from danlu.parallel.device_map import move_activations, move_parameters
 
 MAP = DeviceMap("cpu:0", ("cpu:0", "cpu:1", "cpu:1", "cpu:2"), "cpu:2")

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from danlu.core.errors import ResourceError
 from danlu.memory import activation_offload
-from danlu.memory.activation_offload import ActivationOffload, offload_for, unused_note
+from danlu.memory.activation_offload import ActivationOffload, offload_for, unused_notes
 from danlu.memory.recompute import Kind, LayerPlan, wrap
 from danlu.numerics.four_bit_weight import FourBitWeight
+from danlu.recipe.sections import Memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS: tuple[Kind | None, ...] = (None, "selective", "full")
@@ -137,10 +138,14 @@ def test_views_of_one_storage_go_once_and_changed_ones_twice(tmp_path: Path) -> 
 
 def test_where_activations_go_and_what_is_said_of_it(tmp_path: Path) -> None:
     assert offload_for(CPU, None) is None
-    said = unused_note(CPU, None)
-    assert said is not None and "in the host's memory already" in said and "memory.folder" in said
-    assert unused_note(CPU, tmp_path) is None and unused_note(CUDA, None) is None
-    assert unused_note(CUDA, tmp_path) is not None
+
+    def notes(device: torch.device, folder: Path | None) -> list[str]:
+        return unused_notes(Memory(offload=["activations"], folder=None if folder is None else str(folder)), device)
+
+    (said,) = notes(CPU, None)
+    assert "in the host's memory already" in said and "memory.folder" in said
+    assert not notes(CPU, tmp_path) and not notes(CUDA, None)
+    assert len(notes(CUDA, tmp_path)) == 1
     offloaded_step(full(), to_files(tmp_path / "new"))
     assert (tmp_path / "new").is_dir()
     (tmp_path / "file").touch()

@@ -30,7 +30,7 @@ from danlu.memory.recompute import KINDS, Kind, LayerPlan, describe, plan_of, un
 from danlu.models.attend import PackedAttention
 from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder
-from danlu.models.mlp import MLP
+from danlu.models.modules import MLP
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe.sections import Recompute
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from danlu.assembly.frozen_base import check_frozen, load_frozen
 from danlu.core.errors import ModelError
 from danlu.core.shard_box import ShardBox
-from danlu.models import hf_validation, tensor_reader
+from danlu.models import hf_folder, safetensors_io
 from danlu.models.attend import PackedAttention
 from danlu.models.block_scaled import dequantize_fp8, dequantize_mxfp4, fp8_block, with_scaled
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_folder import read_config, read_tensors
-from danlu.models.hf_parts import HFTensor, Part
+from danlu.models.hf_layout import HFTensor, Part
 from danlu.models.loading import load
+from danlu.models.safetensors_io import TensorReader
 from danlu.models.saving import save
-from danlu.models.tensor_reader import TensorReader
 from danlu.recipe import sections
 
 BLOCK = 16
@@ -100,21 +100,21 @@ def test_boxes_of_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for box in boxes_of(shape):
         targets = {name: (torch.zeros(box.sizes), box) for name in expected}
         with TensorReader() as reader:
-            reader.fill(hf_validation.as_stored(tensor, location), location, targets)
+            reader.fill(hf_folder.as_stored(tensor, location), location, targets)
         for name, (target, _) in targets.items():
             assert torch.equal(target, box.view_of(expected[name]).float()), (name, str(box))
     read_bytes = 0
-    read_exactly = tensor_reader.read_exactly
+    read_exactly = safetensors_io.read_exactly
 
     def counted(handle: Any, values: Tensor) -> int:
         nonlocal read_bytes
         read_bytes += values.nbytes
         return read_exactly(handle, values)
 
-    monkeypatch.setattr(tensor_reader, "read_exactly", counted)
+    monkeypatch.setattr(safetensors_io, "read_exactly", counted)
     with TensorReader() as reader:
         targets = {name: (torch.zeros(1, inner, width), boxes[2]) for name in expected}
-        reader.fill(hf_validation.as_stored(tensor, location), location, targets)
+        reader.fill(hf_folder.as_stored(tensor, location), location, targets)
     assert read_bytes == (blocks.nbytes + scales.nbytes) // experts
 
 
@@ -145,7 +145,7 @@ def test_a_folder_in_fp8_is_a_dense_model(
     save(tiny_model(case), tmp_path / "model")
     dense = quantized(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 4 * sum(one.numel() for one in dense.values())
-    monkeypatch.setattr(tensor_reader.safetensors_io, "BUFFER_BYTES", 1000)
+    monkeypatch.setattr(safetensors_io, "BUFFER_BYTES", 1000)
     model = load(tmp_path / "model")
     save(model, tmp_path / "result", dtype=torch.bfloat16, origin=tmp_path / "model")
     written = load_file(tmp_path / "result" / "model.safetensors")

@@ -7,7 +7,7 @@ import torch
 from builders.delta_recurrence import convolution, paths
 
 from danlu.core.types import Branch
-from danlu.models.causal_conv import causal_conv, causal_conv_step, last_inputs
+from danlu.models.gated_delta_net import causal_conv, causal_conv_step, last_inputs
 from danlu.models.recurrent_order import RecurrentOrder
 
 PACKS = {

@@ -11,7 +11,7 @@ from danlu.core.layer_types import Keys
 from danlu.models.attend import PackedAttention
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder
-from danlu.models.mlp import MLP
+from danlu.models.modules import MLP
 
 LENGTHS = [5, 1, 12, 7]
 

@@ -15,8 +15,7 @@ from danlu.models import ops
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.experts import MoE, RowOrder
-from danlu.models.experts_spec import Experts, Router
-from danlu.models.mlp_spec import Dense
+from danlu.models.layer_spec import Dense, Experts, Router
 from danlu.numerics.batch_invariant import batch_invariant
 
 WIDTH = 40

@@ -16,10 +16,10 @@ from danlu.core.errors import ModelError, RecipeError
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.factorized_attention import FactorizedAttention
-from danlu.models.factorized_spec import Factorized
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import load
+from danlu.models.mixer_spec import Factorized
 from danlu.models.presets import from_scratch
 from danlu.models.rope import rotary_tables
 from danlu.models.saving import save

@@ -22,13 +22,13 @@ from danlu.core.layer_types import Attend
 from danlu.models.attend import PackedAttention
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
-from danlu.models.delta_spec import Delta
 from danlu.models.families import FAMILIES
+from danlu.models.hf_config import UNSUPPORTED as REFUSED_TYPES
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.loading import load
+from danlu.models.mixer_spec import Delta
 from danlu.models.saving import save
-from danlu.models.unsupported import UNSUPPORTED as REFUSED_TYPES
 
 LENGTH = 40
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

@@ -19,14 +19,14 @@ from danlu.core.types import Branch
 from danlu.models.attend import BlockwiseAttention, PackedAttention
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
-from danlu.models.delta_spec import Delta
 from danlu.models.gated_delta_net import GatedDeltaNet
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build, load
+from danlu.models.mixer_spec import Delta
 from danlu.models.saving import save
 from danlu.planning.activation_memory import activation_bytes
-from danlu.planning.flops import forward_flops
+from danlu.planning.flops import DecoderFlops
 
 TREE = (Branch(-1, 0, 40), Branch(0, 40, 47), Branch(0, 47, 90), Branch(2, 90, 95), Branch(2, 95, 110))
 PATHS = (((0, 40), (40, 47)), ((0, 40), (47, 90), (90, 95)), ((0, 40), (47, 90), (95, 110)))
@@ -168,7 +168,7 @@ def test_operations_are_those_of_the_recurrence() -> None:
     config = small_config(layers=2, deltas=(0, 1))
     weights = sum(layer.product_weights(config.hidden_size) for layer in config.layers)
     for lengths in ((10,), (4, 6)):
-        assert forward_flops(config, lengths, 0) == 10 * (2 * weights + 2 * 6 * 4 * 8 * 6)
+        assert DecoderFlops(config).forward(lengths, 0) == 10 * (2 * weights + 2 * 6 * 4 * 8 * 6)
 
 
 @pytest.mark.parametrize("lengths", [[512], [100, 156, 200, 56]])

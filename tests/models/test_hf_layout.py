@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from danlu.models.adapter_sites import adapter_sites
+from danlu.assembly.frozen_base import adapter_sites
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import config_sites
 from danlu.models.modules import Linear

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from danlu.core.shard_box import ShardBox
-from danlu.models import hf_layout, initialize, saving, tensor_reader
+from danlu.models import hf_layout, initialize, safetensors_io, saving
 from danlu.models.decoder import Decoder
 from danlu.models.families import llama
 from danlu.models.families.family import LLAMA_MODULES, Stored
 from danlu.models.hf_folder import read_tensors
-from danlu.models.hf_parts import HFTensor
-from danlu.models.tensor_reader import TensorReader
+from danlu.models.hf_layout import HFTensor
+from danlu.models.safetensors_io import TensorReader
 
 EXPERTS, WIDTH, INNER, HEADS = 4, 6, 10, 3
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -180,7 +180,7 @@ def test_any_box_is_read_back(
     tensors, _ = layout
     write(tensors, values, tmp_path, dtype)
     stored = read_tensors(tmp_path)
-    monkeypatch.setattr(tensor_reader.safetensors_io, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(safetensors_io, "BUFFER_BYTES", buffer_bytes)
     for name, value in values.items():
         for box in boxes(tuple(value.shape)):
             target = torch.full(box.sizes, float("nan"))
@@ -202,14 +202,14 @@ def test_only_the_bytes_of_a_box_are_read(
     write(tensors, values, tmp_path)
     stored = read_tensors(tmp_path)
     read_bytes = 0
-    read_exactly = tensor_reader.read_exactly
+    read_exactly = safetensors_io.read_exactly
 
     def counted(handle: object, target: Tensor) -> int:
         nonlocal read_bytes
         read_bytes += target.nbytes
         return read_exactly(handle, target)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tensor_reader, "read_exactly", counted)
+    monkeypatch.setattr(safetensors_io, "read_exactly", counted)
     targets = {}
     for name in (GATE, UP, DOWN):
         box = ShardBox(SHAPES[name], (EXPERTS - EXPERTS // of, 0, 0), (EXPERTS // of, *SHAPES[name][1:]))

@@ -22,7 +22,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.latent_attention import Absorbed, LatentAttention
-from danlu.models.latent_spec import Latent
+from danlu.models.mixer_spec import Latent
 from danlu.recipe.sections import Lora
 
 SIZES: dict[str, Any] = {

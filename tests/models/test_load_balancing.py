@@ -19,7 +19,7 @@ from danlu.models import load_balancing
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.experts import MoE
-from danlu.models.experts_spec import Experts
+from danlu.models.layer_spec import Experts
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
 
 LENGTHS = (5, 9, 2)  # of documents; two of them in the first pack

@@ -21,8 +21,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
 from danlu.models.hf_config import read_config_values
-from danlu.models.hf_folder import fingerprint, read_config
-from danlu.models.hf_validation import check_headers, untouched_tensors
+from danlu.models.hf_folder import check_headers, fingerprint, read_config, untouched_tensors
 from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections

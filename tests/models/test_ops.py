@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from danlu.models import ops
-from danlu.models.mlp_spec import ClampedSwiGLU
+from danlu.models.layer_spec import ClampedSwiGLU
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

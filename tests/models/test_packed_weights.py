@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from danlu.models import ops
 from danlu.models.modules import Linear, forward_shared
-from danlu.models.packed_weights import LEAST_OF_ONE_ROW, PackedWeights, active_packed_weights, can_pack
+from danlu.models.packed_weights import ACTIVE, LEAST_OF_ONE_ROW, PackedWeights, can_pack
 
 NO_LIMIT = 1 << 40
 LARGE = LEAST_OF_ONE_ROW // 256
@@ -66,8 +66,8 @@ def test_layers_that_share_their_input_are_one_product(bias, rows):
 def test_products_are_the_usual_ones_outside():
     x, weight = torch.randn(4, 512), parameter(1024, 512)
     with PackedWeights(NO_LIMIT).active():
-        assert active_packed_weights() is not None
-    assert active_packed_weights() is None
+        assert ACTIVE.packed_weights is not None
+    assert ACTIVE.packed_weights is None
     assert torch.equal(ops.linear(x, weight), F.linear(x, weight))
 
 
@@ -143,8 +143,8 @@ class TestCopies:
         outer, inner = PackedWeights(NO_LIMIT), PackedWeights(NO_LIMIT)
         with outer.active():
             with inner.active():
-                assert active_packed_weights() is inner
-            assert active_packed_weights() is outer
+                assert ACTIVE.packed_weights is inner
+            assert ACTIVE.packed_weights is outer
 
     @pytest.mark.parametrize("first", [True, False])
     def test_where_only_some_have_a_bias_each_keeps_its_own(self, first):

@@ -17,16 +17,13 @@ import torch
 from builders.published_configs import PUBLISHED
 
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
-from danlu.models.experts_spec import Experts
 from danlu.models.families import FAMILIES, READ_AS
 from danlu.models.families.layer_keys import HF_ACTIVATIONS
-from danlu.models.heads_spec import Heads
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_rope import ignored_rope_settings
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.models.mixer_spec import Delta, Heads, Latent
 from danlu.models.multimodal import MULTIMODAL
 from danlu.models.rope import rotary_tables
 from danlu.models.rope_config import QueryTemperature, Rope

@@ -15,7 +15,7 @@ from danlu.models.ops import grouped_linear, quantized_grouped_linear
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
-from danlu.numerics.stacked_weight import StackedWeight
+from danlu.numerics.quantized_weight import StackedWeight
 
 KINDS: dict[str, Any] = {
     "nf4": FourBitWeight.quantize,

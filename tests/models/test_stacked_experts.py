@@ -19,9 +19,8 @@ from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
 from danlu.models.hf_config import read_config_values
-from danlu.models.hf_folder import read_config
+from danlu.models.hf_folder import check_headers, read_config
 from danlu.models.hf_layout import holds_stacked_experts
-from danlu.models.hf_validation import check_headers
 from danlu.models.loading import load, load_boxes, stored_dtype
 from danlu.models.saving import save
 

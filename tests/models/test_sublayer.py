@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from danlu.models.attend import PackedAttention
 from danlu.models.decoder import Decoder
-from danlu.models.modules import Linear
-from danlu.models.sublayer import RecomputePoints, Role
+from danlu.models.modules import Linear, RecomputePoints, Role
 
 
 class TwoExperts(nn.Module):

@@ -278,7 +278,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="few_sizes",
     ),
     Mutation(
-        "models/router.py",
+        "models/experts.py",
         "experts = self.chosen(scores.detach())",
         "experts = scores.detach().topk(self.top_k).indices",
         "models/test_experts.py",
@@ -358,7 +358,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "segments_end_with_their_chunk",
     ),
     Mutation(
-        "planning/pipeline_traffic.py",
+        "planning/traffic.py",
         "if stage_of[before] != stage_of[behind]:",
         "if True:",
         "verification/test_pipeline_traffic.py",
@@ -390,7 +390,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_delta_rule.py",
     ),
     Mutation(
-        "models/causal_conv.py",
+        "models/gated_delta_net.py",
         "grad_x.index_add_(0, tokens, grad_rows.index_select(0, of_rows))",
         "pass",
         "models/test_causal_conv.py",
@@ -427,11 +427,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_multimodal.py",
     ),
     Mutation(
-        "models/hf_parts.py", "values[self.axis] *= self.stride", "values[self.axis] *= 1", "models/test_hf_parts.py"
+        "models/hf_layout.py", "values[self.axis] *= self.stride", "values[self.axis] *= 1", "models/test_hf_parts.py"
     ),
     Mutation("models/hf_layout.py", "at[0] = each", "at[0] = 0", "models/test_hf_parts.py"),
     Mutation(
-        "models/tensor_reader.py",
+        "models/safetensors_io.py",
         "for start, end in ranges(count, elements):",
         "for start, end in ranges(count, count):",
         "models/test_hf_parts.py",
@@ -558,13 +558,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "adapters/lora.py",
-        "bound = 1 / math.sqrt(values.shape[1])",
-        "bound = 1 / math.sqrt(values.shape[0])",
+        "bound = 1 / math.sqrt(inputs)",
+        "bound = 1 / math.sqrt(rank)",
         "adapters/test_peft_folder.py",
         "initial_values",
     ),
     Mutation(
-        "adapters/grouped_lora.py",
+        "adapters/lora.py",
         "return y + linear.product(low, self.lora_B * self.scale, counts)",
         "return y + linear.product(low, self.lora_B, counts)",
         "adapters/test_grouped_lora.py",
@@ -751,17 +751,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         "objectives/test_linear_cross_entropy.py",
     ),
     Mutation(
-        "objectives/classification.py",
+        "objectives/cross_entropy.py",
         "(1 - label_smoothing) * nll + label_smoothing",
         "nll + label_smoothing",
         "objectives/test_classification.py",
     ),
     # -- optim
     Mutation(
-        "optim/clip.py",
+        "optim/gradients.py",
         "factor = scale if max_norm is None or norm <= max_norm else",
         "factor = scale if max_norm is None or norm >= max_norm else",
-        "optim/test_clip.py",
+        "optim/test_gradients.py",
     ),
     Mutation(
         "optim/ema.py",
@@ -796,7 +796,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation("optim/galore.py", 'alpha=group["lr"] * self.scale)', 'alpha=group["lr"])', "optim/test_galore.py"),
     Mutation("optim/eight_bit.py", 'state["step"].add_(1)', 'state["step"].add_(0)', "optim/test_eight_bit.py"),
-    Mutation("optim/sparse.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
+    Mutation("optim/gradients.py", "grad = parameter.grad.coalesce()", "grad = parameter.grad", "optim/test_sparse.py"),
     # -- numerics
     Mutation(
         "numerics/integer_weight.py",
@@ -1256,7 +1256,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="held and base",
     ),
     Mutation(
-        "optim/clip.py",
+        "optim/gradients.py",
         "if not all(math.isfinite(norm) for norm in norms.values()):",
         "if not any(math.isfinite(norm) for norm in norms.values()):",
         "training/test_trained_roles.py",
@@ -1623,7 +1623,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "planning/test_precision.py",
     ),
     Mutation(
-        "planning/micro_batch.py",
+        "planning/activation_memory.py",
         "in_backward = share * free // (each.kept + each.recomputed)",
         "in_backward = share * free // each.kept",
         "planning/test_micro_batch.py",

@@ -165,7 +165,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "parallel/test_ring_attention.py",
     ),
     Mutation(
-        "models/router.py",
+        "models/experts.py",
         "by_group.masked_fill(left_out.unsqueeze(-1), -torch.inf)",
         "by_group.masked_fill(left_out.unsqueeze(-1), 0.0)",
         "models/test_experts.py",

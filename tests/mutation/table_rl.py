@@ -555,8 +555,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/packed_weights.py",
-        "_thread.packed_weights = before",
-        "_thread.packed_weights = None",
+        "ACTIVE.packed_weights = before",
+        "ACTIVE.packed_weights = None",
         "models/test_packed_weights.py",
     ),
     Mutation(

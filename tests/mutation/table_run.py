@@ -326,10 +326,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="without_a_value",
     ),
     Mutation(
-        "memory/page_file.py",
+        "memory/pages.py",
         "        folder.mkdir(parents=True, exist_ok=True)",
         "        pass",
-        "memory/test_paged_state.py",
+        "memory/test_pages.py",
         only="is_made",
     ),
     Mutation(

@@ -7,8 +7,8 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from danlu.core.errors import ModelError
-from danlu.numerics.bitsandbytes_config import FourBitConfig, config_values, read_config
-from danlu.numerics.codebooks import KINDS, Kind
+from danlu.numerics.bitsandbytes_layout import FourBitConfig, config_values, read_config
+from danlu.numerics.four_bit import KINDS, Kind
 
 
 @pytest.mark.parametrize("skip", [None, ["lm_head", "model.layers.0.mlp.down_proj"]])

@@ -12,7 +12,7 @@ from danlu.core.errors import ModelError
 from danlu.numerics import quantized_weight
 from danlu.numerics.four_bit_weight import FourBitWeight, unpack_kernels
 from danlu.numerics.integer_weight import IntegerWeight
-from danlu.numerics.stacked_weight import StackedWeight
+from danlu.numerics.quantized_weight import StackedWeight
 
 KINDS = {
     "nf4": FourBitWeight.quantize,

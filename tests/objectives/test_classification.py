@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from danlu.objectives.classification import logits_cross_entropy
+from danlu.objectives.cross_entropy import logits_cross_entropy
 from danlu.objectives.gradient_scale import scale_gradient, unscale_gradient
 
 LABELS = torch.tensor([0, 3, 2, 3])

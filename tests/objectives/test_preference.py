@@ -21,7 +21,7 @@ from danlu.core.types import Branch, Pack, StepLogprobs
 from danlu.data.batch import collate
 from danlu.data.mismatched import with_own_prompt
 from danlu.objectives.branches import pairs_of, places_in_branch, sum_by_branch
-from danlu.objectives.preference import Preference, preference_objective
+from danlu.objectives.preference import Preference, StepPreference, preference_objective
 from danlu.objectives.preference_losses import (
     AOT_PARTNER,
     AOT_UNPAIRED_PARTNER,
@@ -34,7 +34,6 @@ from danlu.objectives.preference_losses import (
     Answers,
     log_odds,
 )
-from danlu.objectives.step_preference import StepPreference
 from danlu.recipe.sections import (
     AlphaDivergence,
     Aot,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.errors import CheckpointError, ModelError
-from danlu.memory.paged_state import paged_state
+from danlu.memory.pages import paged_state
 from danlu.optim.build import Optimizers
 from danlu.optim.build import build as build_optimizer
 from danlu.recipe.sections import SGD, Adafactor, AdamW, AdamW8bit, GaLore, Lion, Muon, Optimizer, PagedAdamW

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.optim import eight_bit
-from danlu.optim.adamw import AdamW
+from danlu.optim.adamw import AdamW, Moments
 from danlu.optim.eight_bit import EightBitMoments, dynamic_map
-from danlu.optim.moments import Moments
 
 BETAS = (0.9, 0.95)
 KINDS = [("exp_avg", True), ("exp_avg_sq", False)]

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from danlu.core.errors import ModelError, RecipeError
 from danlu.optim.build import Optimizers, build
-from danlu.optim.clip import clip_grad_norm
 from danlu.optim.galore import GaLore
+from danlu.optim.gradients import clip_grad_norm
 from danlu.recipe import sections
 from danlu.recipe.rules.training import optimizer_is_consistent
 

@@ -12,7 +12,7 @@ from builders.tiny_run import SyntheticPacks, tiny_run
 from torch import Tensor
 
 from danlu.core.errors import CheckpointError, TrainingError
-from danlu.memory.paged_state import paged_state
+from danlu.memory.pages import paged_state
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import build
 from danlu.recipe import sections

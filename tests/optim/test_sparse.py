@@ -12,8 +12,14 @@ from torch.nn import Parameter
 
 from danlu.optim.adamw import AdamW
 from danlu.optim.build import Optimizers, build
-from danlu.optim.clip import clip_grad_norm, non_finite
-from danlu.optim.sparse import coalesce_gradients, densify_gradient, has_sparse_gradient, stored_values
+from danlu.optim.gradients import (
+    clip_grad_norm,
+    coalesce_gradients,
+    densify_gradient,
+    has_sparse_gradient,
+    non_finite,
+    stored_values,
+)
 from danlu.recipe import sections
 
 V, D = 64, 16

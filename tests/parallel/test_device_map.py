@@ -25,13 +25,13 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.core.types import Pack
 from danlu.memory import recompute
+from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.device_map import DeviceMap
 from danlu.models.initialize import initialize
-from danlu.models.latent_spec import Latent
 from danlu.models.load_balancing import Balancer, Balancing
 from danlu.models.loading import meta_decoder
+from danlu.models.mixer_spec import Latent
 from danlu.parallel import device_map as placement
 from danlu.recipe import sections
 from danlu.recipe.sections import Recompute

@@ -26,8 +26,7 @@ from danlu.parallel.schedules import (
     schedule_problems,
 )
 from danlu.parallel.schedules.messages import with_messages
-from danlu.planning.pipeline_formulas import bubble_formula, in_flight_formula
-from danlu.planning.pipeline_simulation import bubble, simulate
+from danlu.planning.pipeline_simulation import bubble, bubble_formula, in_flight_formula, simulate
 
 VARIANTS = [(kind, chunks_per_rank(kind)) for kind in KINDS] + [("interleaved", 3)]
 variants = pytest.mark.parametrize(("kind", "chunks"), VARIANTS)

@@ -13,13 +13,9 @@ from danlu.models import block_attention
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.experts_spec import Experts, Router
-from danlu.models.factorized_spec import Factorized
-from danlu.models.heads_spec import Heads
 from danlu.models.initialize import initialize
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Mixer
-from danlu.models.mlp_spec import Dense
+from danlu.models.layer_spec import Dense, Experts, Mixer, Router
+from danlu.models.mixer_spec import Factorized, Heads, Latent
 from danlu.models.rope_config import Rope
 from danlu.planning import activation_memory
 from danlu.planning.activation_memory import ActivationPlan, activation_bytes

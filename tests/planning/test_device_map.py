@@ -10,8 +10,8 @@ import pytest
 from builders.small_config import small_config
 from builders.small_experts import MIXTRAL
 
+from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
-from danlu.models.device_map import DeviceMap
 from danlu.planning.device_map import Device, device_map_of, device_map_problems, layer_parameters
 
 TWO = [Device("cuda:0", 100), Device("cuda:1", 100)]

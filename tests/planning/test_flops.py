@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import LayerSpec
-from danlu.planning.flops import attention_pairs, forward_flops, layer_parameters, training_flops
+from danlu.planning.flops import DecoderFlops, attention_pairs
 
 SIZES = {"hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 6, "intermediate_size": 20, "vocab_size": 50}
 CONFIG = small_config(**SIZES)
@@ -55,15 +55,15 @@ def counted(config: ModelConfig, lengths: list[int], targets: list[int], backwar
 
 def test_forward_and_training_equal_what_torch_counts() -> None:
     lengths, targets = [5, 3, 1], [2, 3, 0]
-    assert forward_flops(CONFIG, lengths, 5) == counted(CONFIG, lengths, targets, backward=False)
-    assert training_flops(CONFIG, lengths, 5) == counted(CONFIG, lengths, targets, backward=True)
-    assert training_flops(CONFIG, [sum(lengths)], 5) != counted(CONFIG, lengths, targets, backward=True)
+    assert DecoderFlops(CONFIG).forward(lengths, 5) == counted(CONFIG, lengths, targets, backward=False)
+    assert DecoderFlops(CONFIG).training(lengths, 5) == counted(CONFIG, lengths, targets, backward=True)
+    assert DecoderFlops(CONFIG).training([sum(lengths)], 5) != counted(CONFIG, lengths, targets, backward=True)
 
 
 def test_sliding_windows_equal_what_torch_counts() -> None:
     config = small_config(**SIZES, windows=(3, None))
-    assert training_flops(config, [7, 2], 9) == counted(config, [7, 2], [7, 2], backward=True)
-    assert training_flops(CONFIG, [7, 2], 9) != training_flops(config, [7, 2], 9)
+    assert DecoderFlops(config).training([7, 2], 9) == counted(config, [7, 2], [7, 2], backward=True)
+    assert DecoderFlops(CONFIG).training([7, 2], 9) != DecoderFlops(config).training([7, 2], 9)
 
 
 def test_attention_pairs_equal_a_count() -> None:
@@ -76,10 +76,10 @@ def test_attention_pairs_equal_a_count() -> None:
 def test_per_token_is_six_n_and_attention() -> None:
     sizes = {"hidden_size": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate_size": 1024}
     config = small_config(**sizes, layers=6, vocab_size=4096)
-    assert layer_parameters(config) == 6 * (2 * 256 * 32 * (8 + 4) + 3 * 256 * 1024)
-    six_n = 6 * (layer_parameters(config) + 256 * 4096)
+    assert DecoderFlops(config).weights == 6 * (2 * 256 * 32 * (8 + 4) + 3 * 256 * 1024)
+    six_n = 6 * (DecoderFlops(config).weights + 256 * 4096)
     attention = 3 * 4 * 8 * 32 * 6 * (1024 + 1) / 2
-    assert training_flops(config, (1024,), 1024) / 1024 == six_n + attention
+    assert DecoderFlops(config).training((1024,), 1024) / 1024 == six_n + attention
 
 
 def test_importing_the_formulas_does_not_import_torch() -> None:

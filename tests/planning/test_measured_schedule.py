@@ -8,8 +8,7 @@ import pytest
 
 from danlu.parallel.schedules import KINDS, Action, chunks_per_rank, schedule
 from danlu.planning.action_times import ActionTimes
-from danlu.planning.measured_schedule import ScheduleShape, measured_orders, measured_shape
-from danlu.planning.pipeline_simulation import simulate
+from danlu.planning.pipeline_simulation import ScheduleShape, measured_orders, measured_shape, simulate
 
 
 @pytest.mark.parametrize("kind", KINDS)

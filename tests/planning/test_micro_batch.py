@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from danlu.planning.activation_memory import ActivationBytes
-from danlu.planning.micro_batch import StepMemory
+from danlu.planning.activation_memory import ActivationBytes, StepMemory
 
 
 def step(kept: int = 100, recomputed: int = 0) -> StepMemory:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from danlu.planning import gemm, precision
+from danlu.planning import precision
 from danlu.planning.precision import fastest, in_gflops, product_speeds, slower
 
 NO_AMX, AMX, ALIKE = ({"fp32": 163e9, "bf16": bf16} for bf16 in (122e9, 1100e9, 155e9))
@@ -35,11 +35,13 @@ def test_nothing_is_said_of_a_choice_that_is_as_fast_as_any(chosen: str, speeds:
 
 def test_speeds_are_measured_once_and_shared_with_utilisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[torch.dtype] = []
-    monkeypatch.setattr(gemm, "measure", lambda dtype, device, seconds: measured.append(dtype) or 1e9 * len(measured))
+    monkeypatch.setattr(
+        precision, "measure", lambda dtype, device, seconds: measured.append(dtype) or 1e9 * len(measured)
+    )
     assert product_speeds("cpu", cache=tmp_path) == {"fp32": 1e9, "bf16": 2e9}
     assert product_speeds("cpu", also="bf16", cache=tmp_path) == {"fp32": 1e9, "bf16": 2e9}
     assert product_speeds("cpu", also="fp16", cache=tmp_path) == {"fp32": 1e9, "bf16": 2e9, "fp16": 3e9}
     assert measured == [torch.float32, torch.bfloat16, torch.float16]
-    assert gemm.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 2e9
+    assert precision.measured_peak(torch.bfloat16, "cpu", cache=tmp_path) == 2e9
     assert in_gflops({"fp32": 1e9}, "fp32") == "matrix products of 1 GFLOP/s with fp32"
     assert precision.SECONDS * len(precision.CANDIDATES) < 1

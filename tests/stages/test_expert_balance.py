@@ -14,11 +14,11 @@ from torch import Tensor
 
 from danlu.assembly.frozen_base import quantize_stack, quantize_weight
 from danlu.assembly.parallelize import Placed, Subject
-from danlu.assembly.parameter_roles import TRAINED
+from danlu.assembly.parameters import TRAINED
 from danlu.core.errors import RecipeError
 from danlu.data.batch import EMPTY_PACK, pad_to_bucket
 from danlu.models.decoder import Decoder
-from danlu.models.experts_spec import Experts
+from danlu.models.layer_spec import Experts
 from danlu.models.load_balancing import Balancing
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.objectives.cross_entropy import CrossEntropy

@@ -18,8 +18,8 @@ from builders.reference_stage import STAGE, loss_of, place_stage, recipe_file, t
 from builders.tiny_world import World
 from builders.worst_errors import worst_relative_error
 
-from danlu.assembly.parallelize import optimizer_of
-from danlu.assembly.parameter_count import model_bytes
+from danlu.assembly.optimizer import optimizer_of
+from danlu.assembly.parameters import model_bytes
 from danlu.core.errors import RecipeError
 from danlu.core.types import Pack
 from danlu.models.loading import load as load_model

@@ -9,7 +9,7 @@ import yaml
 from builders.tiny_world import World
 
 from danlu.assembly.parallelize import subject_of
-from danlu.assembly.parameter_roles import VALUE, role_of
+from danlu.assembly.parameters import VALUE, role_of
 from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.models.hf_folder import read_config
 from danlu.recipe import load

@@ -16,7 +16,7 @@ from builders.tiny_run import tiny_run
 from builders.tiny_world import World, danlu
 from torch import nn
 
-from danlu.assembly.parameter_count import parameters_of, trained_parameters_of
+from danlu.assembly.parameters import parameters_of, trained_parameters_of
 from danlu.core.errors import ResourceError
 from danlu.models.loading import load
 from danlu.training import loop

@@ -13,7 +13,7 @@ from builders.train_worker import train
 from danlu.core.errors import DataError
 from danlu.parallel.comm import ALONE
 from danlu.parallel.timeline import read_timeline, timeline_name
-from danlu.planning.measured_schedule import measured_orders, measured_shape
+from danlu.planning.pipeline_simulation import measured_orders, measured_shape
 from danlu.training.timeline import TimelineWriter
 
 

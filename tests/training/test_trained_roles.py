@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from danlu.assembly.parameter_roles import role_of
-from danlu.optim.clip import clip_grad_norm, clip_grad_norms
+from danlu.assembly.parameters import role_of
+from danlu.optim.gradients import clip_grad_norm, clip_grad_norms
 from danlu.training.trained_roles import TrainedRoles
 
 

@@ -15,11 +15,10 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.data import context_batch
 from danlu.models import load_balancing, router_replay
 from danlu.models.decoder import Decoder
-from danlu.models.experts import RowOrder
+from danlu.models.experts import Router, RowOrder
 from danlu.models.load_balancing import Balancer, BatchTokens
 from danlu.models.modules import RMSNorm
-from danlu.models.router import Router
-from danlu.optim import clip
+from danlu.optim import gradients
 from danlu.optim.build import Optimizers
 from danlu.parallel import local_parameter, parallel_context, ring_attention
 from danlu.parallel.comm import Group
@@ -79,7 +78,7 @@ TOUCHED = [
     (GradientBuckets, "__init__"),
     (parallel_context, "_all_reduce_flat"),
     (StepSums, "own_means"),
-    (clip, "_global_norm"),
+    (gradients, "_global_norm"),
     (local_parameter, "_copied"),
 ]
 

@@ -18,13 +18,13 @@ from danlu.memory import recompute_planner
 from danlu.memory.recompute import KINDS
 from danlu.models.attend import PackedAttention
 from danlu.models.config import ModelConfig
-from danlu.models.heads_spec import Heads
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.loading import load as load_model
 from danlu.models.long_context import ropes_by_length, with_long_context
+from danlu.models.mixer_spec import Heads
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling, QueryTemperature, Rope, RopeScaling
 from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe, load, sections

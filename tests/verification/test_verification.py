@@ -16,8 +16,8 @@ from builders.tiny_world import CONFIG, tiny_world
 
 from danlu.core.errors import RecipeError, TrainingError
 from danlu.models.config import ModelConfig
-from danlu.models.heads_spec import Heads
 from danlu.models.layer_spec import Mixer
+from danlu.models.mixer_spec import Heads
 from danlu.numerics.relative_error import worst_error
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load, sections

@@ -19,7 +19,7 @@ DANLU = "danlu.json"
 QUANTIZATIONS = ("nf4", "fp4", "int8", "int4")
 """Kinds of quantization that a recipe may ask for."""
 PEFT_TYPES = ("DANLU_BOTTLENECK", "DANLU_MORA", "IA3", "LORA", "PREFIX_TUNING", "PROMPT_TUNING", "VERA")
-"""Kinds of adapter folders that are read: the keys of `peft_formats.FORMATS`."""
+"""Kinds of adapter folders that are read: the keys of `peft_folder.FORMATS`."""
 _EVERY_KIND = (
     "auto_mapping base_model_name_or_path inference_mode modules_to_save peft_type peft_version revision task_type "
 )

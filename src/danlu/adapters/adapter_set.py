@@ -15,10 +15,9 @@ from danlu.adapters.adapter import DenseLinear, in_float32
 from danlu.adapters.build import BuildContext, build_modules
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS, initialize_from_base
-from danlu.adapters.prompt import Prompt
+from danlu.adapters.prompt import Prompt, VirtualTokens
 from danlu.adapters.slot import Slot, new_slot
 from danlu.adapters.targets import choose
-from danlu.adapters.virtual_tokens import VirtualTokens
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.layer_types import Site
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from danlu.adapters import bottleneck, prefix, prompt
 from danlu.adapters.dropout import Dropout, DropoutState
-from danlu.adapters.grouped_lora import GroupedLowRank
 from danlu.adapters.hf_layers import HFLayer, adapted_layers
 from danlu.adapters.ia3 import Ia3
-from danlu.adapters.lora import EmbeddingLowRank, LowRank
+from danlu.adapters.lora import EmbeddingLowRank, GroupedLowRank, LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.targets import by_pattern, select, square_width
 from danlu.adapters.vera import Projection, Vera, largest_shape

@@ -1,4 +1,7 @@
-"""LoRA and DoRA on a linear layer, and LoRA on an embedding."""
+"""LoRA and DoRA on a linear layer, and LoRA on the stacked layers of experts and on an embedding.
+
+T tokens · O, I outputs and inputs · r rank · V vocabulary · D model width · E experts · N rows, those of each expert
+together"""
 
 from __future__ import annotations
 
@@ -8,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, TensorAxes
+from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, GroupedLinearAdapter, TensorAxes
 from danlu.adapters.dropout import Dropout
 from danlu.adapters.low_rank import LowRankFactors
-from danlu.core.layer_types import EmbeddingLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
-
-# T tokens · O, I outputs and inputs · r rank · V vocabulary · D model width
+from danlu.core.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, LinearShard, Recomputed, ReduceGroup
 
 
 class LowRank(Adapter):
@@ -84,18 +85,8 @@ class LowRank(Adapter):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator, *, gaussian: bool = False) -> None:
-        """Draws A at random and sets B to zero, so that training starts at the base.
-
-        A is Kaiming-uniform with gain 1/sqrt(3), as in PEFT: U(-1, 1) / sqrt(I); gaussian: N(0, 1) / r. It is drawn
-        on the CPU, so that the values do not depend on the device.
-        """
-        values = torch.empty(self.lora_A.shape)
-        if gaussian:
-            values.normal_(std=1 / self.rank, generator=generator)
-        else:
-            bound = 1 / math.sqrt(values.shape[1])
-            values.uniform_(-bound, bound, generator=generator)
-        self.lora_A.copy_(values)
+        """Draws A as `draw_a` does and sets B to zero, so that training starts at the base."""
+        self.lora_A.copy_(draw_a(self.lora_A.shape, generator, gaussian=gaussian))
         self.lora_B.zero_()
 
     @torch.no_grad()
@@ -171,6 +162,18 @@ class LowRank(Adapter):
         return DenseLinear(weight * gain.unsqueeze(1), dense.bias)
 
 
+def draw_a(shape: torch.Size, generator: torch.Generator, *, gaussian: bool) -> Tensor:
+    """A [.., r, I] of LoRA, drawn on the CPU, so that the values do not depend on the device.
+
+    It is Kaiming-uniform with gain 1/sqrt(3), as in PEFT: U(-1, 1) / sqrt(I); gaussian: N(0, 1) / r.
+    """
+    rank, inputs = shape[-2:]
+    if gaussian:
+        return torch.empty(shape).normal_(std=1 / rank, generator=generator)
+    bound = 1 / math.sqrt(inputs)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
 def row_squares(weight: Tensor) -> Tensor:
     """[O, I] -> [O], the sum of squares of each row, in float32 or wider."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32)).square()
@@ -208,3 +211,52 @@ class EmbeddingLowRank(EmbeddingAdapter):
     def merged_into(self, weight: Tensor) -> Tensor:
         a, b = self.lora_embedding_A.to(weight.dtype), self.lora_embedding_B.to(weight.dtype)
         return weight.addmm(a.t(), b.t(), alpha=self.scale)
+
+
+class GroupedLowRank(GroupedLinearAdapter):
+    """W_e x + s B_e A_e x for the rows x of expert e (LoRA, arXiv:2106.09685).
+
+    Parameters: lora_A [E, r, I] and lora_B [E, O, r], uninitialised until `reset_parameters`. An expert without rows
+    has gradients of zero, not none, as the experts themselves have.
+
+    Args:
+        experts: E.
+        shape: (O, I) of each layer.
+        rank: r.
+        scale: s.
+        freeze_a: keep lora_A at its initial values (LoRA-FA, arXiv:2308.03303).
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        shape: tuple[int, int],
+        rank: int,
+        scale: float,
+        *,
+        freeze_a: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        outputs, inputs = shape
+        self.scale = scale
+        self.lora_A = nn.Parameter(torch.empty(experts, rank, inputs, device=device), requires_grad=not freeze_a)
+        self.lora_B = nn.Parameter(torch.empty(experts, outputs, rank, device=device))
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator, *, gaussian: bool = False) -> None:
+        """Draws A as `draw_a` does and sets B to zero, so that training starts at the base."""
+        self.lora_A.copy_(draw_a(self.lora_A.shape, generator, gaussian=gaussian))
+        self.lora_B.zero_()
+
+    @property
+    def tensor_axes(self) -> TensorAxes:
+        return {"lora_A": (None, None, "inputs"), "lora_B": (None, "outputs", None)}
+
+    def adapt_output(self, x: Tensor, y: Tensor, counts: Tensor, linear: GroupedLayer) -> Tensor:
+        low = linear.product(x, self.lora_A, counts)  # [N, r]
+        return y + linear.product(low, self.lora_B * self.scale, counts)
+
+    def merged_into(self, dense: DenseLinear) -> DenseLinear:
+        a, b = self.lora_A.to(dense.weight.dtype), self.lora_B.to(dense.weight.dtype)
+        return DenseLinear(dense.weight.baddbmm(b, a, alpha=self.scale), dense.bias)

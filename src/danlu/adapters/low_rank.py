@@ -257,12 +257,7 @@ def _with_factors(flat: Sequence[Tensor | None], call: _Call) -> list[Tensor | N
 
 
 def _gradient_of_b(
-    dtype: torch.dtype,
-    scale: float,
-    direction: _Direction | None,
-    by_norm: Tensor | None,
-    grad: Tensor,
-    u: Tensor,
+    dtype: torch.dtype, scale: float, direction: _Direction | None, by_norm: Tensor | None, grad: Tensor, u: Tensor
 ) -> tuple[Tensor]:
     """grad [T, O] and u = A x [T, r] -> [O, r], with B's gradient through DoRA's norm added."""
     grad_b = (grad.t() @ u).to(dtype).mul_(scale)

@@ -1,8 +1,10 @@
 """PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, where tensors have no adapter's name.
 
-Settings that PEFT does not have are in danlu.json next to them: the fingerprint of the base, and the section of the
-recipe. Kinds that PEFT does not have are written the same way under a peft_type of danlu's own, so that no tool
-mistakes them.
+Every kind of adapter has a module with the same two functions (`FORMATS`): `to_peft(section, modules, sites)` gives the
+values of adapter_config.json and the tensors, `from_peft(reader, sites)` the section and the values of each module by
+where it sits. Settings that PEFT does not have are in danlu.json next to them: the fingerprint of the base, and the
+section of the recipe. Kinds that PEFT does not have are written the same way under a peft_type of danlu's own, so that
+no tool mistakes them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,15 +25,40 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
+from danlu.adapters import bottleneck, ia3, mora, peft_lora, prefix, prompt, vera
 from danlu.adapters.adapter_config import CONFIG, DANLU, ROTATED, TASK_TYPES, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.hf_layers import HFLayer
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
-from danlu.adapters.peft_formats import FORMATS, format_of
 from danlu.adapters.peft_lora import for_original_base
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftReader
 from danlu.core.errors import ModelError
 from danlu.core.types import Task
+from danlu.recipe import sections
+
+FORMATS: dict[str, ModuleType] = {
+    "DANLU_BOTTLENECK": bottleneck,
+    "DANLU_MORA": mora,
+    "IA3": ia3,
+    "LORA": peft_lora,
+    "PREFIX_TUNING": prefix,
+    "PROMPT_TUNING": prompt,
+    "VERA": vera,
+}
+"""The modules by peft_type."""
+_BY_SECTION: dict[type, ModuleType] = {
+    sections.Bottleneck: bottleneck,
+    sections.Ia3: ia3,
+    sections.Mora: mora,
+    sections.Prefix: prefix,
+    sections.Prompt: prompt,
+    sections.Vera: vera,
+}
+
+
+def format_of(section: Any) -> ModuleType:
+    """Returns the module that writes the adapter of a section."""
+    return peft_lora if isinstance(section, sections.LowRank) else _BY_SECTION[type(section)]
 
 
 def write_adapter(

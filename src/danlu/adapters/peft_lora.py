@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from danlu.adapters import low_rank_init
 from danlu.adapters.adapter_config import init_taken_from_base
-from danlu.adapters.grouped_lora import GroupedLowRank
 from danlu.adapters.hf_layers import HFLayer, adapted_layers, hf_layers
-from danlu.adapters.lora import EmbeddingLowRank, LowRank
+from danlu.adapters.lora import EmbeddingLowRank, GroupedLowRank, LowRank
 from danlu.adapters.peft_stacked import check_target_parameters, stacked_tensors, unstacked, wrapped_parameter
 from danlu.adapters.peft_values import (
     PREFIX,

@@ -56,7 +56,9 @@ def wrapped_parameter(module: str, reader: PeftReader) -> str | None:
     if match is None:
         return None
     owner, depth = match[1], match[2].count(".base_layer")
-    adapted = [parameter for parameter in PARAMETERS if _is_target(f"{owner}.{parameter}", reader)]
+    targets: list[str] = reader.values.get("target_parameters") or []
+    ends = tuple(f".{target}" for target in targets)
+    adapted = [parameter for parameter in PARAMETERS if f".{owner}.{parameter}".endswith(ends)]
     if depth >= len(adapted):
         raise ModelError(
             f"{reader.where}: {PREFIX}{module} has factors for {depth + 1} parameters of {owner}, and "
@@ -80,8 +82,3 @@ def check_target_parameters(reader: PeftReader) -> None:
                 f"{reader.where}: target_parameters has {target!r}; of stacked parameters danlu reads those of experts "
                 f"alone: {', '.join(f'experts.{name}' for name in PARAMETERS)}"
             )
-
-
-def _is_target(name: str, reader: PeftReader) -> bool:
-    targets: list[str] = reader.values.get("target_parameters") or []
-    return any(f".{name}".endswith(f".{target}") for target in targets)

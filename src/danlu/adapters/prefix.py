@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from danlu.adapters.adapter import ShardableModule, module_of_type
 from danlu.adapters.peft_values import ModuleValues, PeftContent, PeftReader
-from danlu.adapters.virtual_tokens import VirtualTokenPositions, VirtualTokens
+from danlu.adapters.prompt import VirtualTokenPositions, VirtualTokens
 from danlu.core import device_moves
 from danlu.core.layer_types import LinearShard, Site
 from danlu.recipe import sections
@@ -87,12 +87,7 @@ class LayerPrefix(ShardableModule):
     """
 
     def __init__(
-        self,
-        tokens: PrefixTokens,
-        width: int,
-        projection: Projection | None,
-        *,
-        device: torch.device | str,
+        self, tokens: PrefixTokens, width: int, projection: Projection | None, *, device: torch.device | str
     ) -> None:
         super().__init__()
         self._tokens = (tokens,)  # in a tuple, so that it is no part of this module

@@ -16,7 +16,7 @@ from danlu.adapters.adapter import Adapter, DenseLinear, EmbeddingAdapter, Group
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, low_rank_linears
 from danlu.adapters.prefix import LayerPrefix
-from danlu.adapters.virtual_tokens import VirtualTokens
+from danlu.adapters.prompt import VirtualTokens
 from danlu.core.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, Recomputed, Site
 
 

@@ -16,12 +16,7 @@ from danlu.recipe import sections
 Form = Literal["rotation", "sharing"]
 """How MoRA maps inputs to its square: see `mora`."""
 
-GROUPS = {
-    "all-linear": ("attention", "mlp"),
-    "attention": ("attention",),
-    "mlp": ("mlp",),
-    "experts": ("experts",),
-}
+GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",), "experts": ("experts",)}
 EXPERTS = "experts"
 """The part of a target that reaches the stacked matrices of experts."""
 _Value = TypeVar("_Value")

@@ -29,7 +29,9 @@ class AdapterStacks:
         for folder in folders:
             path = folder.path.resolve()
             if path not in self._opened:
-                name = f"{len(self._opened)}-{_word(path)}"
+                # By the folder, with characters that a module's name may not have replaced.
+                word = re.sub(r"\W", "-", (path.parent if path.name == "adapter" else path).name)
+                name = f"{len(self._opened)}-{word}"
                 # With none active: copies of the base's parameters must not be made of another adapter's copies.
                 self.adapters.activate()
                 add_adapter(self.adapters, name, open_adapter(folder.path))
@@ -42,9 +44,3 @@ class AdapterStacks:
     def use(self, number: int | None) -> None:
         """Activates one of the stacks; None leaves the bare base. Raises ModelError if they cannot be stacked."""
         self.adapters.activate(*(() if number is None else self.names[number]))
-
-
-def _word(path: Path) -> str:
-    """The name of a folder, with characters that a module's name may not have replaced."""
-    named = path.parent if path.name == "adapter" else path
-    return re.sub(r"\W", "-", named.name)

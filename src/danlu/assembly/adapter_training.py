@@ -10,29 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from danlu.adapters.adapter_config import CONFIG, AdapterFolder
+from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, open_adapter
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.merge import merge_and_unload
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import Base, find_base, rotated_by
+from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
-from danlu.assembly.parameter_roles import TRAINED, VALUE
+from danlu.assembly.parameters import TRAINED, VALUE
 from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
-from danlu.assembly.value_adapter import check_value_adapter
+from danlu.core.errors import RecipeError
 from danlu.core.output_folder import replace_folder
 from danlu.core.types import Task
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, same_rotation
 from danlu.models.decoder import Decoder
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config, read_json
 from danlu.models.loading import load
-from danlu.models.passthrough_tensors import with_untouched_values
-from danlu.models.rotation import same_rotation
-from danlu.models.saving import copy_tokenizer, write_json, write_pad_token, write_stop_ids, write_template
+from danlu.models.saving import (
+    copy_tokenizer,
+    with_untouched_values,
+    write_json,
+    write_pad_token,
+    write_stop_ids,
+    write_template,
+)
 from danlu.models.score_head import head_tensors
-from danlu.recipe import sections
+from danlu.recipe import Recipe, sections
+from danlu.recipe.sections import AdapterSection, Continue
+from danlu.recipe.value import value_adapter, value_section, value_share
 
 
 def adapted_model(
@@ -187,3 +194,52 @@ def _rotated_config(config: ModelConfig, base: Base, below: Sequence[AdapterFold
     values = config_values(replace(config, task=own.task), torch_dtype=str(dtype))
     quantized = {key: stored[key] for key in ("quantization_config",) if key in stored}
     return {**with_untouched_values(base.folder, config, values), **quantized}
+
+
+def value_on_base(recipe: Recipe) -> AdapterSection | AdapterFolder | None:
+    """The section of a new adapter, or the folder of the one it starts as; None where there is none.
+
+    Raises ModelError for a folder that is no adapter, or of another base; RecipeError for one that was trained upon
+    other adapters than the policy's lies upon.
+    """
+    if value_share(recipe) != "base":
+        return None
+    path = value_section(recipe).model
+    if path is None:
+        return value_adapter(recipe)
+    *below, folder = adapter_stack(path)
+    folder = open_adapter(folder.path)
+    assert recipe.model.path is not None, "the recipe's rules ask for a base"
+    base = find_base(recipe.model.path)
+    check_base(folder, base)
+    policys = named_stack(recipe.model.adapters)
+    if isinstance(recipe.adapter, Continue):
+        take_last(policys, recipe.model.adapters)
+    if [each.path.resolve() for each in below] != [each.path.resolve() for each in policys]:
+        wants, has = (", ".join(str(each.path) for each in stack) or "the bare base" for stack in (below, policys))
+        raise RecipeError(
+            f"value.model: {path} was trained upon {wants}, and the policy's adapter lies upon {has}. Use share: none, "
+            "or an adapter that was trained upon the same"
+        )
+    config = read_config(base.folder)
+    rotated = [rotated_by(config, stack) for stack in ([*below, folder], named_stack(recipe.model.adapters))]
+    if not same_rotation(*rotated):
+        raise RecipeError(
+            f"value.model: {path} was trained with another rotary embedding of the base (long_context) than the "
+            "policy's adapter, and both are on one base. Use share: none"
+        )
+    return folder
+
+
+def check_value_adapter(adapters: AdapterSet) -> None:
+    """Raises RecipeError for an adapter of values, in the model, that cannot take turns with the policy's."""
+    added = adapters.added[VALUE]
+    reason = None
+    if added.copies:
+        reason = "has trained copies of parameters of the base (modules_to_save or bias)"
+    elif added.virtual_tokens():
+        reason = "puts virtual tokens before every document"
+    elif added.base_changing_sites():
+        reason = f"took its start out of the base ({added.section.init})"
+    if reason is not None:
+        raise RecipeError(f"value.model: the adapter there {reason}, and both models read that base. Use share: none")

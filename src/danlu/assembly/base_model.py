@@ -94,7 +94,7 @@ def rotated_by(config: ModelConfig, adapters: Sequence[AdapterFolder]) -> ModelC
     for adapter in adapters:
         if adapter.rotation_folder is None:
             continue
-        from danlu.models.rotation import same_rotation, with_rotation_of
+        from danlu.models.config import same_rotation, with_rotation_of
 
         rotated = with_rotation_of(base, read_config(adapter.rotation_folder))
         upon = {path.resolve() for path in adapter.below}
@@ -110,7 +110,7 @@ def rotated_by(config: ModelConfig, adapters: Sequence[AdapterFolder]) -> ModelC
 
 def check_same_rotation(config: ModelConfig, stacks: Sequence[Sequence[AdapterFolder]]) -> None:
     """Raises ModelError for stacks of adapters that could not share one base in memory, since it has one rotation."""
-    from danlu.models.rotation import same_rotation
+    from danlu.models.config import same_rotation
 
     first_config = None
     for stack in stacks:

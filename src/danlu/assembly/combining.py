@@ -14,7 +14,6 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,11 @@ from danlu.assembly.merging import common_below, find_tokenizer
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import refuse_existing, replace_folder
 from danlu.data.tokenizer_export import end_of_turn_ids
+from danlu.models.config import same_rotation
 from danlu.models.hf_folder import CONFIG as MODEL_CONFIG
 from danlu.models.hf_folder import read_config
 from danlu.models.initialize import named_generator
 from danlu.models.loading import read_tensor
-from danlu.models.rotation import same_rotation
 from danlu.models.saving import copy_tokenizer, write_stop_ids
 from danlu.numerics.relative_error import RelativeErrors
 
@@ -178,8 +177,8 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
         raise ModelError(f"{where}: is {folder.kind}; only LoRA adapters become one adapter. Merge it into its base")
     reader = PeftReader(folder.values, read_tensors(folder), where)
     if init_taken_from_base(folder.values, where) is not None:
-        known_base = base_of([folder], None, "--into") if base is None else base
-        reader = for_original_base(reader, partial(_base_weight, known_base.folder))
+        known = (base_of([folder], None, "--into") if base is None else base).folder
+        reader = for_original_base(reader, lambda module: in_float32(read_tensor(known, f"{module}.weight")))
     factors, tensors = read_factors(reader), dict(reader.tensors)
     if folder.values.get("use_dora") or any(part.magnitude is not None for part in factors.values()):
         raise ModelError(f"{where}: is DoRA, whose change is not the product of two factors. Merge it into its base")
@@ -193,11 +192,6 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
             "Merge it into its base"
         )
     return factors
-
-
-def _base_weight(base: Path, module: str) -> Tensor:
-    """The weight of a module in the folder of a base, in float32 or wider."""
-    return in_float32(read_tensor(base, f"{module}.weight"))
 
 
 def _check_shapes(name: str, parts: Sequence[Factors]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,20 +14,21 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
-from danlu.assembly.stored_quantization import refuse_quantized
+from danlu.core.errors import ModelError
+from danlu.core.layer_types import Site
 from danlu.core.shard_box import ShardBox
-from danlu.models.adapter_sites import adapter_sites
+from danlu.models.block_scaled import scaled_method
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import read_config
-from danlu.models.hf_layout import hf_name
+from danlu.models.hf_folder import CONFIG, read_config, read_json
+from danlu.models.hf_layout import config_sites, hf_name
 from danlu.models.initialize import named_generator
 from danlu.models.loading import check_prequantized, load_into, meta_decoder
 from danlu.models.modules import GroupedLinear, Linear
+from danlu.numerics.bitsandbytes_layout import read_config as read_quantization
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.numerics.integer_weight import IntegerWeight
-from danlu.numerics.quantized_weight import QuantizedWeightModule
-from danlu.numerics.stacked_weight import StackedWeight
+from danlu.numerics.quantized_weight import QuantizedWeightModule, StackedWeight
 from danlu.recipe import sections
 
 _ADVICE = "Leave out `quantization`, or name the original model"
@@ -76,6 +77,24 @@ def adapters_of(
         head_as_linear=model.head_as_linear,
         quantize_dequantize=rounded,
     )
+
+
+def adapter_sites(model: Decoder) -> list[Site]:
+    """Returns the places of adapters: every linear layer, those of experts, the embedding and the head, in the order of
+    the forward pass.
+
+    The site of a tied head has no module yet: `Decoder.head_as_linear` makes it.
+    """
+    sites = []
+    for site in config_sites(model.config):
+        if site.layer is None:
+            module = model.lm_head if site.group == "head" else model.embed_tokens
+            sites.append(replace(site, module=module))
+        else:
+            linear = model.get_submodule(site.name)
+            assert isinstance(linear, Linear | GroupedLinear)
+            sites.append(replace(site, shape=linear.shape, module=linear))
+    return sites
 
 
 def load_frozen(
@@ -195,3 +214,25 @@ def _unpack(
 ) -> list[FourBitWeight]:
     whole = FourBitWeight.from_tensors(name, tensors, where=where).to(device)
     return [whole] if len(rows) == 1 else whole.split(rows, where=f"{where}: {name}")
+
+
+def stored_quantization(folder: Path) -> sections.Nf4 | sections.Fp4 | None:
+    """The section that would quantize a model as its folder stores it; None of weights that are not quantized, or are
+    dequantised while they are read.
+
+    Raises ModelError for weights that are quantized in a way that danlu does not read.
+    """
+    values = read_json(folder / CONFIG)
+    if scaled_method(values) is not None:
+        return None
+    stored = read_quantization(values, str(folder / CONFIG))
+    return None if stored is None else (sections.Nf4 if stored.kind == "nf4" else sections.Fp4)(double=stored.double)
+
+
+def refuse_quantized(folder: Path, advice: str) -> None:
+    """Raises ModelError for a folder with weights that are quantized already; advice: the message's last sentence."""
+    stored = stored_quantization(folder)
+    if stored is not None:
+        raise ModelError(
+            f"{folder}: is quantized already ({stored.kind}); quantizing it again would round twice. {advice}"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,17 +26,25 @@ from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Mixer
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.objectives.vocab_slices import slice_bytes
-from danlu.planning.activation_memory import ActivationBytes, ActivationPlan, KeepsScores, activation_bytes, slack_of
-from danlu.planning.micro_batch import StepMemory
-from danlu.planning.parameter_memory import gathered_bytes, least_weight_bytes
+from danlu.planning.activation_memory import (
+    ActivationBytes,
+    ActivationPlan,
+    KeepsScores,
+    StepMemory,
+    activation_bytes,
+    gathered_bytes,
+    least_weight_bytes,
+    slack_of,
+)
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
+from danlu.recipe.sections import Parallel
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.units import format_bytes
 
 if TYPE_CHECKING:
-    from danlu.models.device_map import DeviceMap
+    from danlu.models.chunks import DeviceMap
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
 MAX_CPU_TOKENS = 4096
@@ -101,18 +109,21 @@ class MemoryEstimate:
 
     recipe: Recipe
     config: ModelConfig
+    """The model; for a stage of a pipeline, with the layers that it has."""
+    parts: MemoryParts
+    """Bytes on the device that computes; activations and logits are added by `with_activations`."""
+    _: KW_ONLY
     plan: Sequence[LayerPlan]
     """The recomputation of each layer; empty where it is not known (`recompute: planned`, before layers are
     measured)."""
-    parts: MemoryParts
-    """Bytes on the device that computes."""
-    offloaded_bytes: int
-    """Bytes that `memory.offload` keeps in the host's memory or in files."""
     micro: int
-    """Packed sequences in a micro-batch."""
-    processes: int
+    """Packed sequences of full length in a micro-batch."""
     device_type: str
+    offloaded_bytes: int = 0
+    """Bytes that `memory.offload` keeps in the host's memory or in files."""
+    processes: int = 1
     critic: CriticPass | None = None
+    """The pass of a value model, with activations that are kept together with the policy's."""
     in_flight: float = 1.0
     """The number of micro-batches that a stage of a pipeline keeps activations of at once."""
     device: str = ""
@@ -165,67 +176,113 @@ class MemoryEstimate:
             )
         return lines
 
+    def with_activations(self) -> MemoryEstimate:
+        """The estimate with activations and logits, where `parts` has what does not depend on the data."""
+        sequences = max(self.micro, self._most_paths)
+        logits = self._loss_workspace(sequences)
+        activations = self._activations(sequences).peak(logits) - logits
+        return replace(self, parts=replace(self.parts, activations=activations, logits=logits))
+
     def step_memory(self, plan: Sequence[LayerPlan] | None = None) -> StepMemory:
         """The same by how it grows with the micro-batch; plan: in place of the recipe's own."""
-        own = self.plan if plan is None else plan
-        shape = _MicroBatch(self.recipe, 1, self.device_type, self.in_flight, self.lengths)
-        activations = _activations(shape, self.config, own)
-        if self.critic is not None:
-            activations = _with_critic(activations, shape, self.critic, plan)
         return StepMemory(
             fixed=self.parts.total - self.parts.activations - self.parts.logits,
-            activations=activations,
-            loss_workspace=_loss_workspace(self.recipe, self.config, 1, self.device_type) if self.has_head else 0,
+            activations=self._activations(1, plan),
+            loss_workspace=self._loss_workspace(1),
             max_loss_workspace=slice_bytes(self.device_type),
-            smallest=_most_paths(self.recipe),
+            smallest=self._most_paths,
         )
 
+    @property
+    def _most_paths(self) -> int:
+        """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
+        return 2 if self.recipe.row_type == "preference" or self.recipe.needs_mismatched else 1
 
-def estimate_of(
-    recipe: Recipe,
-    config: ModelConfig,
-    fixed: MemoryParts,
-    *,
-    plan: Sequence[LayerPlan],
-    micro: int,
-    device_type: str,
-    offloaded_bytes: int = 0,
-    processes: int = 1,
-    critic: CriticPass | None = None,
-    in_flight: float = 1.0,
-    device: str = "",
-    has_head: bool = True,
-    lengths: np.ndarray | None = None,
-) -> MemoryEstimate:
-    """Estimates a step from its fixed part, which does not depend on the data, and from its micro-batch.
+    def _activations(self, sequences: int, plan: Sequence[LayerPlan] | None = None) -> ActivationBytes:
+        """Bytes of a micro-batch; with a critic both passes have their activations when the backward pass begins.
 
-    fixed: without activations and logits. micro: packed sequences of full length. critic: the pass of a value model,
-    with activations that are kept together with the policy's. config, in_flight: for a stage of a pipeline, the layers
-    that it has, and the number of micro-batches that it keeps activations of. device, has_head, lengths: as in
-    `MemoryEstimate`.
-    """
-    sequences = max(micro, _most_paths(recipe))
-    logits = _loss_workspace(recipe, config, sequences, device_type) if has_head else 0
-    shape = _MicroBatch(recipe, sequences, device_type, in_flight, lengths)
-    activations = _activations(shape, config, plan)
-    if critic is not None:
-        activations = _with_critic(activations, shape, critic, None)
-    parts = replace(fixed, activations=activations.peak(logits) - logits, logits=logits)
-    return MemoryEstimate(
-        recipe=recipe,
-        config=config,
-        plan=plan,
-        parts=parts,
-        offloaded_bytes=offloaded_bytes,
-        micro=micro,
-        processes=processes,
-        device_type=device_type,
-        critic=critic,
-        in_flight=in_flight,
-        device=device,
-        has_head=has_head,
-        lengths=lengths,
-    )
+        plan: in place of the recipe's own.
+        """
+        activations = self._pass_activations(sequences, self.config, self.plan if plan is None else plan)
+        if self.critic is None:
+            return activations
+        is_alike = plan is not None and len(plan) == len(self.critic.config.layers)
+        critic_plan = plan if plan is not None and is_alike else self.critic.plan
+        own = self._pass_activations(sequences, self.critic.config, critic_plan)
+        return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
+
+    def _pass_activations(self, sequences: int, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
+        """Bytes of one model's pass over the micro-batch that takes the most."""
+        section, memory, device_type = self.recipe.parallel, self.recipe.memory, self.device_type
+        kept = ActivationPlan(
+            recompute=[(layer.kind, layer.segment) for layer in plan],
+            keeps_scores=keeps_scores(device_type),
+            slack=slack_of(device_type),
+            offload="activations" in memory.offload and (device_type != "cpu" or memory.folder is not None),
+            in_flight=device_type != "cpu",
+            tensor=section.tensor,
+            sequence=section.sequence,
+        )
+        element_bytes = activation_dtype(self.recipe.precision).itemsize
+        mixers = [kind.mixer for kind in config.kinds]
+        activations = max(
+            (
+                activation_bytes(config, documents, element_bytes, replace(kept, keeps_scores=keeps))
+                for documents, keeps in self._documents(sequences, kept.keeps_scores, mixers)
+            ),
+            key=lambda mix: mix.peak(0),
+        )
+        if self.in_flight != 1:
+            activations = replace(activations, kept=round(self.in_flight * activations.kept))
+        budget = memory.recompute.budget
+        if budget is None or plan:
+            return activations
+        # Which layers recompute is found once they are measured; the plan then keeps to its budget.
+        return ActivationBytes(min(activations.kept, int(budget * 2**30)))
+
+    def _documents(
+        self, sequences: int, keeps: KeepsScores, mixers: Sequence[Mixer]
+    ) -> list[tuple[list[int], KeepsScores]]:
+        """Lengths of the documents of the micro-batches that may take the most, and which of them keep probabilities:
+        the longest rows, and the longest rows that keep them, where longer ones leave them to a kernel."""
+        length = self.recipe.data.max_length
+        mixes = [(self._longest(sequences, length), keeps)]
+        if self.device_type == "cpu" and not all(keeps(length, mixer) for mixer in mixers):
+            # A branch keeps probabilities of its whole path: a row with two answers about as many as one document, of
+            # which a path has two thirds where the answers are as long as the prompt.
+            short = kernels_of(torch.device("cpu")).short_document
+            short = short * 3 // 2 if self._most_paths == 2 else short
+            mixes.append((self._longest(sequences, short, short), lambda length, mixer: True))
+        return [mix for mix in mixes if mix[0]]
+
+    def _longest(self, sequences: int, length: int, most: int | None = None) -> list[int]:
+        """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
+
+        A longer row is cut: into packed sequences, or one with two answers into as many paths.
+        """
+        tokens = sequences * self.recipe.data.max_length
+        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
+        if self.lengths is not None:
+            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
+            whole, rest = min(whole, int((rows // length).sum())), rows % length
+        documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
+        before = np.cumsum(documents) - documents
+        documents = np.minimum(documents, tokens - before)[before < tokens]
+        return [int(each) for each in documents]
+
+    def _loss_workspace(self, sequences: int) -> int:
+        """Bytes that the fused head and loss take in addition to their inputs, if every token is trained."""
+        recipe, config = self.recipe, self.config
+        if not self.has_head or config.task != "causal-lm":
+            return 0
+        return workspace_bytes(
+            sequences * recipe.data.max_length,
+            config.hidden_size,
+            config.vocab_size // recipe.parallel.tensor,
+            element_bytes=activation_dtype(recipe.precision).itemsize,
+            device_type=self.device_type,
+            frozen=recipe.adapter is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -264,19 +321,20 @@ def with_devices(estimate: MemoryEstimate, device_map: DeviceMap, counted: Bytes
         plan = [entry for entry in estimate.plan if entry.layer in layers]
         if not layers:  # embedding or head alone, which keep what a recomputed layer does: hidden states
             layers, plan = [0], [LayerPlan(0, "full")]
-        own = estimate_of(
-            estimate.recipe,
-            replace(estimate.config, layers=tuple(estimate.config.layers[layer] for layer in layers)),
-            counted.part_of(estimate.parts, device),
+        own = replace(
+            estimate,
+            config=replace(estimate.config, layers=tuple(estimate.config.layers[layer] for layer in layers)),
+            parts=counted.part_of(estimate.parts, device),
             plan=plan,
-            micro=estimate.micro,
             device_type=torch.device(device).type,
             offloaded_bytes=estimate.offloaded_bytes * counted.trained[device] // max(1, counted.trained.total()),
+            processes=1,
+            critic=None,
+            in_flight=1.0,
             device=device,
             has_head=device == device_map.head,
-            lengths=estimate.lengths,
         )
-        by_device.append(own)
+        by_device.append(own.with_activations())
     return replace(estimate, by_device=tuple(by_device))
 
 
@@ -291,11 +349,6 @@ def stage_config(config: ModelConfig, chunks: Chunks) -> ModelConfig:
     if chunks.last == 0:
         return config
     return replace(config, layers=tuple(config.layers[layer] for layer in chunks.local_layers))
-
-
-def _most_paths(recipe: Recipe) -> int:
-    """Paths of `data.max_length` tokens that the longest item has: a row with two answers is never cut in two."""
-    return 2 if recipe.row_type == "preference" or recipe.needs_mismatched else 1
 
 
 def processes_here(world: int) -> int:
@@ -347,85 +400,6 @@ def _what_would_fit(estimate: MemoryEstimate, available: float) -> str:
     return "Give more, or lower data.max_length."
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """The samples that go through a model at once."""
-
-    recipe: Recipe
-    sequences: int
-    """Packed sequences of `data.max_length` tokens."""
-    device_type: str
-    in_flight: float
-    lengths: np.ndarray | None
-    """[rows] int: tokens of each row; None where rows are not known."""
-
-    def documents(self, keeps: KeepsScores, mixers: Sequence[Mixer]) -> list[tuple[list[int], KeepsScores]]:
-        """Lengths of the documents of the micro-batches that may take the most, and which of them keep probabilities:
-        the longest rows, and the longest rows that keep them, where longer ones leave them to a kernel."""
-        length = self.recipe.data.max_length
-        mixes = [(self._longest(length), keeps)]
-        if self.device_type == "cpu" and not all(keeps(length, mixer) for mixer in mixers):
-            # A branch keeps probabilities of its whole path: a row with two answers about as many as one document, of
-            # which a path has two thirds where the answers are as long as the prompt.
-            short = kernels_of(torch.device("cpu")).short_document
-            short = short * 3 // 2 if _most_paths(self.recipe) == 2 else short
-            mixes.append((self._longest(short, short), lambda length, mixer: True))
-        return [mix for mix in mixes if mix[0]]
-
-    def _longest(self, length: int, most: int | None = None) -> list[int]:
-        """Documents of at most `length` tokens that fill the micro-batch, of the longest rows of at most `most` tokens.
-
-        A longer row is cut: into packed sequences, or one with two answers into as many paths.
-        """
-        tokens = self.sequences * self.recipe.data.max_length
-        whole, rest = -(-tokens // length), np.zeros(0, dtype=np.int64)
-        if self.lengths is not None:
-            rows = self.lengths if most is None else self.lengths[self.lengths <= most]
-            whole, rest = min(whole, int((rows // length).sum())), rows % length
-        documents = np.concatenate([np.full(whole, length), -np.sort(-rest[rest > 0])])
-        before = np.cumsum(documents) - documents
-        documents = np.minimum(documents, tokens - before)[before < tokens]
-        return [int(each) for each in documents]
-
-
-def _activations(shape: _MicroBatch, config: ModelConfig, plan: Sequence[LayerPlan]) -> ActivationBytes:
-    """Bytes of the micro-batch that takes the most."""
-    recipe, device_type, in_flight = shape.recipe, shape.device_type, shape.in_flight
-    section = recipe.parallel
-    kept = ActivationPlan(
-        recompute=[(layer.kind, layer.segment) for layer in plan],
-        keeps_scores=keeps_scores(device_type),
-        slack=slack_of(device_type),
-        offload="activations" in recipe.memory.offload and (device_type != "cpu" or recipe.memory.folder is not None),
-        in_flight=device_type != "cpu",
-        tensor=section.tensor,
-        sequence=section.sequence,
-    )
-    activations = max(
-        (
-            activation_bytes(config, documents, activation_dtype(recipe).itemsize, replace(kept, keeps_scores=keeps))
-            for documents, keeps in shape.documents(kept.keeps_scores, [kind.mixer for kind in config.kinds])
-        ),
-        key=lambda mix: mix.peak(0),
-    )
-    if in_flight != 1:
-        activations = replace(activations, kept=round(in_flight * activations.kept))
-    budget = recipe.memory.recompute.budget
-    if budget is None or plan:
-        return activations
-    # Which layers recompute is found once they are measured; the plan then keeps to its budget.
-    return ActivationBytes(min(activations.kept, int(budget * 2**30)))
-
-
-def _with_critic(
-    activations: ActivationBytes, shape: _MicroBatch, critic: CriticPass, plan: Sequence[LayerPlan] | None
-) -> ActivationBytes:
-    """Both passes have their activations when the backward pass begins. plan: in place of the critic's own."""
-    is_alike = plan is not None and len(plan) == len(critic.config.layers)
-    own = _activations(shape, critic.config, plan if plan is not None and is_alike else critic.plan)
-    return ActivationBytes(activations.kept + own.kept, max(activations.recomputed, own.recomputed))
-
-
 def keeps_scores(device_type: str) -> KeepsScores:
     """Returns whether `models.attend` keeps attention's probabilities of a document: it does where no flash kernel
     attends it.
@@ -445,23 +419,9 @@ def _is_windowed(length: int, mixer: Mixer) -> bool:
     return mixer.window is not None and mixer.window < length
 
 
-def _loss_workspace(recipe: Recipe, config: ModelConfig, micro: int, device_type: str) -> int:
-    """Bytes that the fused head and loss take in addition to their inputs, if every token is trained."""
-    if config.task != "causal-lm":
-        return 0
-    return workspace_bytes(
-        micro * recipe.data.max_length,
-        config.hidden_size,
-        config.vocab_size // recipe.parallel.tensor,
-        element_bytes=activation_dtype(recipe).itemsize,
-        device_type=device_type,
-        frozen=recipe.adapter is not None,
-    )
-
-
-def activation_dtype(recipe: Recipe) -> torch.dtype:
+def activation_dtype(precision: str) -> torch.dtype:
     """The type of activations; bf16 where `precision: auto` has not been measured yet."""
-    return DTYPES["bf16" if recipe.precision == "auto" else recipe.precision]
+    return DTYPES["bf16" if precision == "auto" else precision]
 
 
 # ── parameters that are sharded ──
@@ -471,28 +431,26 @@ def gathered_parameters(model: nn.Module, recipe: Recipe) -> tuple[int, int]:
     """Returns (bytes of whole parameters, bytes of whole gradients) that a process of a sharded model has at a time."""
     return gathered_at_a_time(
         {
-            name: (parameter.numel() * gathered_element_bytes(recipe, parameter), _trained_elements(parameter))
+            name: (
+                parameter.numel() * gathered_element_bytes(recipe, parameter),
+                parameter.numel() * parameter.requires_grad,
+            )
             for name, parameter in model.named_parameters()
             if is_dtensor(parameter)
         },
-        recipe,
+        recipe.parallel,
     )
 
 
 def gathered_element_bytes(recipe: Recipe, parameter: torch.Tensor) -> int:
     """Bytes of an element as FSDP2 gathers it: in the type of activations where all weights are trained."""
     narrow = recipe.adapter is None and parameter.is_floating_point()
-    return activation_dtype(recipe).itemsize if narrow else parameter.itemsize
+    return activation_dtype(recipe.precision).itemsize if narrow else parameter.itemsize
 
 
-def _trained_elements(parameter: torch.Tensor) -> int:
-    return parameter.numel() if parameter.requires_grad else 0
-
-
-def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -> tuple[int, int]:
+def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], section: Parallel) -> tuple[int, int]:
     """Computes `gathered_parameters` from a mapping; sharded: a parameter's name to its gathered bytes and trained
     elements."""
-    section = recipe.parallel
     if not sharded:
         return 0, 0
     by_layer: dict[str, list[tuple[int, int]]] = {}
@@ -502,10 +460,7 @@ def gathered_at_a_time(sharded: Mapping[str, tuple[int, int]], recipe: Recipe) -
     outside = by_layer.pop("", [])
     layers = [[sum(column) for column in zip(*sizes, strict=True)] for sizes in by_layer.values()]
     gathered = gathered_bytes(
-        [sizes[0] for sizes in layers],
-        sum(size for size, _ in outside),
-        shard=section.shard,
-        prefetch=section.prefetch,
+        [sizes[0] for sizes in layers], sum(size for size, _ in outside), shard=section.shard, prefetch=section.prefetch
     )
     trained = [sizes[1] for sizes in layers] + [sum(count for _, count in outside)]
     # Whole gradients wait for the last micro-batch, or for the reduction of one layer after the other.

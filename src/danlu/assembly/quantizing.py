@@ -1,9 +1,12 @@
-"""A model folder into one in 4 bits, as bitsandbytes and transformers lay it out: one weight in memory at a time."""
+"""A model folder into one in 4 bits, as bitsandbytes and transformers lay it out, and the error of quantizing a model.
+
+One weight is in memory at a time.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,26 +17,23 @@ from torch import Tensor
 
 from danlu import __version__
 from danlu.assembly.base_model import ORIGIN, ORIGIN_KEY
-from danlu.assembly.frozen_base import quantize_weight
+from danlu.assembly.frozen_base import adapter_sites, quantize_weight, refuse_quantized
 from danlu.assembly.merging import find_tokenizer
-from danlu.assembly.stored_quantization import refuse_quantized
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import refuse_existing, replace_folder
 from danlu.data.tokenizer_export import end_of_turn_ids
-from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import is_of_router
 from danlu.models.hf_config import config_values
-from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config
-from danlu.models.hf_layout import hf_tensors
-from danlu.models.hf_parts import HFTensor
-from danlu.models.hf_validation import untouched_tensors
+from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, fingerprint, read_config, untouched_tensors
+from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import load_into, meta_decoder, stored_dtype
 from danlu.models.safetensors_io import TensorStream, is_finite
 from danlu.models.saving import copy_tokenizer, shard_files, write_index, write_json, write_stop_ids
-from danlu.numerics.bitsandbytes_config import config_values as quantization_values
 from danlu.numerics.bitsandbytes_layout import SUFFIXES
+from danlu.numerics.bitsandbytes_layout import config_values as quantization_values
 from danlu.numerics.four_bit_weight import FourBitWeight
 from danlu.recipe import sections
+from danlu.recipe.sections import QuantizationSection
 
 ADVICE = "Name the model it was made from"
 _LEFT = ("lm_head",)
@@ -197,3 +197,82 @@ def _size_bytes(tensor: HFTensor, in_four_bits: set[str], dtype: torch.dtype) ->
 def refuse_four_bit(name: str, tensors: object, where: str, rows: object) -> list[FourBitWeight]:
     """Raises ModelError at a weight in 4 bits, for `load_into` of a folder that is not quantized."""
     raise ModelError(f"{where}: {name} is in 4 bits, though config.json does not say so")
+
+
+@dataclass
+class QuantizationError:
+    """The error of one format over all linear layers of a model, summed up layer by layer."""
+
+    elements: int = 0
+    bytes: int = 0
+    """Bytes of codes and constants."""
+    worst: float = 0.0
+    """The largest ||W - Q|| / ||W|| of one layer, Frobenius norms."""
+    worst_layer: str = ""
+    _weight_square: float = 0.0
+    _error_square: float = 0.0
+    _weight_abs: float = 0.0
+    _error_abs: float = 0.0
+
+    @property
+    def bits(self) -> float:
+        """Bits a parameter takes, its share of the constants included."""
+        return 8 * self.bytes / self.elements
+
+    @property
+    def relative(self) -> float:
+        """||W - Q|| / ||W|| over all layers together, Frobenius norms."""
+        return (self._error_square / self._weight_square) ** 0.5
+
+    @property
+    def mean_relative(self) -> float:
+        """mean |W - Q| / mean |W| over all numbers."""
+        return self._error_abs / self._weight_abs
+
+    def add(self, name: str, weight: Tensor, section: QuantizationSection) -> None:
+        """Adds the error of one layer's weight [O, I]; every element counts alike."""
+        quantized = quantize_weight(weight, section, name)
+        wide = weight.to(torch.float32)
+        error = quantized.dense(torch.float32).sub_(wide)
+        weight_square, error_square = (float(matrix.square().sum(dtype=torch.float64)) for matrix in (wide, error))
+        self.elements += weight.numel()
+        self.bytes += quantized.stored_bytes()
+        self._weight_square += weight_square
+        self._error_square += error_square
+        self._weight_abs += float(wide.abs().sum(dtype=torch.float64))
+        self._error_abs += float(error.abs().sum(dtype=torch.float64))
+        if weight_square and (relative := (error_square / weight_square) ** 0.5) > self.worst:
+            self.worst, self.worst_layer = relative, name
+
+
+def quantization_errors(
+    folder: Path, formats: Mapping[str, QuantizationSection], progress: Callable[[int, int], None] | None = None
+) -> dict[str, QuantizationError]:
+    """The error that each format, by its name, makes in the linear layers of attention and MLP; each expert counts as
+    one.
+
+    Raises ModelError for a model that is quantized already, or that cannot be read.
+    """
+    refuse_quantized(folder, ADVICE)
+    model = meta_decoder(read_config(folder))
+    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
+    errors = {name: QuantizationError() for name in formats}
+    done = 0
+
+    def take(parameter: str, value: Tensor) -> None:
+        nonlocal done
+        if parameter not in linears:
+            return
+        layer = parameter.removesuffix(".weight")
+        matrices = [(layer, value)]
+        if value.ndim == 3:
+            matrices = [(f"{layer}[{expert}]", matrix) for expert, matrix in enumerate(value.unbind())]
+        for name, section in formats.items():
+            for each, matrix in matrices:
+                errors[name].add(each, matrix, section)
+        done += 1
+        if progress is not None:
+            progress(done, len(linears))
+
+    load_into(model, folder, take=take, unpack=refuse_four_bit)
+    return errors

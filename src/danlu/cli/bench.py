@@ -41,7 +41,7 @@ def gemm(
     import torch
 
     from danlu.core.errors import ResourceError
-    from danlu.planning.gemm import measured_peak, specified_peak
+    from danlu.planning.precision import measured_peak, specified_peak
 
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is not auto, cpu or cuda", param_hint="--device")
@@ -97,7 +97,7 @@ def quantization(
 
     resolved = resolve_model(model)
     content = None if text is None else read_start(text, 16 * tokens)
-    from danlu.assembly.quantization_error import quantization_errors
+    from danlu.assembly.quantizing import quantization_errors
     from danlu.recipe import sections
     from danlu.training.progress import RowProgress
 

@@ -15,9 +15,15 @@ from danlu.core.terminal import echo, print_status
 from danlu.parallel.schedules import KINDS, chunks_per_rank, peak_in_flight, schedule_problems
 from danlu.parallel.timeline import TimelineEvent, read_timeline
 from danlu.planning.action_times import ActionTimes, mean_times, read_times
-from danlu.planning.measured_schedule import ScheduleShape, measured_orders, measured_shape
-from danlu.planning.pipeline_formulas import bubble_formula, in_flight_formula
-from danlu.planning.pipeline_simulation import bubble, simulate
+from danlu.planning.pipeline_simulation import (
+    ScheduleShape,
+    bubble,
+    bubble_formula,
+    in_flight_formula,
+    measured_orders,
+    measured_shape,
+    simulate,
+)
 from danlu.report.timeline_svg import FILE, timeline_svg
 from danlu.report.timeline_text import text_timeline
 

@@ -76,7 +76,7 @@ def request_of(
     """Resolves the decoder that flags name. Raises a DanluError for its faults, without reading weights."""
     from danlu.inference.quantization_choice import quantization_section
     from danlu.inference.resolve_model import resolve_model
-    from danlu.models.hf_validation import check_headers
+    from danlu.models.hf_folder import check_headers
 
     resolved = resolve_model(model, base, may_classify=may_classify)
     print_status_early(f"reading {resolved.given_path} and {data}")

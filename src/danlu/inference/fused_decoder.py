@@ -22,12 +22,10 @@ from danlu.inference.decode_buffers import DecodeRows
 from danlu.inference.pool import CachePool
 from danlu.models.attention import Attention
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.heads_spec import Heads
-from danlu.models.mlp import MLP
-from danlu.models.modules import Linear, RMSNorm
+from danlu.models.mixer_spec import Heads
+from danlu.models.modules import MLP, Linear, RMSNorm, identity
 from danlu.models.packed_weights import PackedWeights, Product
 from danlu.models.rope import inverse_frequencies, rotary_tables
-from danlu.models.sublayer import identity
 
 
 @dataclass(frozen=True)

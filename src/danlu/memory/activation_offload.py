@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from danlu.memory.page_file import PageFile, whole_pages
+from danlu.memory.pages import PageFile, whole_pages
+from danlu.recipe.sections import Memory
 
 _MIN_BYTES = 1 << 16
 """Tensors of at most this many bytes stay on the device: the copies would take longer than they save."""
@@ -37,7 +38,7 @@ where it is faster than the copies."""
 
 
 def offload_for(device: torch.device, folder: Path | None, *, min_bytes: int = _MIN_BYTES) -> ActivationOffload | None:
-    """The offload of activations of a run on this device; None where they stay (see `unused_note`).
+    """The offload of activations of a run on this device; None where they stay (see `unused_notes`).
 
     folder: of the mapped files, for a run on a CPU. min_bytes: tensors of no more bytes stay where they are.
     """
@@ -46,18 +47,26 @@ def offload_for(device: torch.device, folder: Path | None, *, min_bytes: int = _
     return None if folder is None else ActivationOffload(lambda: _MappedFiles(folder), min_bytes)
 
 
-def unused_note(device: torch.device, folder: Path | None) -> str | None:
-    """Says which part of `memory.offload: [activations]` or `memory.folder` has no effect on this device, for the
-    console.
-    """
-    if device.type != "cuda" and folder is None:
-        return (
+def unused_notes(section: Memory, device: torch.device) -> list[str]:
+    """Notes for the console on parts of `memory.offload`, and on `memory.folder`, that change nothing on this
+    device."""
+    notes = []
+    if "activations" in section.offload and device.type == "cuda" and section.folder is not None:
+        notes.append("memory.folder: activations of a GPU go to the host's memory, not to the folder")
+    if section.folder is not None:
+        return notes
+    if "activations" in section.offload and device.type != "cuda":
+        notes.append(
             "memory.offload: on a CPU activations are in the host's memory already, and stay there; with memory.folder "
             "they would go to a file on that disk"
         )
-    if device.type == "cuda" and folder is not None:
-        return "memory.folder: activations of a GPU go to the host's memory, not to the folder"
-    return None
+    unmoved = [part for part in section.offload if part != "activations"]
+    if unmoved and device.type == "cpu":
+        notes.append(
+            f"memory.offload: {', '.join(unmoved)}: on a CPU they are in the host's memory already, and stay there; "
+            "with memory.folder they would go to a file on that disk"
+        )
+    return notes
 
 
 class _Copy(Protocol):
@@ -141,7 +150,9 @@ class _ForwardPass:
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         storage = tensor.untyped_storage()
-        if storage.nbytes() <= self._min_bytes or _is_weight(tensor) or tensor.layout != torch.strided:
+        # A parameter or a view of one: linear layers save their weight transposed.
+        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if storage.nbytes() <= self._min_bytes or is_weight or tensor.layout != torch.strided:
             return tensor.detach()
         # By the storage and its content: a tensor that was changed in place is another one. The weak reference keeps
         # the address from being given to another storage.
@@ -176,11 +187,6 @@ class _ForwardPass:
                 if prefetched == _PREFETCH:
                     return
             is_earlier = is_earlier or offloaded is asked
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """A parameter or a view of one: linear layers save their weight transposed."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 # ── a file, for the CPU ──

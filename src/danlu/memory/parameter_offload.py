@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from danlu.core.dtensor import is_dtensor
 from danlu.core.errors import RecipeError
-from danlu.memory.page_file import Extent, PageFile, whole_pages
+from danlu.memory.pages import Extent, PageFile, whole_pages
 from danlu.models.decoder import Decoder
 
 _MIN_BYTES = 4096
@@ -130,7 +130,12 @@ def offload_parameters(model: Decoder, folder: Path, *, prefetch_layers: int = 1
     mapped = MappedTensors(tensors, folder, what="weights")
     with torch.no_grad():
         for name, local in tensors.items():
-            _replace_local(named[name], mapped.move(name, local))
+            tensor, moved = named[name], mapped.move(name, local)
+            if is_dtensor(tensor):
+                # FSDP2 takes up the local tensor before its first forward pass (`reset_sharded_param`).
+                tensor._local_tensor = moved
+            else:
+                tensor.data = moved
     names = [[name for name in tensors if name.startswith(f"{layer}.")] for layer in model.layers]
     offloaded = OffloadedLayers(mapped, names, prefetch_layers)
     for index, layer in enumerate(model.layers.values()):
@@ -152,11 +157,3 @@ def _can_move(tensor: Tensor, local: Tensor) -> bool:
     """
     is_padded = is_dtensor(tensor) and local.untyped_storage().nbytes() > local.nbytes
     return local.nbytes > _MIN_BYTES and not is_padded
-
-
-def _replace_local(tensor: Tensor, mapped: Tensor) -> None:
-    if is_dtensor(tensor):
-        # FSDP2 takes up the local tensor before its first forward pass (`reset_sharded_param`).
-        tensor._local_tensor = mapped
-    else:
-        tensor.data = mapped

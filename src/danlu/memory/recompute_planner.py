@@ -158,7 +158,8 @@ def measure_layers(
     costs = []
     for name, layer in model.layers.items():
         assert isinstance(layer, Layer)
-        key = _cost_key(layer, x.requires_grad)
+        parameters = tuple((path, p.shape, p.dtype, p.requires_grad) for path, p in layer.named_parameters())
+        key = repr(layer), parameters, x.requires_grad  # equal for layers with the same bytes and times
         if key not in measured:
             hidden = x.detach().requires_grad_(x.requires_grad)
             inputs = dict.fromkeys(KINDS, (hidden, rotations, attend))
@@ -179,12 +180,6 @@ def _first_input(model: Decoder, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         return model.embed_tokens(tokens, dtype)
     numbers = torch.arange(len(tokens) * model.config.hidden_size, device=tokens.device)
     return numbers.sin().to(dtype).view(len(tokens), -1).requires_grad_()
-
-
-def _cost_key(layer: Layer, input_requires_grad: bool) -> Any:
-    """Returns a key that is equal for layers with the same bytes and times."""
-    parameters = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in layer.named_parameters())
-    return repr(layer), parameters, input_requires_grad
 
 
 def _measure_layer(

@@ -280,11 +280,7 @@ class _Frame:
                 raise _AllRecomputed
 
         # With gradients on the function saves the same tensors in the same order; no backward pass runs on them.
-        with (
-            recomputed_within(self._surroundings),
-            torch.enable_grad(),
-            saved_tensors_hooks(record, _never_unpacked),
-        ):
+        with recomputed_within(self._surroundings), torch.enable_grad(), saved_tensors_hooks(record, _never_unpacked):
             arguments = self._arguments()  # of which outer frames may have to be recomputed
             try:
                 with self.forward_values.repeated():

@@ -20,14 +20,7 @@ from danlu.core.device_moves import copy_to
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import Absorb, Keys
 from danlu.core.types import Batch, Branch
-from danlu.models.attention_kernels import (
-    FlashWithSinks,
-    Kernels,
-    documents_mask,
-    kernels_of,
-    padded,
-    widened,
-)
+from danlu.models.attention_kernels import FlashWithSinks, Kernels, documents_mask, kernels_of, padded, widened
 from danlu.models.block_attention import BlockAttention, BlockSettings
 from danlu.models.segments import Document, Segment, documents_of
 
@@ -128,14 +121,7 @@ class PackedAttention:
         return self._dealt[key]
 
     def _long_segment(
-        self,
-        segment: Segment,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        kernels: Kernels,
-        sinks: Tensor | None,
+        self, segment: Segment, q: Tensor, k: Tensor, v: Tensor, scale: float, kernels: Kernels, sinks: Tensor | None
     ) -> Tensor:
         """Computes the attention of a segment [S, H, W] by `scaled_dot_product_attention`; q, k, v are those of its
         whole document.

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from danlu.core.layer_types import Attend, Keys, KeyValuePrefix, LayerCache
 from danlu.models import ops
 from danlu.models.config import ModelConfig
-from danlu.models.heads_spec import Heads
-from danlu.models.modules import Linear, RMSNorm, forward_shared
+from danlu.models.mixer_spec import Heads
+from danlu.models.modules import Linear, RecomputePoints, RMSNorm, Role, forward_shared
 from danlu.models.rope import Rotation
-from danlu.models.sublayer import RecomputePoints, Role
 
 
 class Attention(nn.Module):

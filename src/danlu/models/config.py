@@ -12,22 +12,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import ModelError
-from danlu.models.delta_spec import Delta
-from danlu.models.experts_spec import Experts
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.models.mixer_spec import MAXIMUMS as LAYER_MAXIMUMS
+from danlu.models.mixer_spec import Delta, Shapes, check_sizes
 from danlu.models.rope_config import Rope
-from danlu.models.spec_shapes import MAXIMUMS as LAYER_MAXIMUMS
-from danlu.models.spec_shapes import Shapes, check_sizes
 
-if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
+if TYPE_CHECKING:
     from danlu.core.types import Task
 
 MAX_LAYERS = 10_000
-MAXIMUMS = {
-    "vocab_size": 2**31 - 1,
-    "hidden_size": 2**31 - 1,
-    "max_position_embeddings": 2**31 - 1,
-}
+MAXIMUMS = {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1, "max_position_embeddings": 2**31 - 1}
 """Bounds far above every published model, below which sizes can be multiplied and listed without harm."""
 
 
@@ -169,3 +163,34 @@ def is_of_router(parameter: str) -> bool:
 def is_stacked(parameter: str) -> bool:
     """Whether a parameter, by its name, has the experts of a layer in its first dimension."""
     return ".experts." in parameter
+
+
+def with_rotation_of(config: ModelConfig, rotated: ModelConfig) -> ModelConfig:
+    """The config with the rotary embedding of each layer, and the positions, that `rotated` has.
+
+    Raises ModelError where the two differ in their layers otherwise, so that they cannot be of one model.
+    """
+    features = [[_rotated_features(layer) for layer in each.layers] for each in (config, rotated)]
+    if features[0] != features[1]:
+        raise ModelError(
+            f"the rotary embedding of {len(rotated.layers)} layers of {rotated.family} does not fit the "
+            f"{len(config.layers)} layers of {config.family}, or rotates other features: they are of different models"
+        )
+    ropes = iter([layer.mixer.rope for layer in rotated.layers])
+
+    def changed(layer: LayerSpec) -> LayerSpec:
+        mixer, rope = layer.mixer, next(ropes)
+        return layer if isinstance(mixer, Delta) or rope is None else replace(layer, mixer=replace(mixer, rope=rope))
+
+    return replace(config.with_layers(changed), max_position_embeddings=rotated.max_position_embeddings)
+
+
+def same_rotation(first: ModelConfig, second: ModelConfig) -> bool:
+    """Whether two configs of one model rotate queries and keys alike."""
+    positions = first.max_position_embeddings == second.max_position_embeddings
+    ropes = [[layer.mixer.rope for layer in config.layers] for config in (first, second)]
+    return positions and ropes[0] == ropes[1]
+
+
+def _rotated_features(layer: LayerSpec) -> tuple[type, int | None]:
+    return type(layer.mixer), None if layer.mixer.rope is None else layer.mixer.rope.dim

@@ -21,28 +21,26 @@ from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
 from danlu.models.chunks import Chunks
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
-from danlu.models.experts_spec import Experts
-from danlu.models.factorized_spec import Factorized
-from danlu.models.heads_spec import Heads
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Feed, Mixer
-from danlu.models.mlp import MLP
-from danlu.models.modules import Embedding, Linear, RMSNorm
-from danlu.models.rope import Rotation, rotary_tables
-from danlu.models.rope_config import Rope
-from danlu.models.sublayer import (
+from danlu.models.layer_spec import Experts, Feed, Mixer
+from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
+from danlu.models.modules import (
+    MLP,
     AttentionSublayer,
     BoundaryOp,
+    Embedding,
     FeedForwardSublayer,
+    Linear,
     RecomputePoints,
+    RMSNorm,
     Role,
     Sublayer,
     identity,
 )
+from danlu.models.rope import Rotation, rotary_tables
+from danlu.models.rope_config import Rope
 
 if TYPE_CHECKING:
-    from danlu.models.device_map import DeviceMap
+    from danlu.models.chunks import DeviceMap
 
 
 class Layer(nn.Module):
@@ -241,11 +239,7 @@ class Decoder(nn.Module):
         return self.lm_head
 
     def rotations(
-        self,
-        positions: Tensor,
-        dtype: torch.dtype,
-        lengths: Tensor | None = None,
-        stage_length: int | None = None,
+        self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None, stage_length: int | None = None
     ) -> tuple[Rotation, ...]:
         """Returns the tables of each rotary embedding of `config.ropes`, in `dtype`; arguments as in `forward`."""
         ropes = self.config.ropes if stage_length is None else self.staged_ropes[stage_length]

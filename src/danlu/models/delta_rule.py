@@ -38,14 +38,7 @@ Groups are processed one after the other, so that their tensors fit into caches 
 """
 
 
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    order: RecurrentOrder,
-) -> Tensor:
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, order: RecurrentOrder) -> Tensor:
     """Reads each token's state with its query; states begin at zero in each document. Differentiable.
 
     Args:   q, k [T, J, K]; v [T, H, V] in any floating type, contiguous; g [T, H] float32 or wider, the logarithm of

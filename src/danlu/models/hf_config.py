@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 from danlu.core.errors import ModelError
 from danlu.models.block_scaled import METHODS
 from danlu.models.config import MAX_LAYERS, ModelConfig
-from danlu.models.delta_spec import Delta
 from danlu.models.families import FAMILIES, READ_AS
 from danlu.models.families.family import ARCHITECTURE_ENDINGS, DEFAULTS, Family
 from danlu.models.families.layer_keys import HF_ACTIVATIONS, plain_layer
 from danlu.models.hf_rope import write_rope
 from danlu.models.hf_values import HFValues
-from danlu.models.latent_spec import Latent
+from danlu.models.mixer_spec import Delta, Latent
 from danlu.models.multimodal import MULTIMODAL, text_values
 
-if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
+if TYPE_CHECKING:
     from danlu.core.types import Task
 
 
@@ -35,9 +34,6 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
         return replace(text, multimodal=model_type, task=task_of(values))
     model_type = READ_AS.get(str(model_type), model_type)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        from danlu.models.unsupported import UNSUPPORTED
-
     if family is None and model_type in UNSUPPORTED:
         raise ModelError(f"{where}: model_type {model_type!r} is not supported: {UNSUPPORTED[model_type]}")
     if family is None:
@@ -157,3 +153,36 @@ def _refuse_unsupported(hf: HFValues, family: Family) -> None:
             raise hf.error(key, "mixtures of experts are not supported for this family")
     if hf.flag("use_bidirectional_attention"):
         raise hf.error("use_bidirectional_attention", "only causal attention is supported")
+
+
+_INDEXER = "its attention is sparse: an indexer chooses which keys a query sees, and has losses of its own"
+_STATE_SPACE = "its layers are state-space models (Mamba), which danlu has no kernels for"
+_ENCODER = "it encodes text and predicts no next token"
+_ENCODER_DECODER = "it has an encoder beside its decoder"
+
+UNSUPPORTED: dict[str, str] = {
+    "bamba": _STATE_SPACE,
+    "bart": _ENCODER_DECODER,
+    "bert": _ENCODER,
+    "deepseek_v32": _INDEXER,
+    "falcon_h1": _STATE_SPACE,
+    "falcon_mamba": _STATE_SPACE,
+    "gemma3n": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
+    "gemma3n_text": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
+    "glm_moe_dsa": _INDEXER,
+    "granitemoehybrid": _STATE_SPACE,
+    "jamba": _STATE_SPACE,
+    "llama4": "its attention is cut into chunks, and its router scales what experts are given",
+    "llama4_text": "its attention is cut into chunks, and its router scales what experts are given",
+    "mamba": _STATE_SPACE,
+    "mamba2": _STATE_SPACE,
+    "modernbert": _ENCODER,
+    "nemotron_h": _STATE_SPACE,
+    "recurrent_gemma": "its layers are gated linear recurrences (RG-LRU)",
+    "roberta": _ENCODER,
+    "rwkv": "its layers are recurrences (RWKV)",
+    "t5": _ENCODER_DECODER,
+    "zamba": _STATE_SPACE,
+    "zamba2": _STATE_SPACE,
+}
+"""The reasons by `model_type` of config.json."""

@@ -97,12 +97,7 @@ def _is_by_type(rope: HFValues) -> bool:
 
 
 def _read(
-    values: HFValues,
-    rope: HFValues,
-    head_dim: int,
-    rules: RopeRules,
-    keys: tuple[str, str],
-    original: int | None,
+    values: HFValues, rope: HFValues, head_dim: int, rules: RopeRules, keys: tuple[str, str], original: int | None
 ) -> Rope:
     """Returns the embedding that `rope` describes, with missing keys taken from `values`.
 

@@ -16,10 +16,9 @@ from danlu.core.layer_types import Attend, Keys, LayerCache
 from danlu.models import ops
 from danlu.models.blockwise import by_head_in_tiles
 from danlu.models.config import ModelConfig
-from danlu.models.latent_spec import Latent
-from danlu.models.modules import Linear, RMSNorm, forward_shared
+from danlu.models.mixer_spec import Latent
+from danlu.models.modules import Linear, RecomputePoints, RMSNorm, Role, forward_shared
 from danlu.models.rope import Rotation
-from danlu.models.sublayer import RecomputePoints, Role
 
 
 class LatentAttention(nn.Module):
@@ -71,11 +70,7 @@ class LatentAttention(nn.Module):
         """Features of a head, of the matrices that are cut."""
         spec = self.spec
         queries = "q_proj" if self.q_a_norm is None else "q_b_proj"
-        return {
-            queries: spec.head_dim,
-            "kv_b_proj": spec.qk_nope_head_dim + spec.v_head_dim,
-            "o_proj": spec.v_head_dim,
-        }
+        return {queries: spec.head_dim, "kv_b_proj": spec.qk_nope_head_dim + spec.v_head_dim, "o_proj": spec.v_head_dim}
 
     @property
     def cache(self) -> LayerCache:

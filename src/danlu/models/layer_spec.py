@@ -1,9 +1,9 @@
 """The parts of a decoder layer as plain data: the mixer of its tokens, its feed-forward network, its norms.
 
 A `LayerSpec` decides the layer's parameters, products, cache and cuts. `decoder.Layer` builds it; the plan, tensor
-parallelism and the shrunken models of `danlu verify` read it. Its mixers are in `heads_spec.py`, `latent_spec.py`,
-`factorized_spec.py` and `delta_spec.py`, its feed-forward networks in `mlp_spec.py` and `experts_spec.py`. Imports no
-torch.
+parallelism and the shrunken models of `danlu verify` read it. Its mixers are in `mixer_spec.py`. Imports no torch.
+
+D model width · E experts · F inner width, of each expert
 """
 
 from __future__ import annotations
@@ -13,13 +13,163 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from danlu.models.delta_spec import Delta
-from danlu.models.experts_spec import Experts
-from danlu.models.factorized_spec import Factorized
-from danlu.models.heads_spec import Heads
-from danlu.models.latent_spec import Latent
-from danlu.models.mlp_spec import Dense
-from danlu.models.spec_shapes import MAXIMUMS, Shapes
+from danlu.core.errors import ModelError
+from danlu.models.mixer_spec import MAXIMUMS, Delta, Factorized, Heads, Kept, Latent, Shapes, check_sizes, linear_shapes
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss' gated activation: (u + 1) g sigmoid(alpha g) of g = min(gate, limit) and up within limit, u."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward network: down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(vars(self))
+
+    def parameter_shapes(self, width: int) -> Shapes:
+        """Its parameters in a model of that width, in the order of the forward pass."""
+        shapes = linear_shapes("gate_proj", self.intermediate_size, width, self.bias)
+        shapes |= linear_shapes("up_proj", self.intermediate_size, width, self.bias)
+        return shapes | linear_shapes("down_proj", width, self.intermediate_size, self.bias)
+
+    def product_weights(self, width: int) -> int:
+        """Weights that one token is multiplied with."""
+        return 3 * self.intermediate_size * width
+
+    def kept(self, width: int, tensor: int) -> Kept:
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input."""
+        inner = self.intermediate_size / tensor
+        return {"none": 3 * inner, "elementwise": 2 * inner, "selective": 2 * inner}
+
+    @property
+    def widest(self) -> int:
+        """Features of its widest tensor between two products."""
+        return self.intermediate_size
+
+    def uncuttable(self, degree: int) -> str | None:
+        """Why tensor ranks of that number cannot share it; None: they can."""
+        if self.intermediate_size % degree:
+            return f"{degree} does not divide the MLP's width of {self.intermediate_size}"
+        return None
+
+
+@dataclass(frozen=True)
+class Router:
+    """The choice of a token's experts, and the weights of their outputs.
+
+    Scores are softmax(x W + b) over all experts, or sigmoid(x W + b) of each. A token goes to the top_k experts with
+    the highest scores; with `bias_correction` a bias is added to the scores for this choice alone (DeepSeek-V3,
+    arXiv:2412.19437, eq. 16), and with several groups only experts of its `top_groups` best groups take part
+    (arXiv:2405.04434, section 2.2.2). The experts' outputs are weighted with the scores.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """The factor of the weights."""
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top-2"] = "max"
+    """The score of a group: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3)."""
+    bias: bool = False
+    """Whether scores are made with a bias b, which is trained."""
+    bias_correction: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: gated feed-forward networks of which a router gives each token top_k, and one that all
+    tokens go through, if it is there (`shared`)."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """The inner width of each expert."""
+    activation: Activation = "silu"
+    bias: bool = False
+    router: Router = Router()
+    shared: Dense | None = None
+    shared_gate: bool = False
+    """Whether the output of the shared network is multiplied by sigmoid(x w) (Qwen2-MoE)."""
+
+    def __post_init__(self) -> None:
+        check_sizes(vars(self))
+        groups, top_groups = self.router.groups, self.router.top_groups
+        if self.top_k > self.num_experts:
+            raise ModelError(f"a token cannot go to {self.top_k} experts of {self.num_experts}")
+        if groups < 1 or self.num_experts % groups:
+            raise ModelError(f"{self.num_experts} experts do not make {groups} groups of one size")
+        if not 1 <= top_groups <= groups:
+            raise ModelError(f"a token's experts cannot be of {top_groups} groups: there are {groups}")
+        of_groups = top_groups * (self.num_experts // groups)
+        if self.top_k > of_groups:
+            raise ModelError(
+                f"a token cannot go to {self.top_k} experts: its {top_groups} of {groups} groups have {of_groups}"
+            )
+        if self.router.group_score == "top-2" and 1 < groups > self.num_experts // 2:
+            raise ModelError(f"groups are chosen by their two best experts: {groups} of {self.num_experts} have one")
+        if self.shared_gate and self.shared is None:
+            raise ModelError("there is no shared expert for the gate of one")
+
+    def parameter_shapes(self, width: int) -> Shapes:
+        """Its parameters in a model of that width, in the order of the forward pass; of all experts in one tensor."""
+        count, inner = self.num_experts, self.intermediate_size
+        shapes = linear_shapes("router", count, width, self.router.bias)
+        shapes |= {"router.correction": (count,)} if self.router.bias_correction else {}
+        shapes |= linear_shapes("experts.gate_proj", inner, width, self.bias, count)
+        shapes |= linear_shapes("experts.up_proj", inner, width, self.bias, count)
+        shapes |= linear_shapes("experts.down_proj", width, inner, self.bias, count)
+        if self.shared is not None:
+            shapes |= {f"shared.{name}": shape for name, shape in self.shared.parameter_shapes(width).items()}
+        return shapes | ({"shared_gate.weight": (1, width)} if self.shared_gate else {})
+
+    def product_weights(self, width: int) -> int:
+        """Weights that one token is multiplied with: the router's, and those of its top_k experts and shared ones."""
+        shared = 0 if self.shared is None else self.shared.product_weights(width)
+        return width * (self.num_experts + 3 * self.top_k * self.intermediate_size + self.shared_gate) + shared
+
+    def kept(self, width: int, tensor: int) -> Kept:
+        """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input.
+
+        Each of a token's experts keeps as much as a dense network for a row, and its output, which the gradient of its
+        weight needs. Copied once more from the token's, its input need not be kept, unless it has come from another
+        process.
+        """
+        inner = self.intermediate_size / tensor
+        nothing: Kept = {"none": 0.0, "elementwise": 0.0, "selective": 0.0}
+        shared = nothing if self.shared is None else self.shared.kept(width, tensor)
+        gated = width if self.shared_gate else 0
+        return {
+            "none": self.top_k * (3 * inner + 2 * width) + shared["none"] + gated,
+            "elementwise": self.top_k * (2 * inner + width) + shared["elementwise"] + gated,
+            "selective": self.top_k * (2 * inner + width) + shared["selective"] + gated,
+        }
+
+    @property
+    def widest(self) -> int:
+        """Features of its widest tensor between two products: a token has a row for each of its experts."""
+        return max(self.top_k * self.intermediate_size, 0 if self.shared is None else self.shared.widest)
+
+    def uncuttable(self, degree: int) -> str | None:
+        """Why tensor ranks of that number cannot share it; None: they can."""
+        if self.intermediate_size % degree:
+            return f"{degree} does not divide the experts' width of {self.intermediate_size}"
+        return None if self.shared is None else self.shared.uncuttable(degree)
+
 
 Norms = Literal["pre", "post", "sandwich"]
 Mixer = Heads | Latent | Factorized | Delta

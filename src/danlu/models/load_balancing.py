@@ -31,9 +31,8 @@ from torch import Tensor
 from danlu.core import device_moves
 from danlu.core.types import Share
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.experts import MoE
+from danlu.models.experts import MoE, Router, Routes
 from danlu.models.forward_values import from_forward
-from danlu.models.router import Router, Routes
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Sums a tensor over processes that have other tokens, in place."""

@@ -22,14 +22,11 @@ from danlu.core.safetensors_format import TensorLocation
 from danlu.core.shard_box import ShardBox
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import read_config, read_tensors
-from danlu.models.hf_layout import EMBEDDING, HEAD, hf_name
-from danlu.models.hf_parts import HFTensor
-from danlu.models.hf_validation import FOUR_BIT, check_headers, expected_tensors, own_tensors
+from danlu.models.hf_folder import FOUR_BIT, check_headers, expected_tensors, own_tensors, read_config, read_tensors
+from danlu.models.hf_layout import EMBEDDING, HEAD, HFTensor, hf_name
 from danlu.models.modules import GroupedLinear, Linear
 from danlu.models.multimodal import language_name
-from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, ranges, read_exactly
-from danlu.models.tensor_reader import Location, Target, TensorReader
+from danlu.models.safetensors_io import BUFFER_BYTES, DTYPES, Location, Target, TensorReader, ranges, read_exactly
 
 _SMALL_BYTES = 4096
 """Constants of a 4-bit weight up to this size are read to be checked: its description and its codebooks."""
@@ -256,7 +253,7 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: to
     model = meta_decoder(config)
     in_float32: tuple[type[nn.Module], ...] = ()
     if config.has_experts:
-        from danlu.models.router import Router
+        from danlu.models.experts import Router
 
         in_float32 = (Router,)
     for module in model.modules():

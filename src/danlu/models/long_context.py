@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
 from danlu.models.families import FAMILIES
 from danlu.models.layer_spec import LayerSpec
+from danlu.models.mixer_spec import Delta
 from danlu.models.rope_config import (
     DynamicScaling,
     LinearScaling,

@@ -1,19 +1,26 @@
-"""The modules that hold a decoder's parameters: linear layers, the embedding and norms. Parameters are uninitialised.
+"""The modules that hold a decoder's parameters: linear layers, the embedding, norms, the gated feed-forward network.
+
+Parameters are uninitialised. Tensor parallelism, recomputation and adapters read what a layer's two sublayers,
+attention and feed-forward network, declare (`Sublayer`), and know no class: another attention (latent), or another
+feed-forward network (a mixture of experts) is a file with a class that has these declarations.
 
 T packed tokens · D model width · V vocabulary
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from danlu.core.layer_types import (
+    Attend,
     EmbeddingAdapter,
     GroupedAdapter,
+    LayerCache,
     LinearAdapter,
     NormShard,
     QuantizedWeight,
@@ -22,26 +29,86 @@ from danlu.core.layer_types import (
 )
 from danlu.models import ops
 from danlu.models.config import ModelConfig
-from danlu.models.packed_weights import active_packed_weights
-from danlu.models.sublayer import BoundaryOp, identity
+from danlu.models.layer_spec import Dense
+from danlu.models.packed_weights import ACTIVE
+from danlu.models.rope import Rotation
+
+Role = Literal["column", "grouped", "row", "vocabulary", "whole"]
+"""How a matrix may be cut over processes: by its outputs (grouped: where there are fewer heads than processes, several
+hold the same head), by its inputs, by rows of the vocabulary, or not at all: its gradient is then a sum over processes.
+"""
+
+RecomputePoints = Mapping[Literal["elementwise", "selective"], Sequence[str]]
+"""Kind of recomputation -> the functions between products, from the module on ("q_norm.forward"), with outputs that are
+dropped and computed again in the backward pass. A path may lead to a module that is None."""
+
+BoundaryOp = Callable[[Tensor], Tensor]
+"""An operation on activations that enter or leave the part of a model that is cut over processes."""
 
 
-class Linear(nn.Module):
-    """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them.
+def identity(x: Tensor) -> Tensor:
+    """x: at a boundary that nothing is cut at."""
+    return x
 
-    Two slots are filled from outside: `quantized` holds a frozen weight in few bits, in place of `weight`; `adapter`
+
+class Sublayer(Protocol):
+    """Attention or feed-forward network as parallelism, recomputation and adapters see it; an `nn.Module`, too."""
+
+    tensor_slots: ClassVar[Mapping[str, str]]
+    """Slot of an adapter, parameter [H], or convolution -> the linear layer with which it is cut, by its outputs or
+    heads.
+    """
+    recompute_points: ClassVar[RecomputePoints]
+
+    @property
+    def tensor_roles(self) -> Mapping[str, Role]:
+        """The linear layers, and grouped ones, by name ("experts.gate_proj"), in the order of the forward pass.
+
+        Other parameters that are in no slot are held whole by every process, and their gradients are sums over
+        processes.
+        """
+        ...
+
+    @property
+    def tensor_norms(self) -> Mapping[str, str]: ...  # norm over all outputs of a linear layer, which is cut with them
+
+    @property
+    def tensor_unit(self) -> int | Mapping[str, int]:
+        """Features of a cut dimension that stay together, those of a head; by linear layer where they differ."""
+        ...
+
+
+class AttentionSublayer(Sublayer, Protocol):
+    """x [T, D]; rotations: of each of the model's rotary embeddings, in x's dtype -> [T, D]."""
+
+    @property
+    def cache(self) -> LayerCache: ...
+
+    def __call__(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend) -> Tensor: ...
+
+
+class FeedForwardSublayer(Sublayer, Protocol):
+    """x [T, D] -> [T, D], token by token."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class _Weights(nn.Module):
+    """The weight and bias of a linear layer, or of several layers in one tensor, uninitialised.
+
+    Two slots are filled from outside: `quantized` holds frozen weights in few bits, in place of `weight`; `adapter`
     takes over the whole product. Cut over processes it is a smaller layer, and `shape` is that of the local part.
     """
 
-    quantized: QuantizedWeight | None
-    adapter: LinearAdapter | None
+    quantized: Any
+    adapter: Any
     bias: Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+    def __init__(self, *stacked: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.shape = (out_features, in_features)
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(*stacked, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(*stacked, out_features)) if bias else None
         self.register_module("quantized", None)
         self.register_module("adapter", None)
         self.adds_bias = True
@@ -49,24 +116,39 @@ class Linear(nn.Module):
 
     @property
     def added_bias(self) -> Tensor | None:
-        """[out]: zeros where another process adds it, which still lead back to the bias: all have a gradient."""
+        """[.., out]: zeros where another process adds it, which still lead back to the bias: all have a gradient."""
         return self.bias if self.bias is None or self.adds_bias else self.bias * 0
 
-    def store(self, quantized: QuantizedWeight) -> None:
-        """Replaces the weight by a quantized one."""
+    def store(self, quantized: Any) -> None:
+        """Replaces the weights by quantized ones."""
         self.weight = None
         self.quantized = quantized
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """[.., out, in]: the weights themselves where they are stored in that type, else a new tensor."""
+        if self.weight is not None:
+            return self.weight.to(dtype)
+        dense: Tensor = self._stored.dense(dtype)
+        return dense
+
+    @property
+    def _stored(self) -> Any:
+        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
+        return self.quantized
+
+
+class Linear(_Weights):
+    """x [T, in] -> [T, out] in x's dtype. Parameters are uninitialised: load or `initialize` them."""
+
+    quantized: QuantizedWeight | None
+    adapter: LinearAdapter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features=in_features, out_features=out_features, bias=bias)
 
     def tie(self, embedding: nn.Module) -> None:
         """Shares the weight of an embedding."""
         self.register_parameter("weight", embedding.get_parameter("weight"))
-
-    def dense_weight(self, dtype: torch.dtype) -> Tensor:
-        """[out, in]: the weight itself where it is stored in that type, else a new tensor."""
-        if self.weight is not None:
-            return self.weight.to(dtype)
-        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
-        return self.quantized.dense(dtype)
 
     @contextmanager
     def weight_in_workspace(self, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -74,8 +156,7 @@ class Linear(nn.Module):
         if self.weight is not None:
             yield self.weight.to(dtype)
             return
-        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
-        with self.quantized.in_workspace(dtype) as weight:
+        with self._stored.in_workspace(dtype) as weight:
             yield weight
 
     def scaled_rows(self, matrix: Tensor, factors: Tensor) -> Tensor:
@@ -87,8 +168,7 @@ class Linear(nn.Module):
         """The product without the adapter."""
         if self.weight is not None:
             return ops.linear(x, self.weight, self.added_bias)
-        assert self.quantized is not None, "a linear layer has a weight or a quantized one"
-        y, bias = self.quantized.product(x), self.added_bias
+        y, bias = self._stored.product(x), self.added_bias
         return y if bias is None else y + bias.to(y.dtype)
 
     def forward(self, x: Tensor, recomputed: Recomputed | None = None) -> Tensor:
@@ -103,59 +183,30 @@ def forward_shared(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     adapter = next((linear.adapter for linear in linears if linear.adapter is not None), None)
     if adapter is not None:
         return adapter.forward_shared(x, linears)
-    packed = active_packed_weights()
+    packed = ACTIVE.packed_weights
     weights = [linear.weight for linear in linears if linear.weight is not None]
     if packed is not None and len(weights) == len(linears):
         return packed.products(x, weights, [linear.added_bias for linear in linears])
     return tuple(linear(x) for linear in linears)
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(_Weights):
     """Linear layers of one shape, as those of experts: rows [N, in], those of each layer together -> [N, out].
 
-    Parameters are those of all layers in one tensor, uninitialised: load or `initialize` them. The slot `quantized`
-    holds frozen weights in few bits, in place of `weight`; the slot `adapter` takes over the product.
+    Parameters are those of all layers in one tensor, uninitialised: load or `initialize` them.
     """
 
     quantized: StackedQuantizedWeight | None
     adapter: GroupedAdapter | None
-    bias: Tensor | None
 
     def __init__(self, groups: int, in_features: int, out_features: int, *, bias: bool) -> None:
-        super().__init__()
-        self.shape = (out_features, in_features)
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(groups, out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
-        self.register_module("quantized", None)
-        self.register_module("adapter", None)
-        self.adds_bias = True
-        """False where the outputs are a part of a sum over processes, to which another one adds the bias."""
-
-    @property
-    def added_bias(self) -> Tensor | None:
-        """[groups, out]: zeros where another process adds it, which still lead back to the bias."""
-        return self.bias if self.bias is None or self.adds_bias else self.bias * 0
-
-    def store(self, quantized: StackedQuantizedWeight) -> None:
-        """Replaces the weights by quantized ones."""
-        self.weight = None
-        self.quantized = quantized
-
-    def dense_weight(self, dtype: torch.dtype) -> Tensor:
-        """[groups, out, in]: the weights themselves where they are stored in that type, else a new tensor."""
-        if self.weight is not None:
-            return self.weight.to(dtype)
-        return self._stored().dense(dtype)
+        super().__init__(groups, in_features=in_features, out_features=out_features, bias=bias)
 
     def base(self, x: Tensor, counts: Tensor) -> Tensor:
         """The product without the adapter."""
         if self.weight is not None:
             return ops.grouped_linear(x, self.weight, counts, self.added_bias)
-        return ops.quantized_grouped_linear(x, self._stored(), counts, self.added_bias)
-
-    def _stored(self) -> StackedQuantizedWeight:
-        assert self.quantized is not None, "grouped linear layers have weights or quantized ones"
-        return self.quantized
+        return ops.quantized_grouped_linear(x, self._stored, counts, self.added_bias)
 
     def product(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """x [N, I'] times other matrices [groups, O', I'] of these layers -> [N, O'] in x's dtype."""
@@ -166,7 +217,7 @@ class GroupedLinear(nn.Module):
         return self.base(x, counts) if self.adapter is None else self.adapter(x, counts, self)
 
     def extra_repr(self) -> str:
-        count = self._stored().count if self.weight is None else len(self.weight)
+        count = self._stored.count if self.weight is None else len(self.weight)
         return f"{count} of {self.shape[1]} -> {self.shape[0]}"
 
 
@@ -241,3 +292,32 @@ class Embedding(nn.Module):
         if elsewhere is None:
             return tokens, None
         return (tokens - self.vocab_start).masked_fill(elsewhere, 0), elsewhere
+
+
+class MLP(nn.Module):
+    """x [T, D] -> down(activation(gate(x)) * up(x)) [T, D], a gated linear unit (arXiv:2002.05202)."""
+
+    tensor_roles: ClassVar[Mapping[str, Role]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+    tensor_slots: ClassVar[Mapping[str, str]] = {}
+    tensor_norms: ClassVar[Mapping[str, str]] = {}
+    tensor_unit = 1
+    recompute_points: ClassVar[RecomputePoints] = {
+        "elementwise": ("gated_activation",),
+        "selective": ("gated_activation",),
+    }
+
+    def __init__(self, config: ModelConfig, spec: Dense) -> None:
+        super().__init__()
+        width, mlp = config.hidden_size, spec.intermediate_size
+        self.gate_proj = Linear(width, mlp, bias=spec.bias)
+        self.up_proj = Linear(width, mlp, bias=spec.bias)
+        self.down_proj = Linear(mlp, width, bias=spec.bias)
+        self.activation = spec.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = forward_shared(x, self.gate_proj, self.up_proj)
+        out: Tensor = self.down_proj(self.gated_activation(gate, up), Recomputed(self.gated_activation, (gate, up)))
+        return out
+
+    def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
+        return ops.gated_mlp_activation(gate, up, self.activation)

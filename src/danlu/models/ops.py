@@ -18,13 +18,13 @@ from torch import Tensor
 
 from danlu.core.layer_types import NormShard, StackedQuantizedWeight
 from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
-from danlu.models.mlp_spec import Activation, ClampedSwiGLU
-from danlu.models.packed_weights import active_packed_weights
+from danlu.models.layer_spec import Activation, ClampedSwiGLU
+from danlu.models.packed_weights import ACTIVE
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I] times weight [O, I], plus bias [O] -> [T, O] in x's dtype; gradients of weight and bias in theirs."""
-    if (packed := active_packed_weights()) is not None:
+    if (packed := ACTIVE.packed_weights) is not None:
         return packed.product(x, weight, bias)
     deferral = deferral_of(weight)
     if weight.dtype == x.dtype:
@@ -48,7 +48,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     The backward pass is left x in its own type.
     """
-    if active_packed_weights() is not None or x.dtype in (torch.float32, torch.float64):
+    if ACTIVE.packed_weights is not None or x.dtype in (torch.float32, torch.float64):
         return linear(x if x.dtype == torch.float64 else x.float(), weight)
     deferral = deferral_of(weight)
     y: Tensor = _WideLinear.apply(x, weight if deferral is None else deferral.anchor, deferral)
@@ -72,13 +72,8 @@ class _WideLinear(torch.autograd.Function):
         grad_x = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            (grad_weight,) = made_or_deferred(ctx.deferral, partial(_wide_weight_gradient, weight.dtype), grad, x)
+            (grad_weight,) = made_or_deferred(ctx.deferral, partial(_weight_gradient, weight.dtype), grad, x)
         return grad_x, grad_weight, None
-
-
-def _wide_weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """grad [T, O] float32 and x [T, I] -> [O, I] in `dtype`."""
-    return ((grad.t() @ x.float()).to(dtype),)
 
 
 class _Linear(torch.autograd.Function):
@@ -106,8 +101,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor) -> tuple[Tensor]:
-    """grad [T, O] and x [T, I] -> [O, I] in `dtype`."""
-    return ((grad.t() @ x).to(dtype),)
+    """grad [T, O], of the type of the product, and x [T, I] -> [O, I] in `dtype`."""
+    return ((grad.t() @ x.to(grad.dtype)).to(dtype),)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -241,18 +236,16 @@ def _normalise(
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     wide = x.float() if is_half else x
     squares = wide.square()
-    mean = squares.mean(-1, keepdim=True) if shard is None else _mean_over_shards(squares.sum(-1, keepdim=True), shard)
+    if shard is None:
+        mean = squares.mean(-1, keepdim=True)
+    else:  # over whole rows, from this process's sums over its features
+        mean = shard.group.sum(squares.sum(-1, keepdim=True) / shard.copies) / shard.width
     inverse = torch.rsqrt(mean + eps)
     normed = wide.mul_(inverse) if is_half else wide * inverse
     # Half-precision weights that are differences from one would lose most of their digits in half precision.
     scale = weight.to(wide.dtype) + offset if offset else weight
     y = normed * scale
     return y if y.dtype == x.dtype else y.to(x.dtype), inverse  # no cast for nothing: see `_SwiGLU`
-
-
-def _mean_over_shards(sums: Tensor, shard: NormShard) -> Tensor:
-    """The mean over whole rows, from this process's sums over its features."""
-    return shard.group.sum(sums / shard.copies) / shard.width
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -323,7 +316,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """See `mlp_spec.ClampedSwiGLU`. It saves gate and up only, where autograd would keep eight tensors as large."""
+    """See `layer_spec.ClampedSwiGLU`. It saves gate and up only, where autograd would keep eight tensors as large."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

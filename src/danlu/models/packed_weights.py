@@ -90,12 +90,12 @@ class PackedWeights:
     @contextmanager
     def active(self) -> Iterator[None]:
         """A context in which `ops.linear` asks `product`, and layers that share their input ask `products`."""
-        before = active_packed_weights()
-        _thread.packed_weights = self
+        before = ACTIVE.packed_weights
+        ACTIVE.packed_weights = self
         try:
             yield
         finally:
-            _thread.packed_weights = before
+            ACTIVE.packed_weights = before
 
     def clear(self) -> None:
         """Gives the memory of copies back."""
@@ -177,11 +177,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return False
 
 
-def active_packed_weights() -> PackedWeights | None:
-    """Those that are active in this thread."""
-    return _thread.packed_weights
-
-
 def _is_read_at_once(x: Tensor, elements: int) -> bool:
     """Whether weights of `elements` elements, in x's type, are multiplied with x [M, I] faster as they are."""
     return x.shape[0] == 1 and elements < LEAST_OF_ONE_ROW and x.dtype == torch.float32
@@ -196,4 +191,5 @@ class _Thread(threading.local):
     packed_weights: PackedWeights | None = None
 
 
-_thread = _Thread()
+ACTIVE = _Thread()
+"""`ACTIVE.packed_weights` are those that are active in this thread, if any are."""

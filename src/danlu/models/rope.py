@@ -15,14 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from danlu.models.rope_config import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    Rope,
-    YarnScaling,
-)
+from danlu.models.rope_config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
 
 class Rotation(NamedTuple):

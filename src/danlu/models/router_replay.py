@@ -19,9 +19,8 @@ from torch import Tensor
 
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.experts import MoE
-from danlu.models.experts_spec import Experts
-from danlu.models.router import Router
+from danlu.models.experts import MoE, Router
+from danlu.models.layer_spec import Experts
 
 NO_ROUTE = -1
 """The index of an expert that stands for an unknown route: the router chooses itself."""

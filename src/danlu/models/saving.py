@@ -2,6 +2,7 @@
 
 Peak extra memory is one buffer: bytes are converted and written a buffer at a time, tensors of several parts part after
 part. Only tensors that are transposed on disk, or interleaved with others, are put together first, an expert at a time.
+Tensors and files of the folder that a model comes from which danlu does not train are copied byte for byte.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from danlu.core.errors import ModelError
 from danlu.core.output_folder import replace_folder
-from danlu.core.safetensors_format import dtype_name, encode_header, fill_shards, raw_bytes, shard_name
+from danlu.core.safetensors_format import TensorLocation, dtype_name, encode_header, fill_shards, raw_bytes, shard_name
 from danlu.core.shard_box import BoxValue, ShardBox
 from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
+from danlu.models.families import FAMILIES
 from danlu.models.hf_config import config_values
-from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json
-from danlu.models.hf_layout import hf_tensors
-from danlu.models.hf_parts import HFTensor, Part
-from danlu.models.passthrough_tensors import Kept, KeptTensor
+from danlu.models.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, SINGLE_FILE, read_json, read_tensors
+from danlu.models.hf_layout import HFTensor, Part, hf_tensors, may_have_untouched, own_name
+from danlu.models.multimodal import TEXT_CONFIG, with_text_values
 from danlu.models.safetensors_io import BUFFER_BYTES, is_finite, ranges
 
 _T = TypeVar("_T")
@@ -105,7 +106,8 @@ def save(
     with replace_folder(folder, sum(size for _, size in sized), own_file=CONFIG) as fresh:
         write_json(fresh / CONFIG, values)
         if shape.task == "causal-lm":
-            write_json(fresh / GENERATION_CONFIG, _generation_values(shape, eos))
+            ids = {"bos_token_id": shape.bos_token_id, "eos_token_id": eos, "pad_token_id": shape.pad_token_id}
+            write_json(fresh / GENERATION_CONFIG, {name: value for name, value in ids.items() if value is not None})
         if generation_from is not None and (generation_from / GENERATION_CONFIG).is_file():
             shutil.copyfile(generation_from / GENERATION_CONFIG, fresh / GENERATION_CONFIG)
         if tokenizer_from is not None:
@@ -197,11 +199,6 @@ def _files_to_copy(source: Path) -> list[Path]:
     return sorted(file for file in files if file.is_file())
 
 
-def _generation_values(config: ModelConfig, eos: Any) -> dict[str, Any]:
-    values = {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": config.pad_token_id}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def shard_files(sized: Iterable[tuple[_T, int]], shard_bytes: int) -> dict[str, list[_T]]:
     """Distributes tensors with their bytes on disk over files: file name -> tensors; each file as full as it gets."""
     shards = fill_shards(sized, shard_bytes)
@@ -268,7 +265,8 @@ def _write_group(
     for offset, count in place.contiguous_ranges():
         if handle.tell() != (at := start + offset * dtype.itemsize):
             handle.seek(at)
-        for values in _converted(flat[read : read + count], dtype):
+        for first, end in ranges(count, BUFFER_BYTES // dtype.itemsize):
+            values = flat[read + first : read + end].to(device="cpu", dtype=dtype)
             if not is_finite(values):
                 raise ModelError(f"{group[0].parameter}: not finite as {dtype}; the model is not written")
             handle.write(raw_bytes(values))
@@ -288,7 +286,99 @@ def _dtype_on_disk(tensor: HFTensor, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if any(name.endswith(".router.correction") for name in tensor.parameters) else dtype
 
 
-def _converted(flat: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Values [N] in `dtype` on the CPU, a buffer at a time."""
-    for start, end in ranges(flat.numel(), BUFFER_BYTES // dtype.itemsize):
-        yield flat[start:end].to(device="cpu", dtype=dtype)
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that is copied as it is stored."""
+
+    name: str
+    location: TensorLocation
+
+    @property
+    def dtype(self) -> str:
+        """The dtype as safetensors names it."""
+        return self.location.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor on disk."""
+        return self.location.shape
+
+    def copy_to(self, handle: BufferedWriter) -> None:
+        """Writes its bytes, a buffer at a time. Raises ModelError where its file has fewer by now."""
+        with self.location.file.open("rb") as source:
+            source.seek(self.location.offset)
+            for start, end in ranges(self.location.bytes, BUFFER_BYTES):
+                content = source.read(end - start)
+                if len(content) < end - start:
+                    raise ModelError(f"{self.location.file}: tensor {self.name}: the file ended while it was copied")
+                handle.write(content)
+
+
+def check_untouched(origin: Path, config: ModelConfig) -> None:
+    """Raises ModelError where the model's folder, from which a result copies tensors, can no longer be read.
+
+    Called for runs that resume, which read their own weights from a checkpoint.
+    """
+    if not may_have_untouched(config):
+        return
+    try:
+        read_tensors(origin)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}. The result takes the tensors that are not trained over from this folder: put it back"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The tensors and files that are copied from the folder that a model comes from."""
+
+    origin: Path
+    config: ModelConfig
+    names: Mapping[str, str]
+    """Tensors of `hf_tensors` -> their names in the folder, of those that are there."""
+    tensors: tuple[KeptTensor, ...]
+
+    @classmethod
+    def of(cls, origin: Path, config: ModelConfig) -> Self | None:
+        """Returns None where the folder holds nothing besides the tensors that danlu trains.
+
+        Most families' folders cannot: they are not read, and need not be there any more. Raises ModelError as
+        `read_tensors`.
+        """
+        if not may_have_untouched(config):
+            return None
+        stored = read_tensors(origin)
+        named = {name: own_name(name, config) for name in stored}
+        tensors = tuple(KeptTensor(name, stored[name]) for name, own in named.items() if own is None)
+        if config.multimodal is None and not tensors:
+            return None
+        return cls(origin, config, {own: name for name, own in named.items() if own is not None}, tensors)
+
+    def config_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the content of the result's config.json. values: the config of the trained part, as a model of its
+        own.
+        """
+        return with_untouched_values(self.origin, self.config, values)
+
+    def copy_processor(self, folder: Path) -> None:
+        """Copies the files of the image and audio processor."""
+        for name in _PROCESSOR_FILES:
+            if (self.origin / name).is_file():
+                shutil.copyfile(self.origin / name, folder / name)
+
+
+def with_untouched_values(origin: Path, config: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json with the other parts' keys from the folder `origin`.
+
+    config: that of the language part. values: the content of a config.json of it alone.
+    """
+    original = read_json(origin / CONFIG)
+    is_whole = config.multimodal is None
+    language = original if is_whole else original[TEXT_CONFIG]
+    keys = FAMILIES[config.family].mtp_keys
+    values = {**values, **{key: language[key] for key in keys if key in language}}
+    return values if is_whole else with_text_values(original, values)

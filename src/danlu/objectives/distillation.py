@@ -52,11 +52,7 @@ class TeacherDivergence:
 
     def _from(self, teacher: TeacherTerm, outputs: Mapping[Role, Outputs]) -> Tensor:
         return outputs["policy"].divergence(
-            outputs[teacher.role],
-            kind=self.kind,
-            beta=self.beta,
-            temperature=self.temperature,
-            top_k=teacher.top_k,
+            outputs[teacher.role], kind=self.kind, beta=self.beta, temperature=self.temperature, top_k=teacher.top_k
         )
 
 

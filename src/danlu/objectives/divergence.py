@@ -29,7 +29,7 @@ from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import DivergenceKind
-from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slice
+from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices, rows_per_slice
 
 
 class Head(NamedTuple):
@@ -180,22 +180,15 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_value: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        hidden, weight, policy_log_z, teacher_log_z, subtracted = ctx.saved_tensors
+        *_, policy_log_z, teacher_log_z, subtracted = ctx.saved_tensors
         pair: _Pair = ctx.pair
-        grad_hidden = torch.zeros_like(hidden, dtype=policy_log_z.dtype)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        gradients = HeadGradients(pair.policy, policy_log_z.dtype, for_head=ctx.needs_input_grad[1])
         factor = (by_value * pair.temperature).unsqueeze(1)  # of T^2 and of d z / d logits = 1 / T
         for part, capped, teacher in pair.logits(policy_log_z.dtype):
             logp = (capped / pair.temperature).sub_(policy_log_z.unsqueeze(1))  # [N, S]
             logq = teacher.div_(pair.temperature).sub_(teacher_log_z.unsqueeze(1))
-            grad = _by_logits(pair, logp, logq, subtracted.unsqueeze(1)).mul_(factor)
-            if pair.policy.softcap is not None:
-                grad.mul_(1 - (capped / pair.policy.softcap).square_())
-            narrow = grad.to(hidden.dtype)
-            grad_hidden += narrow @ part.head
-            if grad_weight is not None:
-                grad_weight[part.start : part.start + part.head.shape[0]] = narrow.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, None
+            gradients.add(part, _by_logits(pair, logp, logq, subtracted.unsqueeze(1)).mul_(factor), capped)
+        return gradients.hidden, gradients.head, None
 
 
 def _by_logits(pair: _Pair, logp: Tensor, logq: Tensor, subtracted: Tensor) -> Tensor:

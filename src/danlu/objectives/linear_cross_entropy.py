@@ -27,7 +27,14 @@ from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import TargetLosses
-from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, argmax_rows, rows_per_slice, slice_bytes
+from danlu.objectives.vocab_slices import (
+    HeadGradients,
+    VocabSlice,
+    VocabSlices,
+    argmax_rows,
+    rows_per_slice,
+    slice_bytes,
+)
 
 FLOAT32 = 4
 # Logits of a frozen head that are kept for the gradient, in the type of activations; a product over very few rows would
@@ -273,9 +280,7 @@ def _gradients(
     slices: VocabSlices, rows: _RowStatistics, weights: Tensor, options: _Options, *, for_head: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The loss's gradient by hidden [N, D], and by head [V, D] where that is wanted, for an upstream gradient of 1."""
-    hidden, head = slices.hidden, slices.head
-    grad_hidden = torch.zeros_like(hidden, dtype=weights.dtype)
-    grad_head = torch.empty_like(head) if for_head else None
+    hidden, gradients = slices.hidden, HeadGradients(slices, weights.dtype, for_head=for_head)
     kernels = _kernels_for(hidden)
     for part in slices:
         if kernels is not None:
@@ -284,10 +289,8 @@ def _gradients(
         else:
             y = slices.logits(part, weights.dtype)
             grad = _by_logits(y, rows.log_z, weights, part, options).to(hidden.dtype)
-        grad_hidden += grad @ part.head
-        if grad_head is not None:
-            grad_head[part.start : part.start + part.head.shape[0]] = grad.t() @ hidden
-    return grad_hidden.to(hidden.dtype), grad_head
+        gradients.add_products(part, grad)
+    return gradients.hidden, gradients.head
 
 
 def _by_rows(slices: VocabSlices, weights: Tensor, options: _Options) -> tuple[_RowStatistics, Tensor]:

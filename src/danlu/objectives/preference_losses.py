@@ -263,7 +263,7 @@ NLL_WEIGHTS: dict[str, Callable[[Any], float]] = {
 }
 """The weight of the negative log-likelihood of chosen answers, by the kind of a term."""
 
-# Facts of branches that are known once the whole step has been seen: see `step_preference`.
+# Facts of branches that are known once the whole step has been seen: see `preference.StepPreference`.
 AOT_PARTNER = "aot_partner"
 """The reference's sorted difference at the rank of the pair's own among the policy's, a fact of a chosen answer."""
 AOT_UNPAIRED_PARTNER = "aot_unpaired_partner"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import TokenLogprobs
-from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, columns_in_slice, rows_per_slice
+from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices, columns_in_slice, rows_per_slice
 
 OUTSIDE = -1e30
 """The z of a token without probability: finite, so that a slice without any of the support has no infinity less
@@ -76,12 +76,7 @@ def token_logprobs(
 
 
 def logprobs_of_logits(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    support: Tensor | None = None,
-    slice_rows: int,
+    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, support: Tensor | None = None, slice_rows: int
 ) -> Tensor:
     """Computes `token_logprobs` from existing logits: [N], the same bits where slices are the same.
 
@@ -223,12 +218,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden, head, log_z, entropy = ctx.saved_tensors
+        *_, log_z, entropy = ctx.saved_tensors
         by_logprob = torch.zeros_like(log_z) if by_logprob is None else by_logprob
         scores: _Scores = ctx.scores
         slices, temperature = scores.slices, scores.temperature
-        grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype)
-        grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
+        gradients = HeadGradients(slices, log_z.dtype, for_head=ctx.needs_input_grad[1])
         for part in slices:
             capped = slices.logits(part, log_z.dtype)  # [N, S]
             logp = scores(capped, part).sub_(log_z.unsqueeze(1))
@@ -240,11 +234,5 @@ class _TokenLogprobs(torch.autograd.Function):
             grad.mul_(factor.neg())
             on_target = by_logprob.unsqueeze(1).masked_fill(~part.inside.unsqueeze(1), 0)
             grad.scatter_add_(1, part.columns, on_target)
-            grad.div_(temperature)
-            if slices.softcap is not None:
-                grad.mul_(1 - (capped / slices.softcap).square_())
-            narrow = grad.to(hidden.dtype)
-            grad_hidden += narrow @ part.head
-            if grad_head is not None:
-                grad_head[part.start : part.start + part.head.shape[0]] = narrow.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_head, None, None, None, None
+            gradients.add(part, grad.div_(temperature), capped)
+        return gradients.hidden, gradients.head, None, None, None, None

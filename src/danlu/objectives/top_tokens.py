@@ -19,7 +19,7 @@ from torch import Tensor
 from danlu.core.layer_types import ReduceGroup
 from danlu.core.types import TopTokens
 from danlu.objectives.divergence import Head
-from danlu.objectives.vocab_slices import VocabSlice, VocabSlices, rows_per_slice
+from danlu.objectives.vocab_slices import HeadGradients, VocabSlice, VocabSlices, rows_per_slice
 
 
 @torch.no_grad()
@@ -125,23 +125,16 @@ class _GroupedLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_group: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, ids, others = ctx.saved_tensors
+        *_, ids, others = ctx.saved_tensors
         slices: VocabSlices = ctx.slices
-        grad_hidden = torch.zeros_like(hidden, dtype=others.dtype)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        gradients = HeadGradients(slices, others.dtype, for_head=ctx.needs_input_grad[1])
         for part, columns, inside in _columns(slices, ids, ctx.vocab_start):
             capped = slices.logits(part, others.dtype)  # [N, S]
             grad = (capped / ctx.temperature).sub_(others.unsqueeze(1))
             grad.masked_fill_(_chosen(columns, inside, grad.shape[1]), float("-inf")).exp_()
             grad.mul_(by_group[:, -1:]).scatter_add_(1, columns, by_group[:, :-1].masked_fill(~inside, 0))
-            grad.div_(ctx.temperature)
-            if slices.softcap is not None:
-                grad.mul_(1 - (capped / slices.softcap).square_())
-            narrow = grad.to(hidden.dtype)
-            grad_hidden += narrow @ part.head
-            if grad_weight is not None:
-                grad_weight[part.start : part.start + part.head.shape[0]] = narrow.t() @ hidden
-        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 6
+            gradients.add(part, grad.div_(ctx.temperature), capped)
+        return gradients.hidden, gradients.head, *[None] * 6
 
 
 def _columns(slices: VocabSlices, ids: Tensor, vocab_start: int) -> Iterator[tuple[VocabSlice, Tensor, Tensor]]:

@@ -70,6 +70,35 @@ class VocabSlice:
     inside: Tensor  # [N] bool: whether it is in this one
 
 
+class HeadGradients:
+    """Gradients of hidden states [N, D] and, where it is wanted, of the head [V, D], of logits slice by slice.
+
+    dtype: that in which the gradient of the hidden states is summed.
+    """
+
+    def __init__(self, slices: VocabSlices, dtype: torch.dtype, *, for_head: bool) -> None:
+        self._slices = slices
+        self._hidden = torch.zeros_like(slices.hidden, dtype=dtype)
+        self.head = torch.empty_like(slices.head) if for_head else None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The gradient in the type of the hidden states."""
+        return self._hidden.to(self._slices.hidden.dtype)
+
+    def add(self, part: VocabSlice, grad: Tensor, capped: Tensor) -> None:
+        """Adds the gradient [N, S] by a slice's logits after the soft cap, which are `capped`; it is overwritten."""
+        if self._slices.softcap is not None:
+            grad.mul_(1 - (capped / self._slices.softcap).square_())
+        self.add_products(part, grad.to(self._slices.hidden.dtype))
+
+    def add_products(self, part: VocabSlice, grad: Tensor) -> None:
+        """Adds the gradient [N, S] by a slice's logits before the soft cap, in the type of the hidden states."""
+        self._hidden += grad @ part.head
+        if self.head is not None:
+            self.head[part.start : part.start + part.head.shape[0]] = grad.t() @ self._slices.hidden
+
+
 def columns_in_slice(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
     """Locates targets [N] in a slice of the tokens `first` to `first + rows`.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.optim.moments import Float32Moments, State, TensorSpec, TensorSpecs, fused_adamw
+from danlu.optim.adamw import Float32Moments, State, TensorSpec, TensorSpecs, fused_adamw
 
 # Elements that are decoded, updated and encoded together, in 14 bytes each. 63M parameters take 475 ms by 2^15, 354 by
 # 2^18 and 331 by 2^20 (two threads); where other processes want the cores, few large chunks wait less for threads.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from danlu.optim.chunks import chunks
+from danlu.optim.gradients import chunks
 from danlu.optim.groups import trainable
 
 # Elements exchanged at a time: a swap then needs 4 MiB, not the size of the largest parameter.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from danlu.optim.clip import non_finite
-from danlu.optim.moments import Moments, State, TensorSpec, TensorSpecs
+from danlu.optim.adamw import Moments, State, TensorSpec, TensorSpecs
+from danlu.optim.gradients import non_finite
 
 
 @dataclass
@@ -127,7 +127,9 @@ class GaLore:
         if whole is None:
             return low
         if low is None and self._renews_projector(parameter):
-            self._renew_projector(parameter, whole)
+            self._new_projectors.pop(parameter, None)
+            if not non_finite([("", whole)]):  # else it has no singular vectors, and the step will be left out
+                self._new_projectors[parameter] = leading_vectors(whole, self.rank)
         if self._renews_projector(parameter) and parameter not in self._new_projectors:
             # The first micro-batch's gradient is not finite. NaN makes the norm so too, and the step is left out.
             return whole.new_full(self.low_rank_shape(parameter), math.nan)
@@ -139,11 +141,6 @@ class GaLore:
     def _renews_projector(self, parameter: Parameter) -> bool:
         """Whether the present step takes a new projector."""
         return self._steps[parameter] % self.update_every == 0
-
-    def _renew_projector(self, parameter: Parameter, whole: Tensor) -> None:
-        self._new_projectors.pop(parameter, None)
-        if not non_finite([("", whole)]):  # else it has no singular vectors, and the step will be left out
-            self._new_projectors[parameter] = leading_vectors(whole, self.rank)
 
     def _projector(self, parameter: Parameter) -> Tensor:
         if self._renews_projector(parameter):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.optim.chunks import chunks
+from danlu.optim.gradients import chunks
 
 # Elements of a parameter that are updated together. One temporary of this size is all a step needs, where a whole
 # embedding of a wide vocabulary would be hundreds of megabytes. 256 KiB stay in a core's cache: 15 % faster than 1 MiB.

@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.core import device_moves
+from danlu.models.chunks import DeviceMap
 from danlu.models.decoder import Decoder
-from danlu.models.device_map import DeviceMap
 from danlu.models.rope import Rotation
 
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 
 from danlu.core.errors import RecipeError
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
-from danlu.models.experts_spec import Experts
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Mixer
+from danlu.models.layer_spec import Experts, Mixer
+from danlu.models.mixer_spec import Delta, Latent
 from danlu.recipe.sections import Parallel
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")

@@ -29,8 +29,7 @@ from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Axis, LinearShard, NormShard, VocabShard
 from danlu.core.shard_box import ShardBox
 from danlu.models.decoder import Decoder, Layer
-from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm
-from danlu.models.sublayer import Role
+from danlu.models.modules import Embedding, GroupedLinear, Linear, RMSNorm, Role
 from danlu.parallel.comm import Group, subgroup_of
 from danlu.parallel.regions import Regions
 
@@ -161,7 +160,7 @@ class Cutter:
         embedding.leave = regions.leave_embedding
 
     def _sublayer(self, sublayer: Any, name: str) -> None:
-        """Cuts attention or a feed-forward network as it declares: see `models.sublayer.Sublayer`."""
+        """Cuts attention or a feed-forward network as it declares: see `models.modules.Sublayer`."""
         from danlu.models.gated_delta_net import CausalConv
 
         units = sublayer.tensor_unit

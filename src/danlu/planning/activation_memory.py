@@ -1,20 +1,23 @@
-"""Activations of a training step in bytes, in closed form. Imports no torch.
+"""Bytes of a training step in closed form: activations, parameters, and the micro-batch that fits. Imports no torch.
 
-The counts follow the tensors that the decoder's operations keep for the backward pass; tests compare them with the
-tensors that autograd really keeps, and with the measured peak of a step.
+The counts of activations follow the tensors that the decoder's operations keep for the backward pass; tests compare
+them with the tensors that autograd really keeps, and with the measured peak of a step.
 
 T tokens of a micro-batch · D model width · Q all query heads · K all key/value heads · F inner width
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
 from danlu.models.layer_spec import LayerSpec, Mixer
+from danlu.models.mixer_spec import Delta
 from danlu.planning.flops import attention_pairs
+from danlu.recipe import Recipe
+from danlu.recipe.sections.model import Int4, Int8, QuantizationSection
 
 KeepsScores = Callable[[int, Mixer], bool]
 """Maps (tokens of a document, attention) to whether it keeps its probabilities for the backward pass."""
@@ -151,3 +154,87 @@ def _layer(hidden_size: int, layer: LayerSpec, lengths: Sequence[int], plan: Act
         "scores": scores,
         "block": min(scores, 2 * heads / plan.tensor * _BLOCK_ROWS * seen),
     }
+
+
+_NESTED_BLOCK = 256
+"""Blocks of four-bit numbers that share one float32 for their scales under double quantization."""
+
+
+def least_weight_bytes(recipe: Recipe, config: ModelConfig, processes: int) -> float:
+    """Bytes that the weights alone take on one process, at the least: 4 of a trained one, 2 or half a byte of a frozen
+    one; divided where `parallel.shard`, `tensor` or `expert` shares them among the processes."""
+    frozen = 0.5 if recipe.quantization is not None else 2.0 if recipe.precision != "fp32" else 4.0
+    total = config.parameter_count() * (frozen if recipe.adapter is not None else 4.0)
+    parallel = recipe.parallel
+    is_shared = parallel.shard != "none" or parallel.tensor > 1 or parallel.expert > 1
+    return total / processes if is_shared else total
+
+
+def packed_bytes(shape: Sequence[int], section: QuantizationSection) -> int:
+    """Bytes of a matrix [O, I], or of several [E, O, I], that a section of the recipe packs: codes, and the scales of
+    blocks or groups."""
+    *stacked, outputs, inputs = shape
+    return math.prod(stacked) * _matrix_bytes(outputs, inputs, section)
+
+
+def _matrix_bytes(outputs: int, inputs: int, section: QuantizationSection) -> int:
+    if isinstance(section, Int8 | Int4):
+        codes = inputs if section.kind == "int8" else -(-inputs // 2)
+        return outputs * (codes + 4 * -(-inputs // section.group))
+    count = outputs * inputs
+    blocks = -(-count // section.block)
+    # Double quantization keeps a byte for each block, a float32 for each 256 of those, and one float32 offset
+    # (arXiv:2305.14314, section 3).
+    scales = blocks + 4 * -(-blocks // _NESTED_BLOCK) + 4 if section.double else 4 * blocks
+    return -(-count // 2) + scales
+
+
+def gathered_bytes(layers: Sequence[int], rest: int, *, shard: str, prefetch: int) -> int:
+    """The most bytes of whole parameters at a time that a process gathers from shards.
+
+    layers: bytes of each layer's sharded parameters in the type in which they are gathered; rest: of the sharded
+    parameters outside of layers. shard, prefetch: as `parallel.shard` and `parallel.prefetch` say.
+    """
+    match shard:
+        case "none":
+            return 0
+        case "zero3":  # what lies outside of layers is resharded only after the backward pass
+            return rest + sum(sorted(layers, reverse=True)[: 1 + prefetch])
+        case _:
+            return rest + sum(layers)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a training step takes on one process, by how they grow with its micro-batch."""
+
+    fixed: int
+    """Bytes that do not depend on the micro-batch: weights, gradients, optimizer state, gathered parameters."""
+    activations: ActivationBytes
+    """Activations of one packed sequence, with the recomputation, offload and tensor degree of the recipe."""
+    loss_workspace: int
+    """Bytes of the loss in addition to its inputs, for one packed sequence."""
+    max_loss_workspace: int
+    """The same, however many packed sequences there are: the loss takes its logits slice by slice."""
+    smallest: int = 1
+    """Packed sequences of the smallest micro-batch: a row with two answers is never cut in two."""
+
+    @property
+    def of_smallest(self) -> int:
+        """The most bytes of a step with the smallest possible micro-batches."""
+        count, each = self.smallest, self.activations
+        activations = ActivationBytes(count * each.kept, count * each.recomputed)
+        return self.fixed + activations.peak(min(count * self.loss_workspace, self.max_loss_workspace))
+
+    def largest_micro_batch(self, available_bytes: float, at_most: int, *, share: float = 1.0) -> int:
+        """The most packed sequences in a micro-batch with a step that fits into the available bytes; at least 1,
+        whatever it takes.
+
+        available_bytes: for all of the step. share: the share that may be taken of the bytes which the fixed part
+        leaves.
+        """
+        each, free = self.activations, available_bytes - self.fixed
+        # The two peaks of a step: at the loss, and in the backward pass of a layer that recomputes.
+        at_loss = share * (free - self.max_loss_workspace) // each.kept
+        in_backward = share * free // (each.kept + each.recomputed)
+        return max(1, min(at_most, int(at_loss), int(in_backward)))

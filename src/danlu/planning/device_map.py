@@ -12,7 +12,7 @@ from danlu.planning.pipeline_split import even_in_cost
 from danlu.recipe.device_map import ByHand, entries_of
 
 if TYPE_CHECKING:
-    from danlu.models.device_map import DeviceMap
+    from danlu.models.chunks import DeviceMap
 
 
 class Device(NamedTuple):
@@ -66,7 +66,7 @@ def device_map_of(
     the last ones are left out. loss_device: the device of the head, for a model of another role with its loss computed
     there; by default the map decides.
     """
-    from danlu.models.device_map import DeviceMap
+    from danlu.models.chunks import DeviceMap
 
     if not isinstance(section, str):
         entries = entries_of(section)

@@ -15,12 +15,6 @@ _TRAINING = 3
 _FROZEN = 2
 
 
-def layer_parameters(config: ModelConfig) -> int:
-    """Weights of all layers that one token is multiplied with: q, k, v, o, gate, up, down."""
-    of_kind = {kind: kind.product_weights(config.hidden_size) for kind in config.kinds}
-    return sum(of_kind[layer] for layer in config.layers)
-
-
 def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     """Counts (query, key) pairs of causal attention in documents; a query sees itself and `window` - 1 tokens before
     it."""
@@ -31,17 +25,32 @@ def attention_pairs(lengths: Iterable[int], window: int | None = None) -> int:
     return pairs
 
 
-def forward_flops(config: ModelConfig, lengths: Sequence[int], targets: int) -> int:
-    """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a loss)."""
-    linear = 2 * sum(lengths) * layer_parameters(config)
-    of_kind = {kind: kind.mixer.pair_flops() * attention_pairs(lengths, kind.mixer.window) for kind in config.kinds}
-    mixing = sum(of_kind[layer] + sum(lengths) * layer.token_flops() for layer in config.layers)
-    return linear + mixing + 2 * targets * config.hidden_size * config.vocab_size
+class DecoderFlops:
+    """Operations of passes of one decoder over documents; the constants of its layers are counted once."""
 
+    def __init__(self, config: ModelConfig) -> None:
+        layers = {kind: config.layers.count(kind) for kind in config.kinds}
+        self.weights = sum(count * kind.product_weights(config.hidden_size) for kind, count in layers.items())
+        """Weights of all layers that one token is multiplied with: q, k, v, o, gate, up, down."""
+        self._head = config.hidden_size * config.vocab_size
+        self._mixers = [
+            (count, kind.mixer.window, kind.mixer.pair_flops(), kind.token_flops()) for kind, count in layers.items()
+        ]
 
-def training_flops(config: ModelConfig, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:
-    """Counts FLOPs of forward and backward with every weight trained; the gather of the embedding costs no products.
+    def forward(self, lengths: Sequence[int], targets: int) -> int:
+        """One forward pass over documents of `lengths` tokens, with the head on `targets` of them (those with a
+        loss)."""
+        tokens = sum(lengths)
+        mixing = sum(
+            count * (by_pair * attention_pairs(lengths, window) + by_token * tokens)
+            for count, window, by_pair, by_token in self._mixers
+        )
+        return 2 * tokens * self.weights + mixing + 2 * targets * self._head
 
-    frozen: gradients of inputs alone, as for adapters; their own products are not counted, as the price of the savings.
-    """
-    return (_FROZEN if frozen else _TRAINING) * forward_flops(config, lengths, targets)
+    def training(self, lengths: Sequence[int], targets: int, *, frozen: bool = False) -> int:
+        """Forward and backward with every weight trained; the gather of the embedding costs no products.
+
+        frozen: gradients of inputs alone, as for adapters; their own products are not counted, as the price of the
+        savings.
+        """
+        return (_FROZEN if frozen else _TRAINING) * self.forward(lengths, targets)

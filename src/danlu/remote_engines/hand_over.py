@@ -19,8 +19,7 @@ from danlu.core.errors import ModelError, ResourceError
 from danlu.core.safetensors_format import read_header
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.hf_folder import INDEX
-from danlu.models.hf_layout import hf_tensors
-from danlu.models.hf_parts import HFTensor
+from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.remote_engines.server_interface import RolloutServer, Route, WeightGroup
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.assembly.base_model import find_base
-from danlu.assembly.frozen_base import adapters_of
+from danlu.assembly.devices import device_map_of
+from danlu.assembly.frozen_base import adapter_sites, adapters_of, stored_quantization
 from danlu.assembly.memory_estimate import (
     BytesByDevice,
     CriticPass,
     MemoryEstimate,
     activation_dtype,
-    estimate_of,
     expected_lines,
     find_micro_batch,
     gathered_at_a_time,
@@ -32,21 +32,16 @@ from danlu.assembly.memory_estimate import (
     stage_config,
     with_devices,
 )
-from danlu.assembly.parallelize import device_map_of, kept_whole
-from danlu.assembly.parameter_count import parameters_of
-from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
+from danlu.assembly.parameters import TRAINED, VALUE, kept_whole, own_name, parameters_of
 from danlu.assembly.recipe_adapters import base_config
-from danlu.assembly.stored_quantization import stored_quantization
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.safetensors_format import read_header
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.memory.recompute import plan_of
-from danlu.models.adapter_sites import adapter_sites
-from danlu.models.chunks import Chunks
+from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
-from danlu.models.device_map import DeviceMap
-from danlu.models.hf_validation import FOUR_BIT, expected_tensors, own_tensors
+from danlu.models.hf_folder import FOUR_BIT, expected_tensors, own_tensors
 from danlu.models.loading import meta_decoder
 from danlu.models.long_context import with_long_context
 from danlu.models.presets import from_scratch
@@ -55,8 +50,8 @@ from danlu.parallel.comm import Group
 from danlu.parallel.expert import expert_names
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.pipeline import Pipeline
+from danlu.planning.activation_memory import packed_bytes
 from danlu.planning.device_map import device_map_problems
-from danlu.planning.parameter_memory import packed_bytes
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_adapter, value_share
@@ -177,7 +172,7 @@ def estimate_from_config(
     optimizer = build_optimizer(meta.trained, _without_pages(recipe.optimizer))
     ratio = trained / max(1, sum(parameter.nbytes for _, parameter in meta.trained))
     gradients, state = int(ratio * optimizer.gradient_bytes()), int(ratio * optimizer.resident_state_bytes())
-    whole_parameters, whole_gradients = gathered_at_a_time(gathered, recipe)
+    whole_parameters, whole_gradients = gathered_at_a_time(gathered, recipe.parallel)
     offloaded = 0
     offload = recipe.memory.offload
     if device_type != "cpu" or recipe.memory.folder is not None:
@@ -197,11 +192,11 @@ def estimate_from_config(
         average=average,
         activations=0,
         logits=0,
-        packed=_largest_workspace(meta, layout, device_type) * activation_dtype(recipe).itemsize,
+        packed=_largest_workspace(meta, layout, device_type) * activation_dtype(recipe.precision).itemsize,
         gathered=whole_parameters,
         stash=first.weight_delay * trained,
     )
-    estimate = estimate_of(
+    estimate = MemoryEstimate(
         recipe,
         config,
         fixed,
@@ -212,8 +207,8 @@ def estimate_from_config(
         processes=layout.world,
         critic=critic,
         in_flight=first.micro_batches_in_flight,
-    )
-    device_map = device_map_of(recipe, config)
+    ).with_activations()
+    device_map = device_map_of(recipe.parallel.device_map, recipe.device, config)
     if device_map is None:
         return estimate
     return with_devices(estimate, device_map, _bytes_by_device(recipe, meta, frozen_models, device_map))
@@ -232,7 +227,7 @@ def _bytes_by_device(
     for name, size in meta.replaced_bytes.items():
         counted.weights[device_map.of_parameter(name)] += size
     for frozen_config, of_model in frozen_models:
-        own = device_map_of(recipe, frozen_config, device_map.head)
+        own = device_map_of(recipe.parallel.device_map, recipe.device, frozen_config, device_map.head)
         assert own is not None, "the recipe has a device map"
         for name, size in of_model.items():
             counted.weights[own.of_parameter(name)] += size
@@ -309,7 +304,7 @@ def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
         if name in linears and section is not None:
             frozen_bytes[name] = packed_bytes(parameter.shape, section)
         elif is_matrix(name, parameter.ndim) and name not in whole:
-            frozen_bytes[name] = parameter.numel() * activation_dtype(recipe).itemsize
+            frozen_bytes[name] = parameter.numel() * activation_dtype(recipe.precision).itemsize
     return _MetaModel(
         model,
         frozen_bytes,
@@ -333,7 +328,7 @@ def _frozen_parameter_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig
         if name in linears and spec.quantization is not None:
             sizes[name] = packed_bytes(parameter.shape, spec.quantization)
         elif is_matrix(name, parameter.ndim) and spec.mixing is None:
-            sizes[name] = parameter.numel() * activation_dtype(recipe).itemsize
+            sizes[name] = parameter.numel() * activation_dtype(recipe.precision).itemsize
         else:
             sizes[name] = parameter.nbytes
     return config, sizes

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-from danlu.assembly.parallelize import check_devices, optimizer_of
-from danlu.assembly.parameter_count import parameters_of, trained_parameters_of
+from danlu.assembly.devices import check_devices
+from danlu.assembly.optimizer import optimizer_of
+from danlu.assembly.parameters import parameters_of, trained_parameters_of
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import RecipeError, ResourceError, Stopped
 from danlu.numerics.deterministic import deterministic
@@ -75,7 +76,7 @@ from danlu.training.watch import Watch
 if TYPE_CHECKING:
     from danlu.numerics.loss_scaling import LossScaler
     from danlu.optim.ema import Ema
-    from danlu.planning.gemm import Peak
+    from danlu.planning.precision import Peak
 
 Log = Callable[[str], None]
 
@@ -459,7 +460,7 @@ def _resume(run: Run, start: Start, log: Log) -> int:
 
 def _device(recipe: Recipe) -> torch.device:
     """The device of the run; of several a GPU, where there is one."""
-    check_devices(recipe)
+    check_devices(recipe.parallel.device_map, recipe.device)
     name, section = recipe.device, recipe.parallel.device_map
     if section is not None and not isinstance(section, str):
         return torch.device(max(named_devices(section)))

@@ -24,8 +24,7 @@ from danlu.inference.load_model import LoadedModel
 from danlu.inference.request import Completion
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
-from danlu.models.hf_layout import hf_tensors
-from danlu.models.hf_parts import HFTensor
+from danlu.models.hf_layout import HFTensor, hf_tensors
 from danlu.models.loading import stored_values
 from danlu.remote_engines.danlu_protocol import float_digest
 

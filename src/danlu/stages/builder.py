@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 from torch import nn
 
+from danlu.assembly.devices import device_map_of
 from danlu.assembly.memory_estimate import check_size
-from danlu.assembly.parallelize import Placed, Subject, check_placing, device_map_of, place, subject_of, token_shares
+from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of, token_shares
 from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.core.types import Objective, Pack, Role
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Experts
 from danlu.models.hf_config import architecture_of
-from danlu.models.hf_folder import check_vocabulary, resolve_folder
-from danlu.models.hf_validation import check_headers
+from danlu.models.hf_folder import check_headers, check_vocabulary, resolve_folder
+from danlu.models.layer_spec import Experts
 from danlu.models.loading import build
-from danlu.models.passthrough_tensors import check_untouched
+from danlu.models.saving import check_untouched
 from danlu.parallel.comm import world_size
 from danlu.parallel.layout import problems
 from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
@@ -149,7 +149,7 @@ class DecoderBuilder:
             micro=1,
             adapters=adapters,
             parallel=placed.parallel,
-            token_multiple=token_shares(recipe, ranks),
+            token_multiple=token_shares(recipe.parallel, ranks),
             exact=recipe.numerics == "exact",
         )
 
@@ -246,7 +246,7 @@ class DecoderBuilder:
 
     def _loss_device(self, config: ModelConfig, device: torch.device) -> torch.device:
         """The device of micro-batches and losses: `device`, but with a device map that of the policy's head."""
-        device_map = device_map_of(self.recipe, config)
+        device_map = device_map_of(self.recipe.parallel.device_map, self.recipe.device, config)
         return device if device_map is None else torch.device(device_map.head)
 
     def _check_base(self, checkpoint: Path) -> None:

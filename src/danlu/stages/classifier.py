@@ -27,8 +27,7 @@ from danlu.core.types import (
 from danlu.data.images import Image, ImageBatch, collate_images
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
-from danlu.objectives.classification import logits_cross_entropy
-from danlu.objectives.cross_entropy import CrossEntropy
+from danlu.objectives.cross_entropy import CrossEntropy, logits_cross_entropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.build import Optimizers
 from danlu.parallel import data

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
+from danlu.assembly.parameters import TRAINED, VALUE, own_name
 from danlu.core.layer_types import Attend
 from danlu.core.types import Batch
 from danlu.memory.recomputed_function import recomputed_within

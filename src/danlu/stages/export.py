@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
+from danlu.assembly.parameters import TRAINED, VALUE, own_name
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task

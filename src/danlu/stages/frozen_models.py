@@ -13,8 +13,9 @@ from torch import nn
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.adapter_training import merged_model
 from danlu.assembly.base_model import find_base
+from danlu.assembly.devices import layer_by_layer, loading_device
 from danlu.assembly.frozen_base import Adapted, check_frozen, load_frozen
-from danlu.assembly.parallelize import LayerPlacer, Placed, Subject, layer_by_layer, loading_device, place, subject_of
+from danlu.assembly.parallelize import LayerPlacer, Placed, Subject, place, subject_of
 from danlu.assembly.recipe_adapters import base_config, open_named
 from danlu.core.errors import RecipeError
 from danlu.core.tokenizer_files import VOCABULARY_FILES

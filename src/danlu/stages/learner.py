@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from danlu.assembly.parameter_roles import VALUE
+from danlu.assembly.parameters import VALUE
 from danlu.core.layer_types import Attend
 from danlu.core.types import (
     Batch,
@@ -35,7 +35,7 @@ from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
 from danlu.models.decoder import Decoder
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
-from danlu.optim.clip import non_finite
+from danlu.optim.gradients import non_finite
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.parallel_context import ParallelContext

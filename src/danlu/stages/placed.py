@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from danlu.assembly.parallelize import Placed, replica_devices, token_shares
-from danlu.assembly.parameter_roles import TRAINED, VALUE, own_name
+from danlu.assembly.devices import replica_devices
+from danlu.assembly.parallelize import Placed, token_shares
+from danlu.assembly.parameters import TRAINED, VALUE, own_name
 from danlu.assembly.recipe_adapters import base_identity
 from danlu.core.errors import RecipeError
 from danlu.core.types import HeadObjective, Objective, Pack, Role
@@ -162,7 +163,7 @@ class PlacedDecoder:
             None if compiled else Activations.beside(weights),
             data.replicated_step(self.parallel, self.recipe.parallel),
             offload=self._activation_offload(),
-            token_multiple=token_shares(self.recipe, self.parallel.ranks),
+            token_multiple=token_shares(self.recipe.parallel, self.parallel.ranks),
             source_names=sources,
             empty=self.empty,
             moving=self.moving,
@@ -175,7 +176,7 @@ class PlacedDecoder:
         if self.recipe.parallel.workers == "threads":
             from danlu.parallel.threads import Replicas
 
-            devices = replica_devices(self.recipe, self.device)
+            devices = replica_devices(self.recipe.parallel.data, self.device)
             if self.frozen and len(set(devices)) > 1:
                 raise RecipeError("parallel.workers: threads copies the policy to every GPU, not a frozen model")
             return ThreadedLearner(**vars(learner), replicas=Replicas(model, devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from danlu.assembly.parallelize import Placed, Subject
-from danlu.assembly.parameter_roles import TRAINED
+from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import adapter_warnings
 from danlu.models.block_scaled import scaled_method
 from danlu.models.hf_folder import CONFIG, read_json, resolve_folder

@@ -45,7 +45,7 @@ def policy_logprobs(
         micro=1,
         adapters=adapters,
         parallel=placed.parallel,
-        token_multiple=token_shares(recipe, placed.parallel.ranks),
+        token_multiple=token_shares(recipe.parallel, placed.parallel.ranks),
         exact=recipe.numerics == "exact",
     )
     virtual_tokens = 0 if adapters is None else len(adapters.virtual_token_ids)

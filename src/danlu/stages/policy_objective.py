@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from danlu.assembly.parameter_roles import VALUE
+from danlu.assembly.parameters import VALUE
 from danlu.core.types import Objective, Role
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
 from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
-from danlu.objectives.preference import Preference
-from danlu.objectives.step_preference import StepPreference
+from danlu.objectives.preference import Preference, StepPreference
 from danlu.objectives.value import PpoObjective
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_share

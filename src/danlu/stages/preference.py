@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from danlu.objectives.preference import Preference, preference_objective
-from danlu.objectives.step_preference import StepPreference
+from danlu.objectives.preference import Preference, StepPreference, preference_objective
 from danlu.recipe import Recipe
 from danlu.recipe.sections import terms_of
 from danlu.stages.protocols import Better

@@ -12,11 +12,11 @@ from danlu.adapters.peft_folder import add_adapter
 from danlu.assembly.base_model import find_base
 from danlu.assembly.memory_estimate import activation_dtype
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.parameter_roles import TRAINED, VALUE
+from danlu.assembly.parameters import TRAINED, VALUE
 from danlu.assembly.score_head import required_score_head
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer
 from danlu.inference.resolve_model import ResolvedModel
-from danlu.models.rotation import same_rotation
+from danlu.models.config import same_rotation
 from danlu.parallel.ranks import Ranks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
@@ -111,7 +111,7 @@ def own_reward_bytes(recipe: Recipe, judges: Collection[str]) -> int:
     """
     paths = {section.path for section in recipe.rewards or () if isinstance(section, ModelReward)} - set(judges)
     sizes = [resolve_reward_model(path).config.parameter_count() for path in paths]
-    return sum(sizes) * activation_dtype(recipe).itemsize
+    return sum(sizes) * activation_dtype(recipe.precision).itemsize
 
 
 def shared_rewards(recipe: Recipe) -> list[str]:

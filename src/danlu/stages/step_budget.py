@@ -12,21 +12,19 @@ from danlu.assembly.memory_estimate import (
     BytesByDevice,
     CriticPass,
     MemoryEstimate,
-    estimate_of,
     find_micro_batch,
     gathered_parameters,
     stage_config,
     with_devices,
 )
 from danlu.assembly.parallelize import shards_on_host
-from danlu.assembly.parameter_count import model_bytes
-from danlu.assembly.parameter_roles import own_name
+from danlu.assembly.parameters import model_bytes, own_name
 from danlu.models.decoder import Decoder
 from danlu.numerics.quantized_weight import QuantizedModule, dense_workspace_bytes
 from danlu.objectives.linear_cross_entropy import workspace_bytes
 from danlu.optim.build import Optimizers
-from danlu.planning.flops import training_flops
-from danlu.planning.gemm import Peak, peak_of
+from danlu.planning.flops import DecoderFlops
+from danlu.planning.precision import Peak, peak_of
 from danlu.stages.learner import objective_tensors
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import LeastSeconds
@@ -55,7 +53,7 @@ class DecoderBudget:
         average = sum(parameter.nbytes for parameter in optimizer.parameters.values()) if recipe.ema is not None else 0
         resident = self._resident(policy.weights(), optimizer, average)
         elsewhere = optimizer.state_bytes() - optimizer.resident_state_bytes()
-        if not ranks.dense_data.all.alone and shards_on_host(recipe, policy.device):
+        if not ranks.dense_data.all.alone and shards_on_host(recipe.memory, policy.device):
             elsewhere += resident.total
             resident = replace(resident, weights=0, adapter=0, gradients=0, optimizer=0, average=0)
         gathered, gradients = gathered_parameters(model, recipe)
@@ -75,7 +73,7 @@ class DecoderBudget:
         if (placed := policy.critic_decoder) is not None:
             model_of_values = placed.subject.model
             critic = CriticPass(stage_config(model_of_values.config, model_of_values.chunks), placed.plan)
-        estimate = estimate_of(
+        estimate = MemoryEstimate(
             recipe,
             stage_config(model.config, model.chunks),
             fixed,
@@ -87,7 +85,7 @@ class DecoderBudget:
             critic=critic,
             in_flight=policy.parallel.pipeline.micro_batches_in_flight,
             lengths=self.lengths,
-        )
+        ).with_activations()
         device_map = policy.placed.device_map
         return estimate if device_map is None else with_devices(estimate, device_map, self._bytes_by_device(optimizer))
 
@@ -120,13 +118,14 @@ class DecoderBudget:
     def least_seconds(self) -> LeastSeconds:
         """The time of a step at `peak`, by its floating-point operations."""
         policy = self.policy
-        config, peak, frozen = policy.model.config, self.peak().divisor, policy.adapters is not None
-        critic = None if policy.critic_decoder is None else policy.critic_decoder.subject.model.config
+        own, peak, frozen = DecoderFlops(policy.model.config), self.peak().divisor, policy.adapters is not None
+        decoder = policy.critic_decoder
+        critic = None if decoder is None else DecoderFlops(decoder.subject.model.config)
 
         def seconds(lengths: Sequence[int], targets: int) -> float:
-            flops = training_flops(config, lengths, targets, frozen=frozen)
+            flops = own.training(lengths, targets, frozen=frozen)
             if critic is not None:  # without a head over the vocabulary
-                flops += training_flops(critic, lengths, 0, frozen=policy.own_critic is None)
+                flops += critic.training(lengths, 0, frozen=policy.own_critic is None)
             return flops / peak
 
         return seconds

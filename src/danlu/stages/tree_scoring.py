@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from danlu.assembly.parameter_roles import VALUE
+from danlu.assembly.parameters import VALUE
 from danlu.core.types import Batch, Outputs, Pack, Role
 from danlu.rl.estimators import LAST_VALUE, REFERENCE, VALUE_OLD
 from danlu.rl.experience import Scores

@@ -8,16 +8,15 @@ import torch
 from torch import nn
 
 from danlu.adapters.adapter_config import adapter_stack
+from danlu.assembly.adapter_training import value_on_base
 from danlu.assembly.parallelize import Placed, place, subject_of
-from danlu.assembly.parameter_roles import VALUE, own_name, role_of
+from danlu.assembly.parameters import VALUE, own_name, role_of
 from danlu.assembly.score_head import score_head_shape
-from danlu.assembly.value_adapter import value_on_base
 from danlu.core.errors import ModelError, RecipeError
 from danlu.inference.resolve_model import resolve_model
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import architecture_of
-from danlu.models.hf_folder import resolve_folder
-from danlu.models.hf_validation import check_headers
+from danlu.models.hf_folder import check_headers, resolve_folder
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from danlu.core.errors import TrainingError
 from danlu.core.types import Item
-from danlu.optim.clip import non_finite
+from danlu.optim.gradients import non_finite
 from danlu.parallel.comm import Group
 from danlu.training.units import first_few
 

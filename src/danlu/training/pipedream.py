@@ -26,7 +26,7 @@ import torch
 
 from danlu.core.errors import TrainingError
 from danlu.core.types import Item, Loss, Totals
-from danlu.optim.clip import clip_grad_norm, non_finite
+from danlu.optim.gradients import clip_grad_norm, non_finite
 from danlu.optim.schedules import multiplier
 from danlu.parallel.comm import PendingSum
 from danlu.parallel.phase import PHASE

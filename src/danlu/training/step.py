@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from danlu.core.types import Item, Loss, Metric, Totals
-from danlu.optim.clip import HasGradient, clip_grad_norms
-from danlu.optim.sparse import coalesce_gradients
+from danlu.optim.gradients import HasGradient, clip_grad_norms, coalesce_gradients
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.training.executor import AnyLearner, Executor
 from danlu.training.learner import StepItems

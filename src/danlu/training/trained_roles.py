@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from danlu.core.types import Role
-from danlu.optim.clip import HasGradient
+from danlu.optim.gradients import HasGradient
 
 NORM = "grad_norm"
 """`grad_norm/ROLE` is the norm of the gradient of one of several models."""

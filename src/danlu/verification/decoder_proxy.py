@@ -10,17 +10,16 @@ import torch
 
 from danlu.adapters.peft_folder import write_adapter
 from danlu.assembly.parallelize import place, subject_of
-from danlu.assembly.parameter_roles import TRAINED
+from danlu.assembly.parameters import TRAINED
 from danlu.assembly.recipe_adapters import base_config, check_adapters
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Pack
 from danlu.data.batch import EMPTY_PACK, empty_like
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Experts
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import read_config
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec
 from danlu.models.long_context import ropes_by_length, with_long_context
 from danlu.models.presets import from_scratch
 from danlu.models.rope_config import Rope

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from danlu.core.types import ROUTES, Item, Pack
 from danlu.numerics.relative_error import relative_error
-from danlu.objectives.step_preference import sees_whole_step
+from danlu.objectives.preference import sees_whole_step
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import AXES, Layout

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from danlu.assembly.parameter_roles import VALUE, role_of
+from danlu.assembly.parameters import VALUE, role_of
 from danlu.core.shard_box import BoxValue
 from danlu.run.export import export_result
 from danlu.training.state import Run

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from danlu.models.chunks import Chunks
 from danlu.models.decoder import Decoder
-from danlu.optim.clip import clip_grad_norm
+from danlu.optim.gradients import clip_grad_norm
 from danlu.planning.pipeline_split import chunk_sizes
 from danlu.recipe.sections import Pipeline
 from danlu.training.pipedream import train_turn

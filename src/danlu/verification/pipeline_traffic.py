@@ -1,4 +1,4 @@
-"""Traffic between the stages of a decoder in a step of a recipe, by `planning.pipeline_traffic`."""
+"""Traffic between the stages of a decoder in a step of a recipe, by `planning.traffic`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.schedules import placement
-from danlu.planning.pipeline_traffic import pipeline_traffic
+from danlu.planning.traffic import pipeline_traffic
 from danlu.training.learner import MicroStep
 from danlu.verification.proxy import MicroBatches, ProxyTraining
 

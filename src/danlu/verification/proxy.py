@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from danlu.assembly.parallelize import optimizer_of
+from danlu.assembly.optimizer import optimizer_of
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Item
-from danlu.models.experts_spec import Experts
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
 from danlu.parallel.collective_traffic import CollectiveTraffic

@@ -13,10 +13,9 @@ from danlu.adapters.adapter_config import AdapterFolder, adapter_stack, open_ada
 from danlu.adapters.peft_folder import section_of, write_adapter
 from danlu.adapters.targets import by_pattern, choose, select, unmatched
 from danlu.assembly.base_model import Base, find_base
-from danlu.assembly.frozen_base import adapters_of
+from danlu.assembly.frozen_base import adapter_sites, adapters_of
 from danlu.core.errors import RecipeError
 from danlu.core.layer_types import Site
-from danlu.models.adapter_sites import adapter_sites
 from danlu.models.config import ModelConfig
 from danlu.models.initialize import named_generator
 from danlu.models.loading import load, meta_decoder

@@ -11,16 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from danlu.assembly.stored_quantization import stored_quantization
+from danlu.assembly.frozen_base import stored_quantization
 from danlu.core.types import Pack
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
-from danlu.models.factorized_spec import Factorized
-from danlu.models.heads_spec import Heads
 from danlu.models.hf_folder import CONFIG
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import Feed, LayerSpec, Mixer
-from danlu.models.mlp_spec import Dense
+from danlu.models.layer_spec import Dense, Feed, LayerSpec, Mixer
+from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
 from danlu.planning.activation_memory import ActivationPlan, activation_bytes

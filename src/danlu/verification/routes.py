@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from danlu.models.experts import RowOrder
-from danlu.models.router import Router
+from danlu.models.experts import Router, RowOrder
 from danlu.verification.proxy import ProxyTraining
 
 LEAST_MARGIN = 1e-4

@@ -10,7 +10,7 @@ from danlu.core.types import ROUTES, Pack
 from danlu.inference.recorded_routes import NO_ROUTE
 from danlu.inference.request import Completion
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Experts
+from danlu.models.layer_spec import Experts
 from danlu.recipe import Recipe
 from danlu.rl.answer_pairs import with_pair
 from danlu.rl.estimators import RETURN, VALUE_OLD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from danlu.assembly.stored_quantization import stored_quantization
+from danlu.assembly.frozen_base import stored_quantization
 from danlu.core.errors import RecipeError
 from danlu.core.types import Role
 from danlu.models.config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from danlu.assembly.parameter_roles import VALUE
+from danlu.assembly.parameters import VALUE
 from danlu.models.config import ModelConfig
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_adapter, value_share

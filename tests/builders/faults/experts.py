@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from danlu.core.dtensor import local_tensor
 from danlu.models import load_balancing, router_replay
 from danlu.models.decoder import Decoder
+from danlu.models.experts import Router
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
-from danlu.models.router import Router
 from danlu.optim.build import Optimizers
 from danlu.parallel import parallel_context
 from danlu.parallel.comm import Group

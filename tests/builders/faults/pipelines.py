@@ -11,7 +11,7 @@ from torch import Tensor
 
 from danlu.models import load_balancing
 from danlu.models.load_balancing import Balancer, Balancing
-from danlu.optim.clip import HasGradient, clip_grad_norms
+from danlu.optim.gradients import HasGradient, clip_grad_norms
 from danlu.parallel.layout import Layout
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.pipeline import Pipeline

@@ -17,9 +17,9 @@ from danlu.assembly.parallelize import Placed
 from danlu.core.types import Batch, Item, Loss, Pack, Run, Share, Totals
 from danlu.models.decoder import Decoder
 from danlu.models.modules import RMSNorm
-from danlu.objectives.step_preference import sees_whole_step
+from danlu.objectives.preference import sees_whole_step
 from danlu.optim.build import Optimizers
-from danlu.optim.clip import clip_grad_norm, clip_grad_norms
+from danlu.optim.gradients import clip_grad_norm, clip_grad_norms
 from danlu.parallel import batch_sharding
 from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.layout import Layout

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from danlu.core.shard_box import ShardBox
-from danlu.optim import clip
+from danlu.optim import gradients
 from danlu.parallel import local_parameter
 from danlu.parallel.comm import ALONE, Group
 from danlu.parallel.gradient_buckets import GradientBuckets
@@ -80,7 +80,7 @@ def _clipped_to_larger_norm(recipe: Recipe, ranks: Ranks) -> AbstractContextMana
 
     def clip_norms(parameters: Any, max_norm: float | None, *args: Any, **options: Any) -> dict[str, float]:
         bound = None if max_norm is None else max_norm * ranks.world.size
-        return clip.clip_grad_norms(parameters, bound, *args, **options)
+        return gradients.clip_grad_norms(parameters, bound, *args, **options)
 
     return replaced(step_module, "clip_grad_norms", clip_norms)
 
@@ -110,13 +110,13 @@ class _FiniteSum:
 
 def _not_finite_hidden(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
     """The norm that decides on a step leaves out numbers that are not finite on some process."""
-    original = clip._global_norm
+    original = gradients._global_norm
 
     def global_norm(grads: Any, weights: Any, group: Any, device: Any) -> float:
         finite: Any = None if group is None else _FiniteSum(group)
         return original(grads, weights, finite, device)
 
-    return replaced(clip, "_global_norm", global_norm)
+    return replaced(gradients, "_global_norm", global_norm)
 
 
 def _overlapping_parts(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:

@@ -2,10 +2,10 @@
 
 A file for each maker, or for each kind of its models, with a row of `FAMILIES` for each model_type. A row has a
 family's particulars: the values that transformers takes for absent keys, the layers that only it has, and where its
-tensor names leave Llama's. `family.py` defines a row, `layer_keys.py` and `expert_keys.py` the keys that several
-families share; the keys that all have are in `hf_config.py`, next to this folder. Each `read_*` takes a config.json, a
-layer by the keys that all families have, and the number of layers, and returns fields of ModelConfig; each `write_*`
-returns the keys of config.json that `read_*` reads. Nothing here imports torch.
+tensor names leave Llama's. `family.py` defines a row, `layer_keys.py` the keys that several families share; the keys
+that all have are in `hf_config.py`, next to this folder. Each `read_*` takes a config.json, a layer by the keys that
+all families have, and the number of layers, and returns fields of ModelConfig; each `write_*` returns the keys of
+config.json that `read_*` reads. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ _FILES: Final = {
     "gemma": ("gemma2", "gemma3_text"),
     "glm": ("glm4_moe",),
     "gpt_oss": ("gpt_oss",),
-    "granite": ("granite",),
-    "llama": ("llama",),
+    "llama": ("granite", "llama", "smollm3"),
     "mfa": ("mfa",),
     "minimax": ("minimax_m2",),
     "mistral": ("ministral3", "mistral", "mixtral"),
     "olmo": ("olmo2", "olmo3", "olmoe"),
     "phi": ("phi3",),
-    "qwen": ("qwen2", "qwen3"),
+    "qwen": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     "qwen_linear": ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    "qwen_moe": ("qwen2_moe", "qwen3_moe"),
-    "smollm": ("smollm3",),
 }
 """File -> the model_types of its rows."""
 

@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Experts, Router
-from danlu.models.families.expert_keys import QWEN_MOE_MODULES, STACKED_MODULES, dense_width, experts_of, with_feeds
 from danlu.models.families.family import Family, Stored
+from danlu.models.families.layer_keys import QWEN_MOE_MODULES, STACKED_MODULES, dense_width, experts_of, with_feeds
 from danlu.models.hf_rope import RopeRules, read_rope
 from danlu.models.hf_values import HFValues
-from danlu.models.latent_spec import Latent
-from danlu.models.layer_spec import LayerSpec
-from danlu.models.mlp_spec import Dense
+from danlu.models.layer_spec import Dense, Experts, LayerSpec, Router
+from danlu.models.mixer_spec import Latent
 
 DEEPSEEK_MOE_MODULES: dict[str, str | Stored] = {
     **QWEN_MOE_MODULES,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
+from danlu.models.mixer_spec import Delta
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
     from danlu.core.types import Task

@@ -125,10 +125,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         architecture="Gemma3",
-        architectures={
-            "sequence-classification": "Gemma3TextForSequenceClassification",
-            "token-classification": None,
-        },
+        architectures={"sequence-classification": "Gemma3TextForSequenceClassification", "token-classification": None},
         read=read_gemma3,
         write=write_gemma3,
         modules=GEMMA_MODULES,

@@ -6,9 +6,8 @@ from typing import Any
 
 from danlu.models.config import ModelConfig
 from danlu.models.families.deepseek import DEEPSEEK_MOE_MODULES, deepseek_feeds, deepseek_keys, deepseek_v3_router
-from danlu.models.families.expert_keys import STACKED_MODULES, with_feeds
 from danlu.models.families.family import GENERATION_ONLY, Family
-from danlu.models.families.layer_keys import with_windows
+from danlu.models.families.layer_keys import STACKED_MODULES, with_feeds, with_windows
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
@@ -50,5 +49,5 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 1.0,
             "topk_group": 1,
         },
-    ),
+    )
 }

@@ -6,20 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Router
-from danlu.models.families.expert_keys import experts_of, local_expert_keys, routed_experts
 from danlu.models.families.family import LLAMA_MODULES, Family, Stored
 from danlu.models.families.layer_keys import (
     alternating_windows,
     attention_biases,
+    experts_of,
     layer_types_of,
+    local_expert_keys,
     one_window,
+    routed_experts,
     with_windows,
 )
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
-from danlu.models.mlp_spec import ClampedSwiGLU
+from danlu.models.layer_spec import ClampedSwiGLU, LayerSpec, Router
 
 GPT_OSS_MODULES: dict[str, str | Stored] = {
     **LLAMA_MODULES,
@@ -85,5 +85,5 @@ FAMILIES: dict[str, Family] = {
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
         },
-    ),
+    )
 }

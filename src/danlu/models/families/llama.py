@@ -1,13 +1,25 @@
-"""Llama 2 and 3, and models built like them: TinyLlama, SmolLM2."""
+"""Llama 2 and 3, models built like them (TinyLlama, SmolLM2), and those that are Llama with little more.
+
+Granite has multipliers of embeddings, residuals, scores and logits; SmolLM3 has some layers that are not rotated.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.families.family import Family
-from danlu.models.families.layer_keys import attention_biases, with_windows
+from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.layer_keys import (
+    attention_biases,
+    interval_of,
+    layer_types_of,
+    one_window,
+    windows_by_type,
+    with_windows,
+)
+from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
 
@@ -22,16 +34,100 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": first.attention.qkv_bias, "mlp_bias": first.feed.bias}
 
 
+def read_granite(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    divisor = hf.number("logits_scaling")
+    if divisor == 0:
+        raise hf.error("logits_scaling", "logits cannot be divided by 0")
+    llama = read_llama(hf, plain, layers)["layers"]
+    scale = hf.number("attention_multiplier")
+    return {
+        "layers": tuple(replace(layer, mixer=replace(layer.attention, scale=scale)) for layer in llama),
+        "embedding_multiplier": hf.number("embedding_multiplier"),
+        "residual_multiplier": hf.number("residual_multiplier"),
+        "logits_divisor": divisor,
+    }
+
+
+def write_granite(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_llama(config),
+        "attention_multiplier": config.layers[0].attention.attention_scale,
+        "embedding_multiplier": config.embedding_multiplier,
+        "residual_multiplier": config.residual_multiplier,
+        "logits_scaling": config.logits_divisor,
+    }
+
+
+SMOLLM3_ROPE = RopeRules(theta=2_000_000.0)
+
+
+def read_smollm3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    rotated = hf.raw("no_rope_layers")  # where 1 is of a layer that is rotated
+    if rotated is None:
+        every = interval_of(hf, "no_rope_layer_interval")
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(flag not in (0, 1) for flag in rotated):
+        raise hf.error("no_rope_layers", f"expected a 0 or 1 for each of {layers} layers, found {rotated!r}")
+    window = hf.optional_integer("sliding_window") if hf.flag("use_sliding_window") else None
+    windows: Sequence[int | None] = [None if turned else window for turned in rotated[:layers]]
+    if window is not None and "layer_types" in hf:
+        windows = windows_by_type(hf, layers)
+    plain = replace(plain, feed=replace(plain.feed, bias=hf.flag("mlp_bias")))
+    all_rotated: tuple[LayerSpec, ...] = with_windows(plain, windows, **attention_biases(hf))["layers"]
+    return {
+        "layers": tuple(
+            layer if turned else replace(layer, mixer=replace(layer.attention, rope=None))
+            for layer, turned in zip(all_rotated, rotated, strict=False)
+        )
+    }
+
+
+def write_smollm3(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_llama(config),
+        "no_rope_layers": [int(layer.mixer.rope is not None) for layer in config.layers],
+        "use_sliding_window": one_window(config) is not None,
+        "sliding_window": one_window(config),
+        "layer_types": layer_types_of(config),
+    }
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         architecture="Llama",
         read=read_llama,
         write=write_llama,
+        defaults={"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048, "num_key_value_heads": None},
+    ),
+    "granite": Family(
+        architecture="Granite",
+        architectures=GENERATION_ONLY,
+        read=read_granite,
+        write=write_granite,
         defaults={
+            "attention_multiplier": 1.0,
             "bos_token_id": 1,
+            "embedding_multiplier": 1.0,
             "eos_token_id": 2,
+            "logits_scaling": 1.0,
             "max_position_embeddings": 2048,
             "num_key_value_heads": None,
+            "residual_multiplier": 1.0,
+        },
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3",
+        read=read_smollm3,
+        write=write_smollm3,
+        rope=SMOLLM3_ROPE,
+        defaults={
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "pad_token_id": 128004,
+            "tie_word_embeddings": True,
         },
     ),
 }

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.factorized_spec import Factorized
 from danlu.models.families.family import GENERATION_ONLY, Family
 from danlu.models.hf_rope import RopeRules, read_rope
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
+from danlu.models.mixer_spec import Factorized
 
 
 def read_mfa(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -40,5 +40,5 @@ FAMILIES: dict[str, Family] = {
         write=write_mfa,
         ropes_differ=True,
         defaults={"bos_token_id": None, "eos_token_id": None, "num_key_value_heads": 1},
-    ),
+    )
 }

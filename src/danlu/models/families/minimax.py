@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Router
-from danlu.models.families.expert_keys import (
+from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.layer_keys import (
     MIXTRAL_MODULES,
     MIXTRAL_STACKED_MODULES,
     local_expert_keys,
     routed_experts,
+    with_windows,
 )
-from danlu.models.families.family import GENERATION_ONLY, Family
-from danlu.models.families.layer_keys import with_windows
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import LayerSpec, Router
 
 MINIMAX_ROPE = RopeRules(theta=5_000_000.0, rotates_part=True, dim_key="rotary_dim")
 
@@ -51,5 +50,5 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 196608,
             "num_experts_per_tok": 8,
         },
-    ),
+    )
 }

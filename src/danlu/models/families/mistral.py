@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Router
-from danlu.models.families.expert_keys import (
+from danlu.models.families.family import Family
+from danlu.models.families.layer_keys import (
     MIXTRAL_MODULES,
     MIXTRAL_STACKED_MODULES,
     local_expert_keys,
     routed_experts,
+    windows_by_type,
+    with_windows,
 )
-from danlu.models.families.family import Family
-from danlu.models.families.layer_keys import windows_by_type, with_windows
 from danlu.models.hf_rope import RopeRules, write_rope_parameters
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import LayerSpec, Router
 
 MINISTRAL3_ROPE = RopeRules(("linear", "dynamic", "llama3", "yarn"), has_temperature=True)
 MINISTRAL3_PARAMETERS: dict[str, Any] = {
@@ -90,12 +90,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Mistral",
         read=read_windowed,
         write=write_windowed,
-        defaults={
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
+        defaults={"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     "mixtral": Family(
         architecture="Mixtral",

@@ -6,21 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.experts_spec import Router
-from danlu.models.families.expert_keys import QWEN_MOE_MODULES, STACKED_MODULES, experts_of, routed_experts
 from danlu.models.families.family import GENERATION_ONLY, Family
 from danlu.models.families.layer_keys import (
+    QWEN_MOE_MODULES,
+    STACKED_MODULES,
     attention_biases,
+    experts_of,
     layer_types_of,
     one_window,
     ropes_by_type,
+    routed_experts,
     windows_by_type,
     with_ropes,
     with_windows,
 )
 from danlu.models.hf_rope import RopeRules, read_ropes_by_type, write_rope_parameters
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import LayerSpec, Router
 
 POST_NORM_MODULES: dict[str, str] = {
     "attention": "self_attn",

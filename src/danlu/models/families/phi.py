@@ -47,5 +47,5 @@ FAMILIES: dict[str, Family] = {
             "pad_token_id": 32000,
             "rms_norm_eps": 1e-5,
         },
-    ),
+    )
 }

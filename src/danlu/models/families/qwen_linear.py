@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.delta_spec import Delta
-from danlu.models.families.expert_keys import QWEN_MOE_MODULES, STACKED_MODULES, with_feeds
 from danlu.models.families.family import GENERATION_ONLY, Family, Stored
-from danlu.models.families.layer_keys import interval_of, layer_types
-from danlu.models.families.qwen_moe import gated_shared_experts, gated_shared_keys, sparse_layers
+from danlu.models.families.layer_keys import QWEN_MOE_MODULES, STACKED_MODULES, interval_of, layer_types, with_feeds
+from danlu.models.families.qwen import gated_shared_experts, gated_shared_keys, sparse_layers
 from danlu.models.hf_rope import RopeRules, write_rope_parameters
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec, Mixer
+from danlu.models.mixer_spec import Delta
 
 GATED_HEADS_MODULES: dict[str, str | Stored] = {
     **QWEN_MOE_MODULES,
@@ -184,10 +183,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5_text": Family(
         architecture="Qwen3_5",
-        architectures={
-            "sequence-classification": "Qwen3_5TextForSequenceClassification",
-            "token-classification": None,
-        },
+        architectures={"sequence-classification": "Qwen3_5TextForSequenceClassification", "token-classification": None},
         read=read_linear,
         write=write_linear,
         modules=GATED_HEADS_MODULES,
@@ -208,10 +204,6 @@ FAMILIES: dict[str, Family] = {
         linear_modules=QWEN3_NEXT_DELTA_MODULES,
         stacked_modules=STACKED_MODULES,
         has_mtp_module=True,
-        defaults={
-            **LINEAR_DEFAULTS,
-            **QWEN3_NEXT_DEFAULTS,
-            "num_key_value_heads": 2,
-        },
+        defaults={**LINEAR_DEFAULTS, **QWEN3_NEXT_DEFAULTS, "num_key_value_heads": 2},
     ),
 }

@@ -1,7 +1,8 @@
-"""Counts of a placed model's parameters: all, the trained ones, and the bytes that a process holds."""
+"""The parameters of a run: the adapter and the model that they belong to by name, counts, and those that stay whole."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
@@ -9,9 +10,30 @@ from types import MappingProxyType
 from torch import nn
 
 from danlu.core.dtensor import local_tensor
+from danlu.core.types import Role
 from danlu.models.decoder import Decoder
 from danlu.models.loading import meta_decoder
+from danlu.models.modules import RMSNorm
 from danlu.parallel.local_parameter import LocalParameter
+
+TRAINED = "default"
+"""The name of the trained adapter, as in PEFT."""
+VALUE: Role = "value"
+"""PPO's value model: its role, the name of its adapter, and the prefix of its own parameters' names."""
+_SCORE_HEAD = "objective.score."
+
+
+def role_of(name: str) -> Role:
+    """The model that a trained parameter belongs to: the value model, or the policy.
+
+    The value model has the score head, names that begin with `value.`, and the adapter `value` of any module.
+    """
+    return VALUE if name.startswith(_SCORE_HEAD) or VALUE in name.split(".") else "policy"
+
+
+def own_name(name: str) -> str:
+    """The name of a value decoder's parameter in optimizer and checkpoints."""
+    return f"{VALUE}.{name}"
 
 
 def model_bytes(model: Decoder) -> int:
@@ -48,3 +70,21 @@ def _counts(model: nn.Module, local: Mapping[str, LocalParameter], *, trained: b
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point() and (parameter.requires_grad or not trained)
     }
+
+
+def kept_whole(model: Decoder) -> set[str]:
+    """Names of the parameters that are not sharded among data ranks.
+
+    They are the weights of norms and routers, which are few and used in float32, and parameters that adapters of
+    several layers share, for FSDP2 shards a parameter with one layer.
+    """
+    kinds: tuple[type[nn.Module], ...] = (RMSNorm,)
+    if model.config.has_experts:
+        from danlu.models.experts import Router
+
+        kinds = (RMSNorm, Router)
+    modules = (module for module in model.modules() if isinstance(module, kinds))
+    in_float32 = {weight for module in modules for weight in module.parameters()}
+    layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter in in_float32 or layers_of[parameter] > 1}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from danlu.optim.clip import clip_grad_norm, non_finite
+from danlu.optim.gradients import clip_grad_norm, non_finite
 
 
 def parameters(seed: int = 0) -> list[Parameter]:

@@ -1,4 +1,9 @@
-"""The global gradient norm, clipping, and finding the gradient that is not finite."""
+"""Gradients of a step: row-sparse ones, the global norm and clipping, and finding the one that is not finite.
+
+An embedding's gradient is row-sparse: a step of 1024 tokens touches at most 1024 of 128256 rows. As a sparse COO tensor
+of torch, with n stored rows of D columns out of V, it takes 2 MB instead of 260. It is made dense only while the
+optimizer uses it, if at all.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,51 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from danlu.core.layer_types import ReduceGroup
-from danlu.optim.chunks import chunks
-from danlu.optim.sparse import stored_values
+
+
+def chunks(tensor: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Views along the first dimension of about `elements` elements each, at least one row; the tensor if it is small.
+
+    Along a dimension, not flat, so that any strides will do: a gradient is often a transposed product. Tensors of one
+    shape are always cut alike.
+    """
+    if tensor.ndim == 0 or tensor.numel() <= elements:
+        return (tensor,)
+    return torch.split(tensor, max(1, elements * tensor.shape[0] // tensor.numel()))
+
+
+# Above this share of rows, indices and values are no smaller than the dense gradient while both are summed.
+MAX_ROW_SHARE = 0.25
+
+
+@torch.no_grad()
+def coalesce_gradients(parameters: Iterable[Parameter]) -> None:
+    """Sums rows that are stored twice, as after several micro-batches, and makes a well-filled gradient dense."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            grad = parameter.grad.coalesce()
+            parameter.grad = grad.to_dense() if grad._nnz() > MAX_ROW_SHARE * grad.shape[0] else grad
+
+
+def stored_values(grad: Tensor) -> Tensor:
+    """The elements that a gradient stores: [n, D] of a coalesced row-sparse one, else the gradient itself."""
+    return grad._values() if grad.is_sparse else grad
+
+
+@torch.no_grad()
+def densify_gradient(parameter: Parameter) -> None:
+    """Replaces a row-sparse gradient by a dense one [V, D]."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+
+
+def has_sparse_gradient(parameter: Parameter) -> bool:
+    """Whether the parameter's gradient is row-sparse."""
+    return parameter.grad is not None and parameter.grad.is_sparse
+
 
 # Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
 # float32 on CPU and is 3.5e-4 too small on 16M elements; in chunks it is right to 1e-6 at the same speed.
@@ -37,18 +83,14 @@ def clip_grad_norm(
     """Multiplies all gradients by `scale`, then by the factor that brings their global 2-norm down to `max_norm`, in
     one pass.
 
-    Args:
-        parameters    those without a gradient are skipped; row-sparse gradients must be coalesced (`sparse.py`)
-        max_norm      None only scales
-        scale         usually 1 / (weight of the step x loss scale)
-        group         the processes among which parameters are sharded; their squares are summed
-        norm_weights  the factor of the square of a parameter's gradient on this process, 1 / n where n
-                      processes hold the same shard of it; by default 1
-        device        where the sums of several devices and of the processes are added up; by default that of the first
-                      gradient. All processes give the same kind, or they would wait in collectives of two backends.
-    Returns the norm after scaling and before clipping. If it is not finite, no gradient has been changed, and the step
-    must be left out: `non_finite` names the gradients, none where single squares overflowed float32 (elements above
-    1e19).
+    Args: parameters    those without a gradient are skipped; row-sparse gradients must be coalesced
+    (`coalesce_gradients`) max_norm      None only scales scale         usually 1 / (weight of the step x loss scale)
+    group         the processes among which parameters are sharded; their squares are summed norm_weights  the factor of
+    the square of a parameter's gradient on this process, 1 / n where n processes hold the same shard of it; by default
+    1 device        where the sums of several devices and of the processes are added up; by default that of the first
+    gradient. All processes give the same kind, or they would wait in collectives of two backends. Returns the norm
+    after scaling and before clipping. If it is not finite, no gradient has been changed, and the step must be left out:
+    `non_finite` names the gradients, none where single squares overflowed float32 (elements above 1e19).
     """
     norms = clip_grad_norms({"": parameters}, max_norm, scale, group=group, norm_weights=norm_weights, device=device)
     return norms[""]

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu.core.errors import ResourceError
-from danlu.memory import page_file
-from danlu.memory.page_file import default_folder
-from danlu.memory.paged_state import PagedState, paged_state
+from danlu.memory import pages as page_files
+from danlu.memory.pages import PagedState, default_folder, paged_state
+from danlu.optim.adamw import Float32Moments
 from danlu.optim.build import Optimizers, build
-from danlu.optim.moments import Float32Moments
 from danlu.recipe.sections import AdamW, AdamW8bit, Optimizer, PagedAdamW
 
 SHAPES = {"layers.0.up_proj.weight": (96, 70), "layers.1.up_proj.weight": (70, 96), "norm.weight": (70,)}
@@ -95,7 +94,7 @@ def test_only_the_parameter_at_hand_is_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_kernel_that_cannot_fetch_all_pages_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_file, "_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(page_files, "_POPULATE_WRITE", 9999)
     assert equal(dict(trained(PagedAdamW(folder=str(tmp_path)))[0]), dict(trained(AdamW())[0]))
 
 
@@ -164,7 +163,7 @@ def test_the_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     program = (
         "import os, sys, torch; from danlu.optim.build import build; from danlu.recipe.sections import PagedAdamW\n"
-        "from danlu.memory.paged_state import paged_state\n"
+        "from danlu.memory.pages import paged_state\n"
         "w = torch.nn.Parameter(torch.ones(200, 200)); w.grad = torch.ones(200, 200)\n"
         "o = build([('w', w)], PagedAdamW(folder=sys.argv[1]), paged_state=paged_state); o.step()\n"
         "os.kill(os.getpid(), 9)"
