@@ -305,7 +305,8 @@ def test_a_rank_above_a_dimension_and_nothing_to_project() -> None:
 def test_with_an_adapter_it_is_refused() -> None:
     def wrong(**keys: object) -> list[str]:
         given = {"stage": "sft", "model": {"path": "m"}, "data": {"train": [{"path": "d"}]}, "output": "o", **keys}
-        return [problem.key for problem in optimizer_is_consistent(sections.Recipe.model_validate(given))]
+        recipe = sections.Recipe.model_validate(given)
+        return [problem.key for problem in optimizer_is_consistent(recipe.optimizer, recipe.adapter)]
 
     assert wrong(optimizer={"kind": "galore"}, adapter={"kind": "lora"}) == ["optimizer.kind"]
     assert wrong(optimizer={"kind": "galore"}) == wrong(adapter={"kind": "lora"}) == []
