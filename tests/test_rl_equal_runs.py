@@ -13,7 +13,7 @@ from builders.tiny_world import World, differences, last_state, start
 from test_rl_runs import recipe_file, run
 
 from danlu.inference.model_runner import ModelRunner
-from danlu.stages import reinforcement
+from danlu.stages import rollout
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
@@ -53,13 +53,13 @@ CACHES = {
 @pytest.mark.slow
 def test_answers_do_not_depend_on_the_cache(tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines: list[Any] = []
-    real = reinforcement.rollout_engine
+    real = rollout.rollout_engine
 
     def watched(*arguments: Any, **options: Any) -> Any:
         engines.append(real(*arguments, **options))
         return engines[-1]
 
-    monkeypatch.setattr(reinforcement, "rollout_engine", watched)
+    monkeypatch.setattr(rollout, "rollout_engine", watched)
     more = {"numerics": "exact", "steps": 4, "batch": {"prompts": 4, "micro": 1}}
     whole = run(tiny_world, tmp_path / "whole", rollout=LONG, **more)
     assert engines[-1].statistics.preemptions == 0

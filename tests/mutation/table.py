@@ -1262,14 +1262,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "training/test_trained_roles.py",
     ),
     Mutation(
-        "stages/rewards_on_base.py",
+        "stages/rewards.py",
         "switched_on = partial(adapters.switched_to, names)",
         "switched_on = partial(adapters.switched_to, ())",
         "test_reward_on_base.py",
         only="scores",
     ),
     Mutation(
-        "stages/rewards_on_base.py",
+        "stages/rewards.py",
         "if stack[-1].quantization != quantization:",
         "if False and stack[-1].quantization != quantization:",
         "test_reward_on_base.py",
@@ -1746,7 +1746,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "drawn_anew",
     ),
     Mutation(
-        "stages/reinforcement.py",
+        "stages/policy_objective.py",
         'is_exact = recipe.numerics == "exact" and recipe.rollout.staleness == 0',
         'is_exact = recipe.numerics == "exact"',
         "stages/test_reinforcement.py",

@@ -52,6 +52,11 @@ class Subject:
     placer: LayerPlacer | None = None
     """Has cut and sharded the layers already, while they were read."""
 
+    @property
+    def virtual_token_ids(self) -> tuple[int, ...]:
+        """The tokens that the adapters put before every document."""
+        return () if self.adapters is None else self.adapters.virtual_token_ids
+
 
 @dataclass(frozen=True)
 class Placed:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from danlu.inference.request import Completion
+from danlu.inference.recorded_routes import end_to_end
+from danlu.inference.request import Completion, Finish
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,46 @@ class Episode(Completion):
     """The reason why the environment stopped: the episode is left out."""
     errors: int = 0
     """Calls of tools that could not be made, or that raised."""
+
+    @classmethod
+    def joined(
+        cls,
+        number: int,
+        sample: int,
+        completions: Sequence[Completion],
+        text: str,
+        finish: Finish,
+        segments: Sequence[Segment],
+        routes: Sequence[np.ndarray | None],
+        *,
+        turns: Sequence[Mapping[str, Any]],
+        reward: float | None,
+        failure: str | None,
+        errors: int = 0,
+    ) -> Episode:
+        """Joins answers, in the order of their drawn tokens, to one; a failure takes the reward away.
+
+        routes: of each segment.
+        """
+        supports = [support for completion in completions for support in completion.support or ()]
+        return cls(
+            number,
+            sample,
+            [token for completion in completions for token in completion.tokens],
+            [value for completion in completions for value in completion.logprobs],
+            [value for completion in completions for value in completion.drawn],
+            supports or None,
+            [version for completion in completions for version in completion.versions],
+            text,
+            finish,
+            routes=end_to_end(routes, [segment.read for segment in segments]),
+            segments=tuple(segments),
+            turns=tuple(turns),
+            answers=len(completions),
+            reward=None if failure is not None else reward,
+            failure=failure,
+            errors=errors,
+        )
 
     def own_fields(self) -> dict[str, Any]:
         """The fields that an episode has in addition to a single answer's, as JSON."""

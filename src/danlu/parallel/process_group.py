@@ -11,11 +11,12 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,18 @@ from danlu.parallel.rendezvous import rendezvous
 from danlu.parallel.watchdog import Watchdog
 from danlu.parallel.world import World, format_ranks, world_from_environment
 
+if TYPE_CHECKING:
+    from danlu.parallel.comm import Group
+
+T = TypeVar("T")
+
 LAUNCHER = "DANLU_LAUNCHER"
 """The environment variable with the process number of the danlu that has started this process."""
 
 _LEAST_RENDEZVOUS_S = 300.0  # processes load torch at different speeds
 _LEAVE_TIMEOUT_S = 60.0
 _REPORTERS = "told"  # key in the store: how many processes have asked whether they are to report an error
+_untimed = Counter[str]()  # barriers of `from_first_untimed`, by the name of the work
 
 
 @dataclass
@@ -122,6 +129,16 @@ def untimed_barrier(name: str) -> None:
             raise ConnectionError("another process has failed")
         time.sleep(0.02)
         arrived = _membership.store.add(f"assemble/{name}", 0)
+
+
+def from_first_untimed(world: Group, make: Callable[[], T], name: str) -> T:
+    """`world.from_first` for work that may take longer than a collective may. name: of the work, for its barriers."""
+
+    def barrier() -> None:
+        _untimed[name] += 1
+        untimed_barrier(f"{name}-{_untimed[name]}")
+
+    return world.from_first(make, barrier=barrier)
 
 
 def error_to_report(error: BaseException) -> BaseException:

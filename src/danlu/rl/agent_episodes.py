@@ -7,22 +7,19 @@ the endpoint and the agents, and sends the questions to the others.
 
 from __future__ import annotations
 
-import itertools
 import math
 import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from danlu.core.errors import DataError
 from danlu.data.prompts import Prompt
 from danlu.inference.episode import Episode, Segment
-from danlu.inference.recorded_routes import end_to_end
 from danlu.inference.request import Completion, Finish, Request
 from danlu.parallel.comm import Group
 from danlu.parallel.phase import PHASE
-from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.process_group import from_first_untimed
 from danlu.recipe.sections import AgentSection
 from danlu.rewards.environments.agent_processes import AgentProcesses
 from danlu.rewards.environments.agents import AgentCall, AgentResult
@@ -36,7 +33,6 @@ from danlu.serving.openai_api import ApiError
 AT_ONCE_NUMBERS = 1 << 53
 """Requests of one agent that are answered together have its number and this times their place."""
 _LONGEST_WAIT_S = 0.5
-_barriers = itertools.count()
 
 
 @dataclass(eq=False)
@@ -112,20 +108,17 @@ class AgentEpisodes:
             for sample in range(request.samples)
         }
         self._to_begin = list(self._episodes.values())
-        while asked := self._on_first(self._next_requests):
+        while asked := from_first_untimed(self.world, self._next_requests, "agents"):
             PHASE.begin("rollout")
             self._deliver(generate(asked))
-        return self._on_first(lambda: [self._episode(episode) for episode in self._episodes.values()])
+        return from_first_untimed(
+            self.world, lambda: [self._episode(episode) for episode in self._episodes.values()], "agents"
+        )
 
     def close(self) -> None:
         """Ends the agents and their endpoint."""
         self.agents.close()
         self.endpoint.close()
-
-    def _on_first(self, make: Callable[[], list[Any]]) -> list[Any]:
-        # Agents may take longer than a collective may.
-        name = f"agents-{next(_barriers)}"
-        return self.world.from_first(make, barrier=lambda: untimed_barrier(name))
 
     # -- on the first process ------------------------------------------------------------------------------------------
 
@@ -293,28 +286,21 @@ class AgentEpisodes:
         failure = self._failure(episode, segments)
         if not segments:  # a branch has a token at least
             segments = [Segment(episode.prompt.tokens, episode.prompt.tokens[-1:], (False,))]
-        routes = episode.conversations.routes() or [None]
         reward = episode.result.reward
         if reward is None and episode.cut is not None and self.section.gives_reward:
             reward = 0.0
         finish: Finish = "abort"
         if failure is None:
             finish = episode.cut or answered[-1].completion.finish
-        supports = [support for completion in completions for support in completion.support or ()]
-        return Episode(
+        return Episode.joined(
             *episode.key,
-            [token for completion in completions for token in completion.tokens],
-            [value for completion in completions for value in completion.logprobs],
-            [value for completion in completions for value in completion.drawn],
-            supports or None,
-            [version for completion in completions for version in completion.versions],
+            completions,
             answered[-1].completion.text if answered else "",
             finish,
-            routes=end_to_end(routes, [segment.read for segment in segments]),
-            segments=tuple(segments),
-            turns=tuple(answered[-1].dialogue.turns) if answered else (),
-            answers=len(completions),
-            reward=None if failure is not None else reward,
+            segments,
+            episode.conversations.routes() or [None],
+            turns=answered[-1].dialogue.turns if answered else (),
+            reward=reward,
             failure=failure,
         )
 

@@ -7,7 +7,6 @@ the policy are. The age of an answer is bounded by when its prompt is asked (`ro
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,7 +15,7 @@ from danlu.core.errors import DanluError
 from danlu.inference.engine_state import completion_state, request_from_json, request_to_json, request_with_source
 from danlu.inference.request import Completion, Request
 from danlu.parallel.comm import Group
-from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.process_group import from_first_untimed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from danlu.data.prompts import Prompt
 
     Weights = Iterable[tuple[str, Tensor]]
-
-_barriers = itertools.count()
 
 T = TypeVar("T")
 
@@ -156,7 +153,9 @@ class AsynchronousRollouts:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes `state` up in place of all that was asked."""
-        requests = [self._with_source(request_from_json(entry["request"])) for entry in state["requests"]]
+        requests = [request_from_json(entry["request"]) for entry in state["requests"]]
+        if self.source is not None:
+            requests = [replace(request, source=self.source(request.number)) for request in requests]
         self._requests = {request.number: request for request in requests}
         self.asked, self._updates, self._complete, self._taken = int(state["asked"]), None, {}, set()
 
@@ -179,9 +178,6 @@ class AsynchronousRollouts:
         if self.engine is not None:
             self.engine.close()
 
-    def _with_source(self, request: Request) -> Request:
-        return request if self.source is None else replace(request, source=self.source(request.number))
-
     def _request_states(self) -> list[dict[str, Any]]:
         """Entries as in an engine's state, of complete answers too, in the order in which they were asked."""
         assert self.engine is not None, "the first process has the engine"
@@ -203,8 +199,7 @@ class AsynchronousRollouts:
         self._complete |= {(completion.number, completion.sample): completion for completion in completions}
 
     def _together(self, make: Callable[[], T]) -> T:
-        """Runs `make` on the first process and returns its result on all, however long it takes there."""
-        return self.world.from_first(make, barrier=lambda: untimed_barrier(f"asynchronous-{next(_barriers)}"))
+        return from_first_untimed(self.world, make, "asynchronous")
 
 
 def _raise(error: DanluError | None) -> None:

@@ -10,33 +10,23 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from danlu.inference.engine_state import completion_state, episode_from_state, request_from_json, request_to_json
 from danlu.inference.episode import Episode
 from danlu.inference.request import Completion, Request
-from danlu.rewards.environments.protocol import EpisodeCall, EpisodeKey, Reply
+from danlu.rewards.environments.protocol import EpisodeKey, Reply
 from danlu.rl.open_episode import EpisodeRules, OpenEpisode
 from danlu.rl.rollout_worker import WorkerEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from danlu.rewards.environments.workers import EnvironmentWorkers
+
 WAIT_S = 0.05
 """Seconds that a step waits for environments when there is nothing to draw. It is short since the caller has other
 work."""
-
-
-class Environments(Protocol):
-    """The environments that reply to episodes; `rewards.environments.workers` implements it."""
-
-    def ask(self, call: EpisodeCall) -> None: ...
-
-    def receive(self, longest_s: float) -> list[tuple[EpisodeKey, Reply]]: ...
-
-    def end_episode(self, key: EpisodeKey) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Playing(OpenEpisode):
@@ -74,7 +64,7 @@ class EpisodeEngine:
     """
 
     def __init__(
-        self, engine: WorkerEngine, environments: Environments, rules: EpisodeRules, *, most_growing: int = 256
+        self, engine: WorkerEngine, environments: EnvironmentWorkers, rules: EpisodeRules, *, most_growing: int = 256
     ) -> None:
         self._engine, self._environments, self._rules = engine, environments, rules
         self._most_growing = most_growing

@@ -7,31 +7,20 @@ the others. Asynchronous rollouts have `episode_engine.py` in place of it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from danlu.data.prompts import Prompt
 from danlu.inference.episode import Episode
 from danlu.inference.request import Completion, Request
 from danlu.parallel.comm import Group
 from danlu.parallel.phase import PHASE
-from danlu.parallel.process_group import untimed_barrier
-from danlu.rewards.environments.protocol import EpisodeCall, Reply
+from danlu.parallel.process_group import from_first_untimed
 from danlu.rl.open_episode import EpisodeRules, OpenEpisode
 
-_barriers = itertools.count()
-
-
-class Environments(Protocol):
-    """The environments that reply to episodes; `rewards.environments.workers` implements it."""
-
-    def replies(self, calls: Sequence[EpisodeCall]) -> list[Reply]: ...
-
-    def end_episodes(self) -> None: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from danlu.rewards.environments.workers import EnvironmentWorkers
 
 
 @dataclass
@@ -42,7 +31,7 @@ class Episodes:
         environments: asked by the first process alone.
     """
 
-    environments: Environments
+    environments: EnvironmentWorkers
     rules: EpisodeRules
     world: Group
 
@@ -69,17 +58,12 @@ class Episodes:
                 assert completion.number == request.number, "answers come in the order of requests"
                 episode.take_answer(completion)
             self._reply([episode for episode in open_ if episode.is_open])
-        self._on_first(self.environments.end_episodes)
+        from_first_untimed(self.world, self.environments.end_episodes, "environments")
         return [episode.episode() for episode in episodes]
 
     def close(self) -> None:
         """Closes the environments."""
         self.environments.close()
-
-    def _on_first(self, make: Callable[[], Any]) -> Any:
-        # Environments may take longer than a collective may.
-        name = f"environments-{next(_barriers)}"
-        return self.world.from_first(make, barrier=lambda: untimed_barrier(name))
 
     def _reply(self, episodes: Sequence[OpenEpisode]) -> None:
         """Asks the environments of these episodes, and continues the episodes with the replies."""
@@ -87,5 +71,6 @@ class Episodes:
             return
         PHASE.begin("environments")
         calls = [episode.call for episode in episodes]
-        for episode, reply in zip(episodes, self._on_first(lambda: self.environments.replies(calls)), strict=True):
+        replies = from_first_untimed(self.world, lambda: self.environments.replies(calls), "environments")
+        for episode, reply in zip(episodes, replies, strict=True):
             episode.take_reply(reply)

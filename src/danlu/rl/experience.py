@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from danlu.rl.experience_trees import (
     with_routes,
     with_supports,
 )
-from danlu.rl.rollout_sampler import Answered, ExperienceSettings, RolloutSampler
+from danlu.rl.rollout_sampler import EVALUATION_NUMBERS, Answered, ExperienceSettings, RolloutSampler
 from danlu.rl.step_places import TokenRewards, token_rewards
 
 STALENESS = ("staleness", "staleness_max")
@@ -169,14 +169,13 @@ class Experience:
         """One answer to each prompt by the policy as it is now, with its rewards, as items that are not trained on."""
         with self.sampler.awake():
             answered = self.sampler.answer(numbers, prompts, sampling)
-        items = self._items_of(answered)
-        return [self.laid_out(self._unestimated(item)) for item in items]
-
-    def _unestimated(self, item: Pack) -> Pack:
-        """Returns the item with zeros and NaN in place of the estimator's columns and facts."""
-        item = with_columns(item, {name: np.zeros(item.tokens, np.float32) for name in self.estimator.columns})
-        branches = len(item.samples[0].branches)
-        return with_facts(item, {name: np.full(branches, np.nan, np.float32) for name in self.estimator.facts})
+        items = []
+        for item in self._items_of(answered):  # zeros and NaN in the place of what the estimator says
+            branches = len(item.samples[0].branches)
+            item = with_columns(item, {name: np.zeros(item.tokens, np.float32) for name in self.estimator.columns})
+            item = with_facts(item, {name: np.full(branches, np.nan, np.float32) for name in self.estimator.facts})
+            items.append(self.laid_out(item))
+        return items
 
     def close(self) -> None:
         """Closes the engine, the rewards and the log."""
@@ -368,6 +367,23 @@ class Experience:
                 line["greedy_rewards"] = _by_part(answered.greedy_rewards[place], parts)
             log.append(json.dumps(line, ensure_ascii=False))
         log.sync()
+
+
+class HeldOutAnswers:
+    """The items of an evaluation: each prompt with one greedy answer, so that two evaluations differ by the weights.
+
+    Their numbers are their own: an evaluation leaves the draws of training as they are.
+    """
+
+    def __init__(self, experience: Experience, prompts: Sequence[Prompt]) -> None:
+        self._experience, self._prompts = experience, tuple(prompts)
+        settings = experience.settings
+        self._sampling = replace(settings.sampling, temperature=0.0)
+
+    def __call__(self) -> list[Pack]:
+        """Items of the policy as it is now."""
+        numbers = range(EVALUATION_NUMBERS, EVALUATION_NUMBERS + len(self._prompts))
+        return self._experience.judged_items(list(numbers), self._prompts, self._sampling)
 
 
 def run_lengths(versions: Sequence[int]) -> list[list[int]]:

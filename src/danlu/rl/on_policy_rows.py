@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.stopping import Decode
 from danlu.parallel.phase import PHASE
 from danlu.rl.experience_trees import with_facts
+from danlu.training.data_loader import ItemSource
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,6 @@ class OnPolicySettings:
         return key(self.seed, "on-policy", number) < self.share * 2**64
 
 
-class Rows(Protocol):
-    """The items of a run by number, each one sample."""
-
-    def at(self, number: int) -> Any: ...
-
-    def state(self, number: int) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass
 class OnPolicyRows:
     """A `train.position.GeneratedItems`: rows, and the policy's own answers in the place of some of theirs.
@@ -75,7 +66,7 @@ class OnPolicyRows:
         log: a line for each own answer; None on other processes than the first.
     """
 
-    rows: Rows
+    rows: ItemSource
     engine: RolloutEngine
     settings: OnPolicySettings
     decode: Decode

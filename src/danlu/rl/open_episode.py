@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from danlu.core.errors import DataError
 from danlu.data.prompts import Prompt
 from danlu.inference.episode import Episode, Segment
-from danlu.inference.recorded_routes import end_to_end
 from danlu.inference.request import Completion, Finish, Request
 from danlu.rewards.environments.protocol import EpisodeCall, EpisodeKey, Reply
 from danlu.rl.turn_rendering import Dialogue, TurnRenderer
@@ -130,7 +129,6 @@ class OpenEpisode:
         """The episode, which is over."""
         assert self.finish is not None, "the episode goes on"
         completions = self.completions
-        supports = [support for completion in completions for support in completion.support or ()]
         segments = tuple(segment for segment in self.segments if segment.tokens)
         if not segments:  # it failed before its first answer; a branch has a token at least
             prompt = self.segments[0].prompt
@@ -138,20 +136,15 @@ class OpenEpisode:
         rewards = [reply.reward for reply in self.replies if reply.reward is not None]
         cut_off = self.failure is None and not (self.replies and self.replies[-1].done)
         reward = sum(rewards) if rewards else (0.0 if cut_off and self.rules.gives_reward else None)
-        return Episode(
+        return Episode.joined(
             *self.key,
-            [token for completion in completions for token in completion.tokens],
-            [value for completion in completions for value in completion.logprobs],
-            [value for completion in completions for value in completion.drawn],
-            supports or None,
-            [version for completion in completions for version in completion.versions],
+            completions,
             completions[-1].text if completions else "",
             self.finish,
-            routes=end_to_end([self._routes.get(each.prompt) for each in segments], [each.read for each in segments]),
-            segments=segments,
-            turns=tuple(self._begun.after_prompt),
-            answers=len(completions),
-            reward=None if self.failure is not None else reward,
+            segments,
+            [self._routes.get(each.prompt) for each in segments],
+            turns=self._begun.after_prompt,
+            reward=reward,
             failure=self.failure,
             errors=sum(reply.errors for reply in self.replies),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import CheckpointError
 from danlu.inference.embedded import EmbeddedEngine
@@ -150,21 +150,6 @@ class RecordedTurns:
         return count - before if count - before > drawn else None
 
 
-class _Answering(Protocol):
-    """The methods that `RecordedTurns` and the episodes over it share."""
-
-    @property
-    def is_stuck(self) -> bool: ...
-
-    def submit(self, request: Request) -> None: ...
-
-    def step(self) -> Sequence[Completion]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class RecordedEngine:
     """An `asynchronous.AsynchronousEngine`. Answers that are not recorded never come; greedy answers have one token.
 
@@ -180,9 +165,12 @@ class RecordedEngine:
         versions: Mapping[_Key, RunLengths],
         play: Callable[[RecordedTurns], EpisodeEngine] | None = None,
     ) -> None:
-        self._versions = {key: _version_by_token(own) for key, own in versions.items()}
+        self._versions = {
+            key: [version for version, count in run_lengths for _ in range(count)]
+            for key, run_lengths in versions.items()
+        }
         self._turns = RecordedTurns(engine, self._versions)
-        self._answering: _Answering = self._turns if play is None else play(self._turns)
+        self._answering: RecordedTurns | EpisodeEngine = self._turns if play is None else play(self._turns)
         self._complete: list[Completion] = []
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -248,7 +236,3 @@ def _recorded_key(number: int, sample: int) -> _Key:
     if number < TURN_NUMBERS:
         return number, sample
     return number % TURN_NUMBERS, number // TURN_NUMBERS - 1
-
-
-def _version_by_token(run_lengths: RunLengths) -> list[int]:
-    return [version for version, count in run_lengths for _ in range(count)]

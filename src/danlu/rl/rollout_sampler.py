@@ -5,31 +5,28 @@ M answers · R rewards of each
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from danlu.data.prompts import Prompt
+from danlu.data.prompts import Prompt, PromptOrder
 from danlu.inference.engine import RolloutEngine
 from danlu.inference.episode import Episode, episode_metrics
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.support import check_trainable
 from danlu.parallel.comm import Group
 from danlu.parallel.phase import PHASE
-from danlu.parallel.process_group import untimed_barrier
+from danlu.parallel.process_group import from_first_untimed
 from danlu.rewards.protocol import JudgedAnswer, StepRewards, Verdict
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rewards.summary import distinct_failures
 from danlu.rewards.text import Mathematical
 from danlu.rl.asynchronous import AsynchronousRollouts
-
-_barriers = itertools.count()
 
 Generate = Callable[[Sequence[Request]], Sequence[Completion]]
 """All answers to requests, in their order and by sample."""
@@ -72,16 +69,6 @@ class ExperienceSettings:
     def items_per_update(self) -> int:
         """The number of items of a step."""
         return self.prompts // self.updates
-
-
-class PromptSource(Protocol):
-    """The prompts of a run, by number."""
-
-    def at(self, number: int) -> Prompt: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Rewards(Protocol):
@@ -153,7 +140,6 @@ class Times:
     """Seconds until the engine had the present weights, including its waking."""
     rollout: float = 0.0
     reward: float = 0.0
-    scoring: float = 0.0
     publish: float = 0.0
     """Asynchronous: of handing weights over and asking prompts, which the next rollout waits for."""
 
@@ -170,7 +156,7 @@ class RolloutSampler:
             needed.
     """
 
-    prompts: PromptSource
+    prompts: PromptOrder
     engine: RolloutEngine
     rewards: Rewards
     settings: ExperienceSettings
@@ -393,10 +379,7 @@ class RolloutSampler:
             judged_answer(completion, prompt) for prompt, completion in zip(of_completions, completions, strict=True)
         ]
         PHASE.begin("rewards")
-        # They may take longer than a collective may.
-        rewards, steps, late = self.world.from_first(
-            lambda: self._rewarded(answers, completions), barrier=lambda: untimed_barrier(f"rewards-{next(_barriers)}")
-        )
+        rewards, steps, late = from_first_untimed(self.world, lambda: self._rewarded(answers, completions), "rewards")
         self.late = late if self.late is None else self.late + late
         self.times.reward += time.perf_counter() - start
         return list(completions), rewards, steps

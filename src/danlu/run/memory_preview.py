@@ -56,7 +56,7 @@ from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_pro
 from danlu.recipe import Recipe, sections
 from danlu.recipe.value import value_adapter, value_share
 from danlu.stages.protocols import ModelSpec
-from danlu.stages.rewards_on_base import own_reward_bytes, shared_rewards
+from danlu.stages.rewards import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config
 from danlu.training.memory_parts import MemoryParts

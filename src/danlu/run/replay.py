@@ -30,10 +30,11 @@ from danlu.rl.recorded_engine import RecordedEngine, RunLengths
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS
 from danlu.run.train import Log, train
 from danlu.stages.environments import episode_engine
+from danlu.stages.policy_objective import objective_section
 from danlu.stages.prompt_reader import RolloutBuilder
 from danlu.stages.protocols import PlacedStage, Stage, StageData
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.reinforcement import AnsweringDecoder, objective_section
+from danlu.stages.reinforcement import AnsweringDecoder
 from danlu.stages.rollout import rollout_engine
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.loading import read_state

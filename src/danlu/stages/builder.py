@@ -13,7 +13,7 @@ from torch import nn
 
 from danlu.assembly.devices import device_map_of
 from danlu.assembly.memory_estimate import check_size
-from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of, token_shares
+from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of
 from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.core.types import Objective, Pack, Role
@@ -31,22 +31,21 @@ from danlu.parallel.local_parameter import replicated_parameter, sums_over_data
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_share
 from danlu.stages.export import DecoderExporter
-from danlu.stages.learner import DecoderLearner, objective_parameters, objective_tensors
+from danlu.stages.learner import objective_parameters, objective_tensors
 from danlu.stages.outputs import OFFERED, OFFERED_BY_HEAD
 from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import ColumnSpec, ModelSpec, PlacedStage, Stage, StageData
 from danlu.stages.reader import tokenizer_of
-from danlu.stages.roles import forward_of
 from danlu.stages.step_budget import DecoderBudget
 from danlu.training.checkpoints.loading import read_group, read_state
 from danlu.training.run_folder import Start
 
 if TYPE_CHECKING:
     from danlu.models.load_balancing import Balancer
+    from danlu.stages.learner import DecoderLearner
     from danlu.stages.moving import MovingWeights
 
 
@@ -140,18 +139,9 @@ class DecoderBuilder:
         else:
             subject = subject_of(recipe, config, device, encode=self._encode, ranks=ranks)
             placed = place(subject, recipe, ranks, device)
-        model, adapters = placed.subject.model, placed.subject.adapters
-        return DecoderLearner(
-            model,
-            forward_of(model, compiled=recipe.compile),
-            device,
-            DTYPES[recipe.precision],
-            micro=1,
-            adapters=adapters,
-            parallel=placed.parallel,
-            token_multiple=token_shares(recipe.parallel, ranks),
-            exact=recipe.numerics == "exact",
-        )
+        from danlu.stages.no_grad_pass import learner_to_ask
+
+        return learner_to_ask(recipe, placed, device)
 
     def place(self, ranks: Ranks, device: torch.device, start: Start | None, stage_data: StageData) -> PlacedStage:
         """The trained decoder and the frozen ones on the processes of a layout."""

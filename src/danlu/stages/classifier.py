@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,12 @@ from torch.nn import Parameter
 
 from danlu.core.errors import RecipeError, TrainingError
 from danlu.core.types import (
-    DivergenceKind,
     Loss,
     Objective,
     Outputs,
     Role,
     TargetLosses,
     TokenLogprobs,
-    TopTokens,
     Totals,
 )
 from danlu.data.images import Image, ImageBatch, collate_images
@@ -208,7 +206,7 @@ class ClassifierExporter:
 
 @dataclass(frozen=True)
 class ClassifierOutputs:
-    """The `Outputs` of a classifier: it says no more than how likely each label is."""
+    """The likelihood of each label: of `Outputs` the methods that are `OFFERED`, which are all that is asked for."""
 
     logits: Tensor  # [N, C] float32
     batch: ImageBatch
@@ -239,34 +237,6 @@ class ClassifierOutputs:
             (2 * logprobs.detach()).logsumexp(-1) if collision else None,
         )
 
-    def divergence(
-        self,
-        teacher: Outputs,
-        *,
-        kind: DivergenceKind,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-    ) -> Tensor:
-        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
-        raise AssertionError("a classifier of images has no teacher")
-
-    def top_tokens(self, k: int, *, temperature: float = 1.0, vocab_size: int | None = None) -> TopTokens:
-        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
-        raise AssertionError("a classifier of images has no tokens")
-
-    def scores(self) -> Tensor:
-        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
-        raise AssertionError("a classifier of images has no score head")
-
-    def values(self) -> Tensor:
-        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
-        raise AssertionError("a classifier of images has no score head")
-
-    def hidden(self) -> Tensor:
-        """Raises: it is not `OFFERED`, so no objective that was let through asks for it."""
-        raise AssertionError("a classifier of images keeps no hidden states")
-
 
 @dataclass(frozen=True)
 class ClassifierLearner:
@@ -284,9 +254,7 @@ class ClassifierLearner:
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters of the model: this process's shard of each."""
-        local = self.parallel.local_parameters
-        named = self.model.named_parameters()
-        return {name: (local[name].local if local else parameter).detach() for name, parameter in named}
+        return self.parallel.local_weights({name: each.detach() for name, each in self.model.named_parameters()})
 
     def totals(self, items: Sequence[Image]) -> Totals:
         """The totals of a step of these images."""
@@ -343,7 +311,7 @@ class ClassifierLearner:
             return self.evaluation(self._outputs(batch), batch, totals)
 
     def _outputs(self, batch: ImageBatch) -> Mapping[Role, Outputs]:
-        return {"policy": ClassifierOutputs(self.model(batch.pixels, self.dtype), batch)}
+        return {"policy": cast(Outputs, ClassifierOutputs(self.model(batch.pixels, self.dtype), batch))}
 
     def explain(self, batch: ImageBatch, step: int) -> TrainingError:
         """Explains why the loss of `batch` is not finite: names weights that are not finite, or the images without

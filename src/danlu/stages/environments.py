@@ -61,7 +61,6 @@ def _workers(section: EnvironmentSection, chat: ChatTokenizer) -> EnvironmentWor
 def _rules(recipe: Recipe, chat: ChatTokenizer, subject: Subject) -> EpisodeRules:
     section = recipe.environment
     assert section is not None, "episodes have an environment"
-    virtual = 0 if subject.adapters is None else len(subject.adapters.virtual_token_ids)
     renderer = TurnRenderer(
         chat.tokenizer,
         chat.stop_ids | chat.split_stops(recipe.rollout.stop_strings)[0],
@@ -69,5 +68,5 @@ def _rules(recipe: Recipe, chat: ChatTokenizer, subject: Subject) -> EpisodeRule
         tool_schemas(section),
         frozenset(chat.silent_ids),
     )
-    room = min(recipe.data.max_length, subject.model.config.context_length - virtual)
+    room = min(recipe.data.max_length, subject.model.config.context_length - len(subject.virtual_token_ids))
     return EpisodeRules(renderer, section.max_turns, room, section.gives_reward, recipe.seed)

@@ -11,11 +11,35 @@ from typing import Generic, TypeVar
 
 import torch
 
+from danlu.assembly.parallelize import Placed, token_shares
 from danlu.core.types import Batch, Loss, Objective, Outputs, Pack, Role, Totals
+from danlu.planning.precision import DTYPES
+from danlu.recipe import Recipe
+from danlu.stages.learner import DecoderLearner
+from danlu.stages.roles import forward_of
 from danlu.training.executor import AnyLearner, Executor
 from danlu.training.learner import StepItems
 
 T = TypeVar("T")
+
+
+def learner_to_ask(recipe: Recipe, placed: Placed, device: torch.device) -> DecoderLearner:
+    """A placed model as the policy of a learner that trains nothing, for passes without gradients.
+
+    device: of micro-batches.
+    """
+    model = placed.subject.model
+    return DecoderLearner(
+        model,
+        forward_of(model, compiled=recipe.compile),
+        device,
+        DTYPES[recipe.precision],
+        micro=1,
+        adapters=placed.subject.adapters,
+        parallel=placed.parallel,
+        token_multiple=token_shares(recipe.parallel, placed.parallel.ranks),
+        exact=recipe.numerics == "exact",
+    )
 
 
 @dataclass(frozen=True)

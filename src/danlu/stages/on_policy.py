@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danlu.core.line_log import OptionalLineLog
-from danlu.inference.cache_size import cache_gib
 from danlu.inference.chat_tokenizer import ChatTokenizer
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
 from danlu.stages.protocols import HeldOut, StageData, StoredRows
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.reinforcement import sampling_options
-from danlu.stages.rollout import engine_options, rollout_engine
+from danlu.stages.rollout import sampling_options, sleeping_engine
 from danlu.training.data_loader import ItemSource
 from danlu.training.executor import AnyLearner
 from danlu.training.run_folder import ROLLOUTS
@@ -31,7 +28,7 @@ def on_policy_settings(recipe: Recipe, chat: ChatTokenizer) -> OnPolicySettings:
     return OnPolicySettings(
         share=float(recipe.on_policy),
         per_step=recipe.batch.packs(recipe.data.max_length),
-        sampling=sampling_options(recipe),
+        sampling=sampling_options(rollout, recipe.seed),
         max_new_tokens=rollout.max_new_tokens,
         max_length=recipe.data.max_length,
         stop_ids=chat.stop_ids | stop_ids,
@@ -63,15 +60,10 @@ def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, 
     config = placed.model.config
     chat = chat_tokenizer_of(recipe, config)
     settings = on_policy_settings(recipe, chat)
-    virtual = 0 if placed.adapters is None else len(placed.adapters.virtual_token_ids)
+    virtual = len(placed.placed.subject.virtual_token_ids)
     if config.rotates_by_text_length:
         settings = replace(settings, rotary_length=lambda tokens: min(virtual + tokens, config.context_length))
     length = virtual + min(longest_prompt(stored) + settings.max_new_tokens, settings.max_length)
-    options = engine_options(recipe)
-    needed = cache_gib(
-        placed.model, DTYPES[recipe.precision], [length] * settings.per_step, options, placed.parallel.pipeline
-    )
-    engine = rollout_engine(recipe, placed.placed, decode=chat.decode, cache_gib=needed)
-    engine.sleep()
+    engine = sleeping_engine(recipe, placed.placed, chat.decode, [length] * settings.per_step)
     log = OptionalLineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None
     return OnPolicyRows(rows, engine, settings, chat.decode, log)

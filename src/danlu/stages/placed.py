@@ -188,7 +188,7 @@ class PlacedDecoder:
         if self.recipe.numerics == "exact":
             from danlu.inference.self_check import check_exact
 
-            virtual = () if self.adapters is None else self.adapters.virtual_token_ids
+            virtual = self.placed.subject.virtual_token_ids
             check_exact(self.model, self.dtype, virtual_token_ids=virtual, world=self.parallel.ranks.world)
 
     def generate(self) -> Generate | None:

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from danlu.assembly.parallelize import Placed, token_shares
+from danlu.assembly.parallelize import Placed
 from danlu.core.types import ROTARY_LENGTH, ROUTES, Batch, Outputs, Pack, Role, Sample
 from danlu.inference.recorded_routes import end_to_end
 from danlu.parallel.batch_sharding import shard_by_tokens
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.stages.learner import DecoderLearner
-from danlu.stages.no_grad_pass import no_grad_pass
-from danlu.stages.roles import forward_of
+from danlu.stages.no_grad_pass import learner_to_ask, no_grad_pass
 
 
 def policy_logprobs(
@@ -36,19 +33,9 @@ def policy_logprobs(
     of each sequence the experts of its tokens, as `Completion.routes`, which they go to again; without any, or with
     None, routers choose.
     """
-    model, adapters = placed.subject.model, placed.subject.adapters
-    learner = DecoderLearner(
-        model,
-        forward_of(model, compiled=recipe.compile),
-        model.input_device,
-        DTYPES[recipe.precision],
-        micro=1,
-        adapters=adapters,
-        parallel=placed.parallel,
-        token_multiple=token_shares(recipe.parallel, placed.parallel.ranks),
-        exact=recipe.numerics == "exact",
-    )
-    virtual_tokens = 0 if adapters is None else len(adapters.virtual_token_ids)
+    model = placed.subject.model
+    learner = learner_to_ask(recipe, placed, model.input_device)
+    virtual_tokens = len(placed.subject.virtual_token_ids)
     known = end_to_end(routes, [len(sequence) for sequence in sequences]) if routes else None
     of_sequences = None if known is None else np.split(known, np.cumsum([len(each) for each in sequences])[:-1])
     rows = [np.array(sequence, dtype=np.int32) for sequence in sequences]

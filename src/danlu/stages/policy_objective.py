@@ -1,4 +1,4 @@
-"""The objective of stage rl over the policy's own answers, and the other models that it needs."""
+"""The objective of stage rl over the policy's own answers, the advantages that it reads, and the other models."""
 
 from __future__ import annotations
 
@@ -7,17 +7,52 @@ from collections.abc import Mapping
 from danlu.assembly.parameters import VALUE
 from danlu.core.types import Objective, Role
 from danlu.objectives.policy import PolicyEvaluation, PolicyGradient, PolicyGradientSettings
-from danlu.objectives.policy_losses import GammaWeight, ImportanceBounds
+from danlu.objectives.policy_losses import AdaptiveKl, GammaWeight, ImportanceBounds
 from danlu.objectives.preference import Preference, StepPreference
 from danlu.objectives.value import PpoObjective
-from danlu.recipe import Recipe, sections
+from danlu.recipe import Recipe
+from danlu.recipe.sections import Grpo, PolicyGradientSection, Ppo, terms_of
+from danlu.recipe.teachers import teacher_shares
 from danlu.recipe.value import value_share
+from danlu.rl.answer_pairs import PairEstimator
+from danlu.rl.estimators import Estimator, GaeEstimator, GroupEstimator, KlPenalty, RewardShaping, TeacherAdvantages
 from danlu.stages.distillation import teacher_divergence, teacher_models
 from danlu.stages.preference import preference
 from danlu.stages.protocols import Better, RoleSpec
 from danlu.stages.reference import REFERENCE, reference_models
-from danlu.stages.reinforcement import has_one_update, objective_section, trains_on_pairs
 from danlu.stages.value_model import first_value_head
+
+
+def objective_section(recipe: Recipe) -> PolicyGradientSection:
+    """The policy gradient of a recipe of stage rl; where it trains on pairs, GRPO's, for the settings of a rollout."""
+    return recipe.policy_gradient or Grpo()
+
+
+def trains_on_pairs(recipe: Recipe) -> bool:
+    """Whether a recipe of stage rl compares the best and the worst answer to each prompt (online DPO)."""
+    return bool(terms_of(recipe.objective))
+
+
+def has_one_update(recipe: Recipe) -> bool:
+    """Whether the policy that the ratio is to is the present one in each step: each rollout is trained on in one."""
+    return recipe.batch.updates * recipe.batch.passes == 1 and not ratio_is_to_sampled(recipe)
+
+
+def ratio_is_to_sampled(recipe: Recipe) -> bool:
+    """Whether the ratio is to the sampling distribution, as the engine has it: true for asynchronous rollouts without
+    `importance`.
+
+    With `importance` it is to the trainer's policy when the rollout is taken up, and the correction bridges the rest
+    (decoupled PPO: arXiv:2110.00641; as in AReaL, arXiv:2505.24298).
+    """
+    return recipe.rollout.staleness > 0 and objective_section(recipe).importance is None
+
+
+def has_old_logprobs(recipe: Recipe) -> bool:
+    """Whether the engine's log-probabilities are those that the ratio is to, so that the trainer need not make its own:
+    by being these to the bit, or by choice."""
+    is_exact = recipe.numerics == "exact" and recipe.rollout.staleness == 0
+    return is_exact or ratio_is_to_sampled(recipe)
 
 
 def policy_objective(recipe: Recipe) -> PolicyGradient | PpoObjective | Preference | StepPreference:
@@ -58,7 +93,7 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         None if term is None else teacher_divergence(recipe),
         1.0 if term is None else term.weight,
     )
-    if not isinstance(section, sections.Ppo):
+    if not isinstance(section, Ppo):
         return policy
     return PpoObjective(
         first_value_head(recipe),
@@ -74,7 +109,7 @@ def models_beside_policy(recipe: Recipe) -> Mapping[Role, RoleSpec]:
     return {**reference_models(recipe), **teacher_models(recipe)}
 
 
-def _vespo_weights(section: sections.PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
+def _vespo_weights(section: PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
     """VESPO's weights of good answers, and of the others."""
     good, bad = (GammaWeight(k, rate) for k, rate in zip(section.vespo_shapes, section.vespo_rates, strict=True))
     return good, bad
@@ -89,3 +124,34 @@ def policy_metrics(recipe: Recipe) -> dict[str, Better]:
     """Metrics of a policy's evaluations that are better lower or higher."""
     parts: dict[str, Better] = {f"reward/{name}": "higher" for name in recipe.reward_weights}
     return {"loss": "lower", "reward": "higher", **parts}
+
+
+def estimator_of(recipe: Recipe) -> Estimator:
+    """The estimator of the tokens' advantages."""
+    if trains_on_pairs(recipe):
+        return PairEstimator()
+    estimator = _estimator_of_rewards(recipe)
+    if not recipe.teachers_advise or recipe.divergence is None:
+        return estimator
+    return TeacherAdvantages(estimator, teacher_shares(recipe), recipe.divergence.weight)
+
+
+def _estimator_of_rewards(recipe: Recipe) -> Estimator:
+    section = objective_section(recipe)
+    overlong = section.overlong
+    shaping = RewardShaping(
+        None if overlong is None else overlong.margin,
+        1.0 if overlong is None else overlong.weight,
+        recipe.rollout.max_new_tokens,
+        section.mask_truncated,
+    )
+    kl = None
+    if section.kl is not None and section.kl.in_reward and section.kl.coefficient > 0:
+        target = section.kl.target
+        coefficient = AdaptiveKl(section.kl.coefficient, target or 1.0, section.kl.horizon)
+        kl = KlPenalty(coefficient, target is not None, section.kl.kl_estimator)
+    if isinstance(section, Ppo):
+        return GaeEstimator(section.discount, section.gae, section.whiten, section.bootstrap_truncated, shaping, kl)
+    return GroupEstimator(
+        section.baseline, section.scale, section.rewards_apart, shaping, kl, section.process_supervision
+    )

@@ -27,9 +27,9 @@ from danlu.stages.builder import DecoderBuilder
 from danlu.stages.distillation import check_teachers, with_teacher_notes
 from danlu.stages.protocols import PlacedStage, Prompts, StageData
 from danlu.stages.reader import tokenizer_of, tokenizer_path
-from danlu.stages.reinforcement import AnsweringDecoder, empty_item, recipe_rewards, reward_parts
+from danlu.stages.reinforcement import AnsweringDecoder, empty_item
 from danlu.stages.reward_model import RewardModel
-from danlu.stages.rewards_on_base import own_reward_bytes, rewards_on_base
+from danlu.stages.rewards import own_reward_bytes, recipe_rewards, reward_parts, rewards_on_base
 from danlu.training.progress import RowProgress
 from danlu.training.run_folder import Start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,11 +12,13 @@ from danlu.assembly.memory_estimate import gathered_element_bytes, processes_her
 from danlu.assembly.parallelize import Placed
 from danlu.core.dtensor import is_dtensor
 from danlu.core.terminal import print_status
+from danlu.inference.cache_size import cache_gib
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineAdapters, EngineOptions, RolloutEngine
 from danlu.inference.engine_adapters import StackedAdapters
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.ranks import ParallelEngine
+from danlu.inference.request import SamplingOptions
 from danlu.inference.sharded_weights import ShardedWeights
 from danlu.inference.stopping import Decode
 from danlu.models.config import parameter_shapes
@@ -68,6 +71,18 @@ def rollout_engine(
     return ParallelEngine.embedded(engine, ranks, stages or model, sharded_weights(recipe, placed))
 
 
+def sleeping_engine(recipe: Recipe, placed: Placed, decode: Decode, lengths: Sequence[int]) -> RolloutEngine:
+    """The same engine, asleep, with a cache for texts of these lengths that are written together.
+
+    It is no larger: training takes what there is of the device's memory. Raises as `rollout_engine` does.
+    """
+    dtype, pipeline = DTYPES[recipe.precision], placed.parallel.pipeline
+    needed = cache_gib(placed.subject.model, dtype, lengths, engine_options(recipe), pipeline)
+    engine = rollout_engine(recipe, placed, decode=decode, cache_gib=needed)
+    engine.sleep()
+    return engine
+
+
 def engine_options(recipe: Recipe) -> EngineOptions:
     """The settings of the embedded engine in a recipe."""
     section = recipe.rollout
@@ -84,6 +99,11 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         exact=recipe.numerics == "exact",
         routes=replays_routes(recipe),
     )
+
+
+def sampling_options(section: Rollout, seed: int) -> SamplingOptions:
+    """The sampling options of the answers that are trained on."""
+    return SamplingOptions(section.temperature, section.top_p, section.top_k, section.min_p, seed=seed)
 
 
 def draft_options(section: Rollout) -> DraftOptions | None:

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 
 from danlu.assembly.parallelize import Placed
 from danlu.core.errors import DataError
-from danlu.inference.cache_size import cache_gib
 from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.logprob_gap import rollout_gap
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.request import Request, SamplingOptions
 from danlu.models.config import ModelConfig
-from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.policy_logprobs import policy_logprobs
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.rollout import engine_options, rollout_engine
+from danlu.stages.rollout import sleeping_engine
 from danlu.training.state import Generate, Samples
 
 
@@ -30,15 +28,10 @@ def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
         return None
     chat_tokenizer = chat_tokenizer_of(recipe, subject.model.config)
     sampling = SamplingOptions(temperature=section.temperature, seed=recipe.seed)
-    virtual_tokens = 0 if subject.adapters is None else len(subject.adapters.virtual_token_ids)
+    virtual_tokens = len(subject.virtual_token_ids)
     prompt_tokens = sample_prompts(recipe, chat_tokenizer, subject.model.config, virtual_tokens)
-    # No larger than all samples need: training takes what there is of the device's memory.
     lengths = [virtual_tokens + len(prompt_tokens[prompt]) + section.max_new_tokens for prompt in section.prompts]
-    needed = cache_gib(
-        subject.model, DTYPES[recipe.precision], lengths, engine_options(recipe), placed.parallel.pipeline
-    )
-    engine = rollout_engine(recipe, placed, decode=chat_tokenizer.decode, cache_gib=needed)
-    engine.sleep()
+    engine = sleeping_engine(recipe, placed, chat_tokenizer.decode, lengths)
 
     def write(prompts: Sequence[str]) -> Samples:
         requests = [

@@ -1,9 +1,13 @@
-"""Reward models of stage rl that are adapters on the policy's own base: put upon that, which is not loaded again."""
+"""The rewards of stage rl, and the reward models among them.
+
+Those that are adapters on the policy's own base are put upon that, which is not loaded again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from torch import nn
 
@@ -14,6 +18,7 @@ from danlu.assembly.memory_estimate import activation_dtype
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.parameters import TRAINED, VALUE
 from danlu.assembly.score_head import required_score_head
+from danlu.core.errors import RecipeError
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer
 from danlu.inference.resolve_model import ResolvedModel
 from danlu.models.config import same_rotation
@@ -21,11 +26,64 @@ from danlu.parallel.ranks import Ranks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.sections import ModelReward
-from danlu.stages.reward_model import RewardModel, resolve_reward_model
+from danlu.recipe.sections.environments import ENVIRONMENT
+from danlu.rewards.build import build_rewards, build_runner
+from danlu.rewards.environments.user_class import EnvironmentReward
+from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards
+from danlu.rewards.runner import RewardPart, RewardRunner
+from danlu.stages.reward_model import RewardModel, load_reward_model, resolve_reward_model
 from danlu.training.units import format_bytes
 
 _PLAIN_STARTS = (None, True, False, "gaussian")
 """Values of `init_lora_weights` that leave the base as it is."""
+
+
+def reward_parts(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None) -> list[RewardPart]:
+    """The rewards of a recipe. Raises RecipeError with all that is wrong with them.
+
+    judges: reward models that are there already, by their path.
+    """
+
+    def reward_model(section: ModelReward) -> Reward:
+        if judges is not None and section.path in judges:
+            return replace(judges[section.path], per_step=section.per_step)
+        resolved = resolve_reward_model(section.path)
+        if section.per_step and resolved.config.task != "token-classification":
+            raise RecipeError(f"per_step: {section.path} judges whole answers, not their steps. Leave it out")
+        return DeferredRewardModel(resolved, recipe, section.per_step)
+
+    environment = recipe.environment
+    own: list[RewardPart] = []
+    if environment is not None and environment.gives_reward:
+        own = [RewardPart(ENVIRONMENT, EnvironmentReward(), environment.weight)]
+    return [*own, *build_rewards(recipe.rewards or (), reward_model)]
+
+
+@dataclass(frozen=True)
+class DeferredRewardModel:
+    """A reward model that reads its weights when it first judges: on the first process alone, and not to look at rows.
+
+    It computes in the precision and on the device of the run, whole.
+    """
+
+    resolved: ResolvedModel
+    recipe: Recipe
+    per_step: bool = False
+
+    @cached_property
+    def model(self) -> RewardModel:
+        """The loaded model. Raises ModelError, as `load_reward_model` does."""
+        assert self.recipe.precision != "auto", "a run has chosen its precision before it judges"
+        model = load_reward_model(self.resolved, precision=self.recipe.precision, device=self.recipe.device)
+        return replace(model, per_step=self.per_step)
+
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
+        return self.model(answers)
+
+
+def recipe_rewards(recipe: Recipe, judges: Mapping[str, RewardModel] | None = None) -> RewardRunner:
+    """The rewards of the policy's answers, as in the recipe. Raises RecipeError as `reward_parts` does."""
+    return build_runner(reward_parts(recipe, judges), recipe.reward_limits)
 
 
 def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dict[str, RewardModel], list[str]]:
