@@ -25,7 +25,7 @@ from danlu.models.loading import build
 from danlu.objectives.preference import preference_objective
 from danlu.recipe.sections import Sigmoid
 from danlu.stages.learner import DecoderLearner
-from danlu.stages.reference import REFERENCE, ColumnLogprobs
+from danlu.stages.preference import REFERENCE, ColumnLogprobs
 from danlu.stages.roles import StoredOutputs
 
 

@@ -24,9 +24,8 @@ from danlu.recipe import Recipe, load
 from danlu.run import train as run
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.preference import preference
+from danlu.stages.preference import preference, reference_columns, reference_models
 from danlu.stages.protocols import Stage, StageData, StoredRows
-from danlu.stages.reference import reference_columns, reference_models
 
 PAIRS = 16
 TOKENIZER = TokenizerInfo(400, None, None, None, ())

@@ -19,9 +19,8 @@ from danlu.rewards.protocol import StepRewards, Verdict
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
 from danlu.rewards.text import Mathematical
 from danlu.rl.estimators import GroupEstimator
-from danlu.rl.experience import Experience
+from danlu.rl.experience import Experience, HeldOutAnswers
 from danlu.rl.experience_trees import ADVANTAGE, OLD
-from danlu.rl.held_out_answers import HeldOutAnswers
 from danlu.rl.rollout_sampler import ExperienceSettings, RolloutSampler
 from danlu.training.data_loader import GeneratedItems
 

@@ -32,6 +32,7 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.pipeline_split import pipedream_problems, split_problems
 from danlu.recipe import Recipe
+from danlu.recipe.sections import Router
 from danlu.recipe.value import value_share
 from danlu.stages.export import DecoderExporter
 from danlu.stages.learner import objective_parameters, objective_tensors
@@ -206,13 +207,13 @@ class DecoderBuilder:
                 from danlu.stages.moving import moving_weights
 
                 own = Placed(Subject(build(subject.model.config)), ParallelContext())
-                moving[role] = moving_weights(placed, own, spec.mixing)
+                moving[role] = moving_weights(role, placed, own, spec.mixing)
         critic = None
         if value_share(self.recipe) == "none":
             from danlu.stages.value_model import own_config
 
             critic = Placed(Subject(build(own_config(self.recipe, self._config(None).vocab_size))), ParallelContext())
-        balancer = balancer_of(self.recipe, placed)
+        balancer = balancer_of(self.recipe.router, placed, threads=self.recipe.parallel.workers == "threads")
         policy = PlacedDecoder(
             self.recipe, placed, device, *objectives, own_critic=critic, moving=moving, balancer=balancer
         )
@@ -323,15 +324,15 @@ def placed_decoder(
             if spec.mixing is not None:
                 from danlu.stages.moving import moving_weights
 
-                moving[role] = moving_weights(placed, frozen[role], spec.mixing)
+                moving[role] = moving_weights(role, placed, frozen[role], spec.mixing)
     critic, parallel = None, placed.parallel
     if value_share(recipe) == "none":
         from danlu.stages.value_model import place_own_critic, with_own_critic
 
         critic = place_own_critic(recipe, config.vocab_size, parallel.ranks, device, resumed=resumed)
         parallel = with_own_critic(parallel, critic)
-    parallel = _with_objective(parallel, objective, recipe)
-    balancer = balancer_of(recipe, placed)
+    parallel = _with_objective(parallel, objective, in_buckets=recipe.parallel.shard == "none")
+    balancer = balancer_of(recipe.router, placed, threads=recipe.parallel.workers == "threads")
     parallel = parallel if balancer is None else _with_balancer(parallel, balancer)
     if moving:
         from danlu.stages.moving import with_moving
@@ -366,14 +367,14 @@ def check_router(recipe: Recipe, config: ModelConfig) -> None:
         )
 
 
-def balancer_of(recipe: Recipe, placed: Placed) -> Balancer | None:
+def balancer_of(router: Router | None, placed: Placed, *, threads: bool) -> Balancer | None:
     """Returns the balancer that counts the load of the policy's experts and keeps it even; None for a policy without
     experts.
 
-    Replicas in threads count nothing.
+    threads: whether the policy has replicas in threads, which count nothing.
     """
-    model, router = placed.subject.model, recipe.router
-    if not model.config.has_experts or recipe.parallel.workers == "threads":
+    model = placed.subject.model
+    if not model.config.has_experts or threads:
         return None
     from danlu.models.load_balancing import Balancer, Balancing
 
@@ -392,10 +393,10 @@ def _with_balancer(parallel: ParallelContext, balancer: Balancer) -> ParallelCon
     return replace(parallel, local_parameters={**parallel.local_parameters, **local})
 
 
-def _with_objective(parallel: ParallelContext, objective: Objective, recipe: Recipe) -> ParallelContext:
+def _with_objective(parallel: ParallelContext, objective: Objective, *, in_buckets: bool) -> ParallelContext:
     """Returns the same step with the objective's own tensors next to the model's: whole on every process.
 
-    Their gradients are summed over data ranks, in buckets where nothing is sharded. Tensor ranks have the same hidden
+    Their gradients are summed over data ranks, `in_buckets` where nothing is sharded. Tensor ranks have the same hidden
     states, and so the same gradients, which are not summed. In a pipeline the stage with the last chunk, where the
     objective is computed, trains and saves them; running statistics are on all stages, for each prepares its items.
     """
@@ -413,7 +414,7 @@ def _with_objective(parallel: ParallelContext, objective: Objective, recipe: Rec
             elsewhere={**parallel.elsewhere, **{name: local[name] for name in parameters}},
         )
     trained = {name: local[name] for name in parameters}
-    sums = sums_over_data(trained, ranks, in_buckets=recipe.parallel.shard == "none")
+    sums = sums_over_data(trained, ranks, in_buckets=in_buckets)
     return replace(
         parallel,
         local_parameters={**parallel.local_parameters, **local},

@@ -35,6 +35,7 @@ from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
+from danlu.recipe.sections import Parallel
 from danlu.stages.protocols import LeastSeconds, PlacedStage, Stage, StageData
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
@@ -79,7 +80,7 @@ class ClassifierBuilder:
                 lenet.initialize(model, self.recipe.seed)
         else:
             model = lenet.load(resolve_folder(self.recipe.model.path), device=device)
-        return self._placed(model, parallel_context_of(model, self.recipe, ranks), device)
+        return self._placed(model, parallel_context_of(model, self.recipe.parallel, ranks), device)
 
     def unplaced(self, checkpoint: Path) -> tuple[PlacedClassifier, ClassifierExporter]:
         """A model on the CPU with memory for the weights of a checkpoint, and its exporter."""
@@ -100,9 +101,8 @@ class ClassifierBuilder:
         return objectives
 
 
-def parallel_context_of(model: nn.Module, recipe: Recipe, ranks: Ranks) -> ParallelContext:
+def parallel_context_of(model: nn.Module, section: Parallel, ranks: Ranks) -> ParallelContext:
     """The part of this process in each step; the model's parameters are sharded where the recipe says so."""
-    section = recipe.parallel
     if ranks.alone:
         return ParallelContext(ranks)
     sharded = section.shard != "none" and ranks.data.size > 1

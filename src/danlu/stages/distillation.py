@@ -1,4 +1,4 @@
-"""Teachers of stages `distill` and `rl`: as frozen models, their divergence from the policy, and checks of their
+"""Stage `distill`, and teachers of stage `rl`: as frozen models, their divergence from the policy, and checks of their
 recipe."""
 
 from __future__ import annotations
@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TextIO, cast
 
 import torch
 from torch import Tensor
 
 from danlu.core.errors import DataError, ModelError, RecipeError
+from danlu.core.line_log import OptionalLineLog
 from danlu.core.types import Batch, Objective, Outputs, Role, TopTokens
 from danlu.data.column_store import ColumnType
 from danlu.data.tokenizing import tokenizer_info
+from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.resolve_model import ResolvedModel, resolve_model
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config, resolve_folder
@@ -24,14 +27,27 @@ from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.recipe.sections import ForwardKL, HiddenStates, JensenShannon, Model, ReverseKL, Teacher
 from danlu.recipe.teachers import teacher_shares, teachers_of
+from danlu.rl.on_policy_rows import OnPolicyRows, OnPolicySettings, prompt_tokens
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.frozen_models import check_frozen_model
 from danlu.stages.likelihood import likelihood_metrics
-from danlu.stages.on_policy import longest_prompt
 from danlu.stages.placed import PlacedDecoder
-from danlu.stages.protocols import Better, ColumnSpec, FromColumns, ModelSpec, PlacedStage, RoleSpec, StageData
-from danlu.stages.reader import tokenizer_of
-from danlu.training.run_folder import Start
+from danlu.stages.protocols import (
+    Better,
+    ColumnSpec,
+    FromColumns,
+    HeldOut,
+    ModelSpec,
+    PlacedStage,
+    RoleSpec,
+    StageData,
+    StoredRows,
+)
+from danlu.stages.reader import chat_tokenizer_of, tokenizer_of
+from danlu.stages.rollout import sampling_options, sleeping_engine
+from danlu.training.data_loader import ItemSource
+from danlu.training.executor import AnyLearner
+from danlu.training.run_folder import ROLLOUTS, Start
 
 
 class DistillationBuilder(DecoderBuilder):
@@ -56,7 +72,7 @@ class DistillationBuilder(DecoderBuilder):
 
 def with_teacher_notes(decoder: PlacedDecoder) -> PlacedDecoder:
     """Returns the placed decoder with notes on the teachers."""
-    notes = (*decoder.placed.notes, *_notes(decoder.recipe, decoder.model.config))
+    notes = (*decoder.placed.notes, *_notes(decoder.recipe.teacher or (), decoder.model.config))
     return replace(decoder, placed=replace(decoder.placed, notes=notes))
 
 
@@ -209,9 +225,9 @@ def check_teachers(recipe: Recipe) -> None:
             )
 
 
-def _notes(recipe: Recipe, config: ModelConfig) -> Iterator[str]:
+def _notes(teachers: Sequence[Teacher], config: ModelConfig) -> Iterator[str]:
     """Notes for the console on the teachers of a policy with this config."""
-    for teacher in recipe.teacher or ():
+    for teacher in teachers:
         rows = read_config(resolved_teacher(teacher).folder).vocab_size
         if rows != config.vocab_size:
             yield (
@@ -227,3 +243,54 @@ def _policy_config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
     if vocab_size is None:
         vocab_size = tokenizer_info(tokenizer_of(recipe)).vocab_size
     return from_scratch(recipe.model, vocab_size)
+
+
+# -- the policy's own answers to a share of the rows, drawn while it is trained -----------------------------------
+
+
+def on_policy_settings(recipe: Recipe, chat: ChatTokenizer) -> OnPolicySettings:
+    """Settings of the rows that the policy of a recipe answers itself."""
+    rollout = recipe.rollout
+    stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
+    return OnPolicySettings(
+        share=float(recipe.on_policy),
+        per_step=recipe.batch.packs(recipe.data.max_length),
+        sampling=sampling_options(rollout, recipe.seed),
+        max_new_tokens=rollout.max_new_tokens,
+        max_length=recipe.data.max_length,
+        stop_ids=chat.stop_ids | stop_ids,
+        stop_strings=tuple(stop_strings),
+        seed=recipe.seed,
+    )
+
+
+def longest_prompt(rows: StoredRows) -> int:
+    """Tokens of the longest prompt that the policy may have to answer. Raises DataError for a row without a prompt."""
+    samples = rows.train
+    return max(prompt_tokens(samples.sample(number)) for number in range(len(samples)))
+
+
+def on_policy_items(
+    placed: PlacedDecoder, stage_data: StageData, learner: AnyLearner, folder: Path
+) -> tuple[ItemSource, HeldOut | None]:
+    """The rows that were read, with own answers to a share of them where the recipe asks for it."""
+    source, held_out = stage_data.items()
+    if placed.recipe.on_policy:
+        assert stage_data.stored is not None, "the recipe's rules refuse streaming"
+        source = on_policy_rows(placed, source, stage_data.stored, folder)
+    return source, held_out
+
+
+def on_policy_rows(placed: PlacedDecoder, rows: ItemSource, stored: StoredRows, folder: Path) -> OnPolicyRows:
+    """`rows` with the policy's own answers to a share of them; stored: the same rows, to be asked for by number."""
+    recipe = placed.recipe
+    config = placed.model.config
+    chat = chat_tokenizer_of(recipe, config)
+    settings = on_policy_settings(recipe, chat)
+    virtual = len(placed.placed.subject.virtual_token_ids)
+    if config.rotates_by_text_length:
+        settings = replace(settings, rotary_length=lambda tokens: min(virtual + tokens, config.context_length))
+    length = virtual + min(longest_prompt(stored) + settings.max_new_tokens, settings.max_length)
+    engine = sleeping_engine(recipe, placed.placed, chat.decode, [length] * settings.per_step)
+    log = OptionalLineLog(folder / ROLLOUTS) if placed.parallel.ranks.leads else None
+    return OnPolicyRows(rows, engine, settings, chat.decode, log)

@@ -93,10 +93,8 @@ class DecoderLearner:
         """All trained tensors, by name, live: the decoder or the adapter on it, then the objective's own."""
         named = {**trained_weights(self.model, self.adapters), **objective_tensors(self.objective)}
         named |= {} if self.critic is None else self.critic.tensors()
-        if self.moving:
-            from danlu.stages.moving import moving_tensors
-
-            named |= moving_tensors(self.moving)
+        for moving in self.moving.values():
+            named |= moving.tensors()
         named |= {} if self.balancer is None else self.balancer.tensors()
         return self.parallel.local_weights(named)
 

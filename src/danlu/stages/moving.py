@@ -19,6 +19,7 @@ from danlu.stages.protocols import Mixing
 class MovingWeights:
     """The weights of one moving role, and the policy's. Both are placed alike: each process mixes its own shards."""
 
+    role: Role
     policy: Mapping[str, Tensor]  # by name in the policy
     own: Mapping[str, Tensor]  # of the same names, in float32
     mixing: Mixing
@@ -33,16 +34,15 @@ class MovingWeights:
             tensor.lerp_(self.policy[name], self.mixing.share)
         self.parallel.reshard()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's tensors in a checkpoint, live: "reference.NAME"."""
+        return {f"{self.role}.{name}": tensor for name, tensor in self.own.items()}
 
-def moving_weights(policy: Placed, model: Placed, mixing: Mixing) -> MovingWeights:
+
+def moving_weights(role: Role, policy: Placed, model: Placed, mixing: Mixing) -> MovingWeights:
     """The weights of a placed model that follow the policy's."""
     own, followed = ({name: tensor.detach() for name, tensor in placed.parameters()} for placed in (model, policy))
-    return MovingWeights(followed, own, mixing, model.parallel)
-
-
-def moving_tensors(moving: Mapping[Role, MovingWeights]) -> dict[str, Tensor]:
-    """The tensors of moving models in a checkpoint, live: "reference.NAME"."""
-    return {f"{role}.{name}": tensor for role, weights in moving.items() for name, tensor in weights.own.items()}
+    return MovingWeights(role, followed, own, mixing, model.parallel)
 
 
 def with_moving(parallel: ParallelContext, moving: Mapping[Role, MovingWeights]) -> ParallelContext:

@@ -135,10 +135,8 @@ class PlacedDecoder:
             own = None if self.own_critic is None else self.own_critic.subject.model
             weights = {**weights, **critic_tensors(self.adapters, own)}
         weights = {**weights, **objective_tensors(self.objective)}
-        if self.moving:
-            from danlu.stages.moving import moving_tensors
-
-            weights |= moving_tensors(self.moving)
+        for moving in self.moving.values():
+            weights |= moving.tensors()
         return self.parallel.local_weights(weights)
 
     def learner(self, micro: int, sources: tuple[str, ...] = ()) -> DecoderLearner:

@@ -17,9 +17,8 @@ from danlu.recipe.value import value_share
 from danlu.rl.answer_pairs import PairEstimator
 from danlu.rl.estimators import Estimator, GaeEstimator, GroupEstimator, KlPenalty, RewardShaping, TeacherAdvantages
 from danlu.stages.distillation import teacher_divergence, teacher_models
-from danlu.stages.preference import preference
+from danlu.stages.preference import REFERENCE, preference, reference_models
 from danlu.stages.protocols import Better, RoleSpec
-from danlu.stages.reference import REFERENCE, reference_models
 from danlu.stages.value_model import first_value_head
 
 

@@ -1,12 +1,22 @@
-"""The objective of stage preference, over pairs of answers or over answers that are judged alone."""
+"""Stage `preference`: its objective over pairs or judged answers, and its reference, a frozen model or a column."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from danlu.core.types import Batch, Outputs, Role, TokenLogprobs
+from danlu.data.column_store import ColumnType
 from danlu.objectives.preference import Preference, StepPreference, preference_objective
 from danlu.recipe import Recipe
-from danlu.recipe.sections import terms_of
-from danlu.stages.protocols import Better
-from danlu.stages.reference import REFERENCE, reference_models
+from danlu.recipe.reference import resolve_reference, starts_with_effect
+from danlu.recipe.sections import AdapterOff, Cached, Frozen, Model, terms_of
+from danlu.stages.protocols import Better, ColumnSpec, FromColumns, Mixing, ModelSpec, PolicyWithoutAdapter, RoleSpec
+
+REFERENCE: Role = "reference"
 
 
 def preference(recipe: Recipe) -> Preference | StepPreference:
@@ -17,3 +27,51 @@ def preference(recipe: Recipe) -> Preference | StepPreference:
 def preference_metrics(recipe: Recipe) -> dict[str, Better]:
     """Metrics of evaluations of pairs, or of judged answers."""
     return {"loss": "lower", **Preference(tuple(terms_of(recipe.objective)), True).better}
+
+
+def reference_models(recipe: Recipe) -> Mapping[Role, RoleSpec]:
+    """The reference of a recipe by its role, if it has one."""
+    match resolve_reference(recipe):
+        case Cached():
+            return {REFERENCE: FromColumns(_from_column)}
+        case AdapterOff():
+            return {REFERENCE: PolicyWithoutAdapter()}
+        case Frozen() as frozen:
+            section = recipe.model if frozen.model is None else Model(path=frozen.model)
+            quantization = frozen.quantization or recipe.quantization
+            mixing = None if frozen.every is None else Mixing(frozen.every, frozen.mix)
+            return {REFERENCE: ModelSpec(REFERENCE, section, quantization, mixing)}
+    return {}
+
+
+def reference_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
+    """The column of a cached reference: the initial policy's log-probability of each token of the answers.
+
+    It is computed by a frozen model with the same weights, unless the adapter that is trained starts with an effect.
+    """
+    if not isinstance(resolve_reference(recipe), Cached):
+        return ()
+    alike = starts_with_effect(recipe) is None
+    model = ModelSpec(REFERENCE, recipe.model, recipe.quantization) if alike else None
+    return (ColumnSpec(REFERENCE, model, {REFERENCE: ColumnType("<f4")}, _logprobs),)
+
+
+def _logprobs(outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+    return {REFERENCE: outputs.logprobs().logprobs}
+
+
+@dataclass(frozen=True)
+class ColumnLogprobs:
+    """The stored output of a cached reference: the log-probabilities of the targets. It is an `Outputs` with that
+    method alone."""
+
+    batch: Batch
+
+    def logprobs(self, *, temperature: float = 1.0, **others: Any) -> TokenLogprobs:
+        """The column `reference` [N]: of the unchanged distribution, without entropies."""
+        assert temperature == 1.0 and not any(others.values()), "only log-probabilities are cached"
+        return TokenLogprobs(self.batch.columns[REFERENCE])
+
+
+def _from_column(batch: Batch) -> Outputs:
+    return cast(Outputs, ColumnLogprobs(batch))  # objectives ask a reference for nothing else

@@ -23,8 +23,8 @@ from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection
 from danlu.stages.columns import all_answers
 from danlu.stages.frozen_models import place_frozen
+from danlu.stages.preference import REFERENCE
 from danlu.stages.protocols import ColumnSpec, ModelSpec, Stage
-from danlu.stages.reference import REFERENCE
 from danlu.stages.roles import FrozenDecoder
 
 BLOCK, GROUP = 32, 16  # of quantized weights: the smallest in 4 bits, and of integers
