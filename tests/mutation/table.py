@@ -132,9 +132,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- stages of training in a pipeline
     Mutation(
-        "stages/learner.py",
-        "partial(self.judged_by, dropout_step=step)",
-        "partial(self.judged_by, dropout_step=None)",
+        "stages/no_grad_pass.py",
+        "partial(learner.judged_by, dropout_step=step)",
+        "partial(learner.judged_by, dropout_step=None)",
         "parallel/test_pipeline_stages.py",
     ),
     Mutation(

@@ -723,8 +723,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stages/learner.py",
-        "self._dropout(step if self.drops_out else None,",
-        "self._dropout(step,",
+        "or step is None or not self.drops_out:",
+        "or step is None:",
         "test_rl_runs.py",
         "adapter_that_has_dropout",
     ),

@@ -19,7 +19,7 @@ from danlu.rewards.protocol import StepRewards, Verdict
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardTable
 from danlu.rewards.text import Mathematical
 from danlu.rl.estimators import GroupEstimator
-from danlu.rl.experience import Experience, HeldOutAnswers
+from danlu.rl.experience import Experience
 from danlu.rl.experience_trees import ADVANTAGE, OLD
 from danlu.rl.rollout_sampler import ExperienceSettings, RolloutSampler
 from danlu.training.data_loader import GeneratedItems
@@ -354,7 +354,7 @@ def test_failures_of_one_reward_are_no_signal_and_are_held_out_too():
     assert made.metrics()["no_signal"] == 1 and made.metrics()["reward_std"] == 0
     held_out = [Prompt((1, 2, 3), {}, "held out", f"row {number}") for number in range(2)]
     made.sampler.rewards = TwoRewards(declined=False, without={(1, 0)})
-    items = made.judged_items([0, 1], held_out, SAMPLING["sampling"])
+    items = made.held_out(held_out)
     assert items[0].samples[0].facts["reward"][1] == 1
     assert all(np.isnan(items[1].samples[0].facts[name][1]) for name in ("reward", "reward/sample"))
 
@@ -412,8 +412,7 @@ def test_greedy_answers_are_a_baseline_and_not_trained():
 def test_held_out_answers_leave_training_as_it_is():
     made, plain = experience(), experience()
     made.at(0)
-    held_out = HeldOutAnswers(made, [Prompt((5, 6), {}, "held out", "row h")])
-    (item,) = held_out()
+    (item,) = made.held_out([Prompt((5, 6), {}, "held out", "row h")])
     assert item.samples[0].facts["reward"][1:].tolist() == [0]
     assert rows(made, range(8)) == rows(plain, range(8))
     assert not set(made.sampler.engine.asked[1]) & set(range(1000))

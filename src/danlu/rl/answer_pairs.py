@@ -5,15 +5,14 @@ S tokens of a tree
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
 
 import numpy as np
 
 from danlu.core.types import Branch, Pack
 from danlu.objectives.branches import CHOSEN, REJECTED
-from danlu.rl.estimators import Judged
+from danlu.rl.estimators import Estimator, Judged
 
 LABEL = "label"
 """Fact of a branch: `CHOSEN`, `REJECTED`, NaN for one that is no answer of a pair."""
@@ -21,15 +20,14 @@ SMALLEST_DIFFERENCE = 1e-9
 """Rewards that are nearer to each other count as equal, as they do where prompts without signal are counted."""
 
 
-class PairEstimator:
-    """An `Estimator` that adds no columns of tokens: it keeps a pair of each prompt's answers.
+class PairEstimator(Estimator):
+    """An estimator that adds no columns of tokens: it keeps a pair of each prompt's answers.
 
     Of answers with equal rewards the first is taken. A prompt has no pair if its answers all have the same reward, or
     if fewer than two have any: nothing of it is trained, or counted in a divisor.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ()
-    facts: ClassVar = (LABEL,)
+    facts = (LABEL,)
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """Trees of a prompt with its chosen and its rejected answer; the metrics are of all answers."""
@@ -40,13 +38,6 @@ class PairEstimator:
             items.append(with_pair(item, best_and_worst(total[answers])))
         pairs = sum(len(item.samples[0].branches) > 1 for item in items)
         return items, {"pairs": float(pairs), **_of_answers(judged.items)}
-
-    def state(self) -> dict[str, Any]:
-        """Nothing is kept between rollouts."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to take up."""
 
 
 def best_and_worst(rewards: np.ndarray) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,25 +114,6 @@ class Judged:
         ]
 
 
-class Estimator(Protocol):
-    """Gives each token its advantage; may keep a state between rollouts, such as an adaptive coefficient."""
-
-    @property
-    def columns(self) -> Sequence[str]: ...  # that it gives to items, float32
-
-    @property
-    def facts(self) -> Sequence[str]: ...  # that it gives to their branches
-
-    def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
-        """The items with their columns, and numbers about the rollout to be shown."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns the estimator's state between rollouts, as JSON."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`."""
-
-
 @dataclass(frozen=True)
 class RewardShaping:
     """Changes to rewards that are made before they are compared."""
@@ -188,8 +169,31 @@ class KlPenalty:
         return of_answers
 
 
+class Estimator:
+    """Gives each token its advantage; an adaptive coefficient of KL is its state between rollouts."""
+
+    columns: Sequence[str] = ()
+    """The columns that it gives to items, float32."""
+    facts: Sequence[str] = ()
+    """The facts that it gives to their branches."""
+    kl: KlPenalty | None = None
+
+    def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
+        """The items with their columns, and numbers about the rollout to be shown."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """The coefficient of KL, where it is in the reward."""
+        return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores `state`."""
+        if self.kl is not None:
+            self.kl.coefficient.coefficient = float(state["kl"])
+
+
 @dataclass
-class GroupEstimator:
+class GroupEstimator(Estimator):
     """One advantage for all tokens of an answer, from the rewards of others: the family of GRPO.
 
     A KL in the reward is that of the whole answer, which is one action (RLOO, arXiv:2402.14740). With the baseline
@@ -207,8 +211,7 @@ class GroupEstimator:
     shaping: RewardShaping = field(default_factory=RewardShaping)
     kl: KlPenalty | None = None
     process_supervision: bool = False
-    columns: ClassVar = (ADVANTAGE,)
-    facts: ClassVar[tuple[str, ...]] = ()
+    columns = (ADVANTAGE,)
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """Adds the column `advantage`."""
@@ -272,15 +275,6 @@ class GroupEstimator:
         )
         return list(advantages.numpy())
 
-    def state(self) -> dict[str, Any]:
-        """The coefficient of KL, where it is in the reward."""
-        return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`."""
-        if self.kl is not None:
-            self.kl.coefficient.coefficient = float(state["kl"])
-
 
 def _with_kl(judged: Judged, paid: Sequence[np.ndarray]) -> Judged:
     """Appends a reward: minus the sum of an answer's token penalties. A greedy answer has no penalty."""
@@ -292,7 +286,7 @@ def _with_kl(judged: Judged, paid: Sequence[np.ndarray]) -> Judged:
 
 
 @dataclass
-class GaeEstimator:
+class GaeEstimator(Estimator):
     """Advantages of tokens from a critic (GAE, arXiv:1506.02438): PPO. A reward is earned by the last token, those of
     steps by the tokens that end them."""
 
@@ -303,8 +297,7 @@ class GaeEstimator:
     """Whether a truncated answer is worth the critic's value at the place where it was cut off."""
     shaping: RewardShaping = field(default_factory=RewardShaping)
     kl: KlPenalty | None = None
-    columns: ClassVar = (ADVANTAGE, VALUE_OLD, RETURN)
-    facts: ClassVar[tuple[str, ...]] = ()
+    columns = (ADVANTAGE, VALUE_OLD, RETURN)
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """Computes the columns `advantage`, `return` and `value_old`."""
@@ -352,18 +345,9 @@ class GaeEstimator:
             items.append(with_columns(item, {**columns, VALUE_OLD: value_old}))
         return items
 
-    def state(self) -> dict[str, Any]:
-        """The coefficient of KL, where it is in the reward."""
-        return {} if self.kl is None else {"kl": self.kl.coefficient.coefficient}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`."""
-        if self.kl is not None:
-            self.kl.coefficient.coefficient = float(state["kl"])
-
 
 @dataclass
-class TeacherAdvantages:
+class TeacherAdvantages(Estimator):
     """Another estimator's advantages, and each token's own from teachers: weight x (log q - log p).
 
     q is a teacher and p the policy that drew, at the temperature and within the support of the rollout; of several
@@ -378,15 +362,8 @@ class TeacherAdvantages:
     """The share of each teacher, by its role, which names its log-probabilities among the scores of tokens."""
     weight: float = 1.0
 
-    @property
-    def columns(self) -> Sequence[str]:
-        """Those of the other estimator."""
-        return self.estimator.columns
-
-    @property
-    def facts(self) -> Sequence[str]:
-        """Those of the other estimator."""
-        return self.estimator.facts
+    def __post_init__(self) -> None:
+        self.columns, self.facts = self.estimator.columns, self.estimator.facts
 
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """The other's items with larger advantages where teachers find a token likelier; `reverse_kl` is the mean of

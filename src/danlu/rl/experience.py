@@ -23,7 +23,6 @@ from danlu.core.types import ROTARY_LENGTH, Pack
 from danlu.data.permutation import Permutation
 from danlu.data.prompts import Prompt
 from danlu.inference.episode import Episode
-from danlu.inference.request import SamplingOptions
 from danlu.inference.stopping import Decode
 from danlu.parallel.phase import PHASE
 from danlu.rewards.environments.user_class import EnvironmentReward
@@ -165,10 +164,15 @@ class Experience:
         ages = {name: self._metrics[name] + self._lag for name in STALENESS if name in self._metrics}
         return {**self._metrics, **ages}
 
-    def judged_items(self, numbers: Sequence[int], prompts: Sequence[Prompt], sampling: SamplingOptions) -> list[Pack]:
-        """One answer to each prompt by the policy as it is now, with its rewards, as items that are not trained on."""
+    def held_out(self, prompts: Sequence[Prompt]) -> list[Pack]:
+        """The items of an evaluation by the policy as it is now: each prompt with one greedy answer and its rewards, so
+        that two evaluations differ by the weights. They are not trained on.
+
+        Their numbers are their own: an evaluation leaves the draws of training as they are.
+        """
+        numbers = range(EVALUATION_NUMBERS, EVALUATION_NUMBERS + len(prompts))
         with self.sampler.awake():
-            answered = self.sampler.answer(numbers, prompts, sampling)
+            answered = self.sampler.answer(numbers, prompts, replace(self.settings.sampling, temperature=0.0))
         items = []
         for item in self._items_of(answered):  # zeros and NaN in the place of what the estimator says
             branches = len(item.samples[0].branches)
@@ -367,23 +371,6 @@ class Experience:
                 line["greedy_rewards"] = _by_part(answered.greedy_rewards[place], parts)
             log.append(json.dumps(line, ensure_ascii=False))
         log.sync()
-
-
-class HeldOutAnswers:
-    """The items of an evaluation: each prompt with one greedy answer, so that two evaluations differ by the weights.
-
-    Their numbers are their own: an evaluation leaves the draws of training as they are.
-    """
-
-    def __init__(self, experience: Experience, prompts: Sequence[Prompt]) -> None:
-        self._experience, self._prompts = experience, tuple(prompts)
-        settings = experience.settings
-        self._sampling = replace(settings.sampling, temperature=0.0)
-
-    def __call__(self) -> list[Pack]:
-        """Items of the policy as it is now."""
-        numbers = range(EVALUATION_NUMBERS, EVALUATION_NUMBERS + len(self._prompts))
-        return self._experience.judged_items(list(numbers), self._prompts, self._sampling)
 
 
 def run_lengths(versions: Sequence[int]) -> list[list[int]]:

@@ -333,7 +333,10 @@ def placed_decoder(
         parallel = with_own_critic(parallel, critic)
     parallel = _with_objective(parallel, objective, in_buckets=recipe.parallel.shard == "none")
     balancer = balancer_of(recipe.router, placed, threads=recipe.parallel.workers == "threads")
-    parallel = parallel if balancer is None else _with_balancer(parallel, balancer)
+    if balancer is not None and not parallel.ranks.alone:  # its tensors are whole on every process
+        counts = balancer.tensors().items()
+        local = {name: replicated_parameter(name, each, parallel.ranks) for name, each in counts}
+        parallel = replace(parallel, local_parameters={**parallel.local_parameters, **local})
     if moving:
         from danlu.stages.moving import with_moving
 
@@ -383,14 +386,6 @@ def balancer_of(router: Router | None, placed: Placed, *, threads: bool) -> Bala
         sequence = router.sequence if router.balance in ("bias", "sequence") else 0.0
         balancing = Balancing(router.balance, router.rate, sequence, router.z, router.capacity)
     return Balancer(model, balancing, adds_gradient=placed.parallel.ranks.tensor.index == 0)
-
-
-def _with_balancer(parallel: ParallelContext, balancer: Balancer) -> ParallelContext:
-    """Returns the same step with the balancer's own tensors next to the model's: whole on every process."""
-    if parallel.ranks.alone:
-        return parallel
-    local = {name: replicated_parameter(name, each, parallel.ranks) for name, each in balancer.tensors().items()}
-    return replace(parallel, local_parameters={**parallel.local_parameters, **local})
 
 
 def _with_objective(parallel: ParallelContext, objective: Objective, *, in_buckets: bool) -> ParallelContext:

@@ -140,11 +140,13 @@ def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.de
     section = recipe.model if spec.model is None else spec.model.section
     quantization = recipe.quantization if spec.model is None else spec.model.quantization
     adapter = None if spec.model is not None or recipe.adapter is None else recipe.adapter.model_dump(mode="json")
+    tensors = {} if section.path is None else read_tensors(resolve_folder(section.path))
+    weights = sorted({entry.file for entry in tensors.values()})
     is_drawn = section.path is None or adapter is not None  # from the seed
     return {
         "identity": dict(spec.identity),
         "config": json.loads(json.dumps(asdict(config), default=str)),
-        "weights": [] if section.path is None else _weight_hashes(resolve_folder(section.path)),
+        "weights": [[file.name, _file_hash(file)] for file in weights],
         "below": [
             [_file_hash(folder.path / name) for name in (CONFIG, WEIGHTS)] for folder in named_stack(section.adapters)
         ],
@@ -156,11 +158,6 @@ def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.de
         "device": device.type,
         **({} if recipe.numerics == "fast" else {"numerics": recipe.numerics}),
     }
-
-
-def _weight_hashes(folder: Path) -> list[list[str]]:
-    """The name and content of each file of a model's weights."""
-    return [[file.name, _file_hash(file)] for file in sorted({entry.file for entry in read_tensors(folder).values()})]
 
 
 def _file_hash(path: Path) -> str:

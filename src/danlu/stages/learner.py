@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +25,6 @@ from danlu.core.types import (
     Pack,
     Role,
     RoleObjective,
-    StepLogprobs,
     StepObjective,
     TargetSources,
     Totals,
@@ -123,42 +121,13 @@ class DecoderLearner:
     def prepare(
         self, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
     ) -> Sequence[Pack]:
-        """The packs as the objective wants them for its pass with gradients, where it has to see the whole step first.
-
-        It is shown the log-probabilities of all branches of the step, from a pass without gradients: the policy's with
-        the dropout of the step, the reference's without. Of a pipeline the stage with the last chunk tells the others.
-        """
+        """The packs as the objective wants them for its pass with gradients, where it has to see the whole step first:
+        the log-probabilities of all branches, from a pass without gradients."""
         if not isinstance(self.objective, StepObjective):
             return items
-        from danlu.objectives.branches import local_sum_by_branch
-        from danlu.stages.no_grad_pass import no_grad_pass
+        from danlu.stages.no_grad_pass import step_logprobs
 
-        viewed = self.objective.step_items(items)
-        counts = [sum(len(sample.branches) for sample in pack.samples) for pack in viewed]
-        starts = np.cumsum([0, *counts]).tolist()
-        has_reference = "reference" in self.roles
-
-        def sums_of(outputs: Mapping[Role, Outputs], batch: Batch) -> Tensor:
-            """[3, M] of policy, reference and targets: sums over those of this process, for all are added up below."""
-            policy = local_sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
-            reference = policy
-            if has_reference:
-                reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
-            return torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch)))
-
-        # They stay on the device until all are made.
-        asked = partial(self.judged_by, dropout_step=step)
-        own = [*no_grad_pass(asked, viewed, micro_batches, sums_of)]
-        sums = torch.zeros(3, starts[-1], dtype=torch.float64)
-        for numbers, values in own:
-            places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
-            sums[:, places] = values.double().cpu()[:, : len(places)]
-        sums = self.parallel.pipeline.from_last(self.parallel.all_reduce_data(sums))
-        facts = {
-            name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in viewed for sample in pack.samples]))
-            for name in viewed[0].samples[0].facts
-        }
-        logprobs = StepLogprobs(sums[0], sums[1] if has_reference else None, sums[2], facts)
+        logprobs = step_logprobs(self, self.objective.step_items(items), micro_batches, step)
         return self.objective.prepared(items, logprobs, training=step is not None)
 
     def end_step(self) -> Mapping[str, float]:
@@ -196,29 +165,24 @@ class DecoderLearner:
         """This learner with another objective for its passes without gradients, and the dropout of a step in them."""
         return replace(self, evaluation=evaluation, assessed_dropout=dropout_step)
 
-    def at(self, micro_step: MicroStep[Any]) -> AbstractContextManager[None]:
+    @contextmanager
+    def at(self, micro_step: MicroStep[Any]) -> Iterator[None]:
         """Dropout of adapters, where steps have it, by the micro-batch's place in the step; where their virtual tokens
         are in it."""
         if self.model.begin_pass is not None:
             self.model.begin_pass(micro_step.batch.tokens)
         step = self.assessed_dropout if micro_step.step is None else micro_step.step
-        return self._dropout(step if self.drops_out else None, micro_step.items, micro_step.batch)
-
-    @contextmanager
-    def _dropout(self, step: int | None, items: Sequence[tuple[int, Pack]], batch: Any) -> Iterator[None]:
-        """Dropout of adapters for packs, each with its number in the step, of which `batch` is made; none without a
-        step."""
-        if self.adapters is None or step is None:
+        if self.adapters is None or step is None or not self.drops_out:
             yield
             return
         dropout_state, virtual = self.adapters.build_context.dropout_state, len(self.adapters.virtual_token_ids)
-        packs = items or [(0, self.empty)]
+        packs = micro_step.items or [(0, self.empty)]
         lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
         rows = None
         if self.context.size > 1:
             from danlu.data.context_batch import rows_of
 
-            rows = rows_of(batch.shares[self.context.index])
+            rows = rows_of(micro_step.batch.shares[self.context.index])
         dropout_state.begin(step, lengths, rows)
         try:
             yield
@@ -238,7 +202,7 @@ class DecoderLearner:
     @property
     def trained_activations(self) -> int:
         """The policy's, and those of the model of values where that is no head on the policy."""
-        return len(self._trained_models(self._roles_of(self.objective)))
+        return self._trained_among(self._roles_of(self.objective))
 
     def empty_activation(self, micro_step: MicroStep[Any]) -> Activation:
         """Makes an empty [T', D] for each model in the type of activations; where tensor ranks split tokens, as they do
@@ -246,8 +210,11 @@ class DecoderLearner:
         tokens = len(pad_to_bucket(micro_step.batch, self.token_multiple).tokens)
         of_trained = tokens // (1 if micro_step.step is None else self.token_multiple)
         asked = self._asked(micro_step)
-        shapes = [(of_trained, model.config.hidden_size) for model in self._trained_models(asked).values()]
-        shapes += [(tokens, role.model.config.hidden_size) for role in self._decoders(asked).values()]
+        trained = self._trained_among(asked)
+        shapes = [
+            (of_trained if number < trained else tokens, model.config.hidden_size)
+            for number, model in enumerate(self._models(asked).values())
+        ]
         return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
     def losses(self, batch: Batch, totals: Totals, gradient_scale: float = 1.0, x: Activation | None = None) -> Loss:
@@ -267,10 +234,11 @@ class DecoderLearner:
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = self._attend(filled)
         asked = self._asked(micro_step)
-        decoders = self._decoders(asked)
-        before = {} if x is None else self._by_model(x, asked)
+        before = self._by_model(x, asked)
         of_roles = [
-            role.hidden_states(batch, filled, attend, chunk, before.get(name)) for name, role in decoders.items()
+            role.hidden_states(batch, filled, attend, chunk, before.get(name))
+            for name, role in self.roles.items()
+            if name in asked and isinstance(role, DecoderRole)
         ]
         of_critic: list[Tensor] = []
         if self.critic is not None and VALUE in asked:
@@ -291,19 +259,22 @@ class DecoderLearner:
     def _asked(self, micro_step: MicroStep[Any]) -> Collection[Role]:
         return self._roles_of(self.evaluation if micro_step.step is None else self.objective)
 
-    def _trained_models(self, roles: Collection[Role]) -> dict[Role, Decoder]:
-        """The policy, and the model of values where it is among `roles` and no head on the policy, in the order in
-        which their hidden states lie in an `Activation`, before those of `_decoders`."""
-        has_critic = self.critic is not None and VALUE in roles
-        return {"policy": self.model, **({VALUE: self.critic.model} if self.critic is not None and has_critic else {})}
+    def _models(self, roles: Collection[Role]) -> dict[Role, Decoder]:
+        """The decoders that run for `roles`, in the order in which their hidden states lie in an `Activation`: the
+        policy, the model of values where it is no head on the policy, and frozen ones."""
+        models: dict[Role, Decoder] = {"policy": self.model}
+        if self.critic is not None and VALUE in roles:
+            models[VALUE] = self.critic.model
+        frozen = {name: role.model for name, role in self.roles.items() if isinstance(role, DecoderRole)}
+        return {**models, **{name: model for name, model in frozen.items() if name in roles}}
 
-    def _by_model(self, x: Activation, roles: Collection[Role]) -> dict[Role, Tensor]:
-        """The tensors of an activation by the role of their model."""
-        return dict(zip((*self._trained_models(roles), *self._decoders(roles)), x, strict=True))
+    def _trained_among(self, roles: Collection[Role]) -> int:
+        """How many of `_models` are trained: the first ones."""
+        return 1 + (self.critic is not None and VALUE in roles)
 
-    def _decoders(self, roles: Collection[Role]) -> dict[Role, DecoderRole]:
-        """Those of `roles` that are decoders, in the order in which their hidden states lie in an `Activation`."""
-        return {role: each for role, each in self.roles.items() if role in roles and isinstance(each, DecoderRole)}
+    def _by_model(self, x: Activation | None, roles: Collection[Role]) -> dict[Role, Tensor]:
+        """The tensors of an activation by the role of their model; none before the first chunk."""
+        return {} if x is None else dict(zip(self._models(roles), x, strict=True))
 
     def outputs(
         self,
@@ -325,7 +296,7 @@ class DecoderLearner:
         filled = pad_to_bucket(batch, self.token_multiple)
         attend = self._attend(filled)
         asked = (*self.roles, VALUE) if roles is None else roles
-        hidden = {} if x is None else self._by_model(x, asked)
+        hidden = self._by_model(x, asked)
         beside: dict[Role, Outputs] = {
             role: outputs_of(batch, filled, attend, hidden.get(role))
             for role, outputs_of in self.roles.items()

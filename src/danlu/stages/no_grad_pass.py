@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from danlu.assembly.parallelize import Placed, token_shares
-from danlu.core.types import Batch, Loss, Objective, Outputs, Pack, Role, Totals
+from danlu.core.types import Batch, Loss, Objective, Outputs, Pack, Role, StepLogprobs, Totals
+from danlu.objectives.branches import local_sum_by_branch
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.stages.learner import DecoderLearner
@@ -87,3 +91,35 @@ def no_grad_pass(
         values, kept.values[:] = [*kept.values], []
         if values:
             yield from zip((micro_batches[number] for number in numbers), values, strict=True)
+
+
+def step_logprobs(
+    learner: DecoderLearner, items: Sequence[Pack], micro_batches: Sequence[Sequence[int]], step: int | None
+) -> StepLogprobs:
+    """The log-probabilities of all branches of a step on every process: the policy's with the dropout of the step, the
+    reference's without. Of a pipeline the stage with the last chunk tells the others."""
+    counts = [sum(len(sample.branches) for sample in pack.samples) for pack in items]
+    starts = np.cumsum([0, *counts]).tolist()
+    has_reference = "reference" in learner.roles
+
+    def sums_of(outputs: Mapping[Role, Outputs], batch: Batch) -> Tensor:
+        """[3, M] of policy, reference and targets: sums over those of this process, for all are added up below."""
+        policy = local_sum_by_branch(outputs["policy"].logprobs().logprobs, batch)
+        reference = policy
+        if has_reference:
+            reference = local_sum_by_branch(outputs["reference"].logprobs().logprobs, batch)
+        return torch.stack((policy, reference, local_sum_by_branch(torch.ones_like(batch.weights), batch)))
+
+    # They stay on the device until all are made.
+    asked = partial(learner.judged_by, dropout_step=step)
+    own = [*no_grad_pass(asked, items, micro_batches, sums_of)]
+    sums = torch.zeros(3, starts[-1], dtype=torch.float64)
+    for numbers, values in own:
+        places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
+        sums[:, places] = values.double().cpu()[:, : len(places)]
+    sums = learner.parallel.pipeline.from_last(learner.parallel.all_reduce_data(sums))
+    facts = {
+        name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in items for sample in pack.samples]))
+        for name in items[0].samples[0].facts
+    }
+    return StepLogprobs(sums[0], sums[1] if has_reference else None, sums[2], facts)

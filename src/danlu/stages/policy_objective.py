@@ -64,6 +64,7 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
     section = objective_section(recipe)
     kl = section.kl if section.kl is not None and not section.kl.in_reward else None
     low, high = section.clip_bounds
+    good, bad = (GammaWeight(k, rate) for k, rate in zip(section.vespo_shapes, section.vespo_rates, strict=True))
     settings = PolicyGradientSettings(
         loss=section.loss,
         ratio=section.ratio,
@@ -71,7 +72,7 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
         clip_high=high,
         dual_clip=section.dual_clip,
         sapo_temperatures=section.sapo_temperatures,
-        vespo_weights=_vespo_weights(section),
+        vespo_weights=(good, bad),
         normalise=section.normalise,
         constant_tokens=recipe.rollout.max_new_tokens,
         kl=0.0 if kl is None else kl.coefficient,
@@ -106,12 +107,6 @@ def policy_gradient(recipe: Recipe) -> PolicyGradient | PpoObjective:
 def models_beside_policy(recipe: Recipe) -> Mapping[Role, RoleSpec]:
     """The reference and the teachers of a recipe of stage rl, where it has any."""
     return {**reference_models(recipe), **teacher_models(recipe)}
-
-
-def _vespo_weights(section: PolicyGradientSection) -> tuple[GammaWeight, GammaWeight]:
-    """VESPO's weights of good answers, and of the others."""
-    good, bad = (GammaWeight(k, rate) for k, rate in zip(section.vespo_shapes, section.vespo_rates, strict=True))
-    return good, bad
 
 
 def held_out_rewards(recipe: Recipe, objective: Objective) -> PolicyEvaluation:

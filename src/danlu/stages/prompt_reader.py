@@ -15,7 +15,6 @@ from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.core.errors import DataError
 from danlu.data.prepare import DatasetSpec, prepare_prompts
 from danlu.data.prompts import Prompt, PromptOrder
-from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizing import tokenizer_info
 from danlu.data.tool_calls import unknown_form_line
 from danlu.parallel.ranks import Ranks
@@ -64,6 +63,9 @@ class PromptReader:
             check_columns(parts, prompt.row, prompt.where)
         positions = max_sample_length(model, recipe.adapter)
         tokenizer = tokenizer_of(recipe)
+        calls = []
+        if isinstance(recipe.environment, Tools | AgentSection) and tokenizer.has_template:
+            calls = [line for line in [unknown_form_line(tokenizer.template(tools=True))] if line is not None]
         return StageData(
             None,
             len(prompts.train) * recipe.batch.passes,
@@ -71,7 +73,7 @@ class PromptReader:
             [
                 *prompts.lines(),
                 *position_lines(everyone, recipe.data.max_length, spec.max_new_tokens, positions),
-                *_call_lines(recipe, tokenizer),
+                *calls,
             ],
             tokenizer=tokenizer_info(tokenizer),
             empty=empty_item(recipe),
@@ -89,14 +91,6 @@ class PromptReader:
         if environment is not None:
             longest = min(longest * environment.max_turns, self.recipe.data.max_length)
         return items * rollout.samples * longest
-
-
-def _call_lines(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
-    """The line on how calls of tools are read, where the recipe's environment has tools."""
-    if not isinstance(recipe.environment, Tools | AgentSection) or not tokenizer.has_template:
-        return []
-    line = unknown_form_line(tokenizer.template(tools=True))
-    return [] if line is None else [line]
 
 
 def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: int, positions: int) -> list[str]:

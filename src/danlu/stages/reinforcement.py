@@ -25,7 +25,7 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Ppo
 from danlu.recipe.teachers import teachers_of
 from danlu.rl.asynchronous import AsynchronousEngine, AsynchronousRollouts
-from danlu.rl.experience import Experience, HeldOutAnswers
+from danlu.rl.experience import Experience
 from danlu.rl.experience_trees import SUPPORT, answer_tree, with_columns
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards, RolloutSampler
 from danlu.stages.environments import episodes_of
@@ -99,7 +99,7 @@ def experience_items(
     experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model, chat.decode)
     if not prompts.held_out:
         return experience, None
-    return experience, HeldOutAnswers(experience, prompts.held_out)
+    return experience, partial(experience.held_out, prompts.held_out)
 
 
 def _rollouts(recipe: Recipe, prompts: int) -> int:

@@ -32,8 +32,9 @@ class RolloutRemarks:
     def __call__(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """Yields warnings that are true of the last steps, this one included."""
         count = self._lasting_steps
+        is_equal = metrics.get("no_signal", 0.0) >= 1 if self._by_prompt else metrics.get("reward_std", 1.0) < _EQUAL
         lasting = f"in the last {count} logged steps" if count > 1 else "in the only logged step"
-        if self._rewards_teach and self._lasts("equal", self._is_equal(metrics)):
+        if self._rewards_teach and self._lasts("equal", is_equal):
             which = "all answers to a prompt" if self._by_prompt else "all answers"
             yield (
                 f"{which} have had the same reward {lasting}, so nothing tells better ones from worse ones. Look at "
@@ -56,11 +57,6 @@ class RolloutRemarks:
                 f"run stops where more than reward_limits.failures ({self._failures:.0%}) have none. `danlu report` "
                 "says why"
             )
-
-    def _is_equal(self, metrics: Mapping[str, float]) -> bool:
-        if self._by_prompt:
-            return metrics.get("no_signal", 0.0) >= 1.0
-        return metrics.get("reward_std", 1.0) < _EQUAL
 
     def _lasts(self, what: str, is_so: bool) -> bool:
         """Whether something has just been so for as many steps as it takes."""
