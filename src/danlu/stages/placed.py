@@ -84,7 +84,7 @@ class PlacedDecoder:
     @property
     def notes(self) -> Sequence[str]:
         """Lines for the console on how the models were placed."""
-        return tuple(placing_notes(self.recipe, self.placed))
+        return tuple(placing_notes(self.recipe.model, self.recipe.precision, self.placed))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -12,7 +12,8 @@ from danlu.models.hf_folder import CONFIG, read_json, resolve_folder
 from danlu.models.modules import GroupedLinear
 from danlu.numerics.quantized_weight import QuantizedModule
 from danlu.planning.precision import DTYPES
-from danlu.recipe import Recipe, sections
+from danlu.recipe import sections
+from danlu.recipe.sections import Model
 
 EXPERTS_STAY_WIDE = (
     "model.path: this folder has its linear layers quantized, but not the matrices of experts, which are most of the "
@@ -25,21 +26,20 @@ EXPERTS_WITHOUT_ADAPTER = (
 )
 
 
-def placing_notes(recipe: Recipe, placed: Placed) -> Iterator[str]:
-    """The notes of a recipe's model, in the order in which they are shown."""
+def placing_notes(model: Model, precision: str, placed: Placed) -> Iterator[str]:
+    """The notes on the placed model of a recipe, in the order in which they are shown."""
     subject = placed.subject
-    yield from adapter_warnings(recipe.model)
+    yield from adapter_warnings(model)
     yield from placed.notes
     if any(isinstance(module, QuantizedModule) for module in subject.model.modules()):
         from danlu.numerics.four_bit_weight import unpack_kernels
 
-        yield from (kernel.note for kernel in unpack_kernels(subject.model, DTYPES[recipe.precision]))
+        yield from (kernel.note for kernel in unpack_kernels(subject.model, DTYPES[precision]))
     if subject.model.config.has_experts:
         yield from _expert_notes(subject)
-    path = recipe.model.path
-    method = None if path is None else scaled_method(read_json(resolve_folder(path) / CONFIG))
+    method = None if model.path is None else scaled_method(read_json(resolve_folder(model.path) / CONFIG))
     if method is not None and subject.adapters is None:  # the result is larger than the folder it starts from
-        dtype = "bfloat16" if recipe.precision == "bf16" else "float32"
+        dtype = "bfloat16" if precision == "bf16" else "float32"
         yield f"model.path: weights stored as {method} are dequantised; the result has them in {dtype}"
 
 

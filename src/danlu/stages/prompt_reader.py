@@ -13,22 +13,28 @@ import torch
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.recipe_adapters import max_sample_length
 from danlu.core.errors import DataError
+from danlu.core.types import Pack
+from danlu.data.batch import empty_like
 from danlu.data.prepare import DatasetSpec, prepare_prompts
 from danlu.data.prompts import Prompt, PromptOrder
 from danlu.data.tokenizing import tokenizer_info
 from danlu.data.tool_calls import unknown_form_line
+from danlu.inference.request import Completion
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.recipe.sections import AgentSection, Tools
 from danlu.rewards.build import check_columns, check_first_tests, check_functions
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
+from danlu.rl.experience_trees import SUPPORT, answer_tree, with_columns
 from danlu.stages.builder import DecoderBuilder
 from danlu.stages.distillation import check_teachers, with_teacher_notes
+from danlu.stages.policy_objective import estimator_of
 from danlu.stages.protocols import PlacedStage, Prompts, StageData
 from danlu.stages.reader import tokenizer_of, tokenizer_path
-from danlu.stages.reinforcement import AnsweringDecoder, empty_item
+from danlu.stages.reinforcement import AnsweringDecoder
 from danlu.stages.reward_model import RewardModel
 from danlu.stages.rewards import own_reward_bytes, recipe_rewards, reward_parts, rewards_on_base
+from danlu.stages.rollout import sampling_options
 from danlu.training.progress import RowProgress
 from danlu.training.run_folder import Start
 
@@ -116,6 +122,18 @@ def position_lines(prompts: Sequence[Prompt], max_length: int, max_new_tokens: i
     return [
         f"{limit}: {cut:,} of {len(prompts):,} prompts leave less than rollout.max_new_tokens for answers. {advice}"
     ]
+
+
+def empty_item(recipe: Recipe) -> Pack:
+    """An item without targets that has the columns and facts of the stage's items."""
+    completion = Completion(0, 0, [0], [0.0], [0.0], None, [0], "", "stop")
+    parts = [f"reward/{name}" for name in recipe.reward_weights]
+    names = ["reward", "group", "length", "truncated", "fresh", *parts, *estimator_of(recipe).facts]
+    item = answer_tree([0], [completion], "filled up", {name: [np.nan] for name in names})
+    columns = {name: np.zeros(2, np.float32) for name in estimator_of(recipe).columns}
+    if sampling_options(recipe.rollout, recipe.seed).truncates:
+        columns[SUPPORT] = np.full((2, 1), -1, np.int32)
+    return empty_like(with_columns(item, columns).samples[0])
 
 
 class RolloutBuilder(DecoderBuilder):

@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from danlu.assembly.parallelize import Placed
 from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.core.line_log import OptionalLineLog
 from danlu.core.types import Pack
-from danlu.data.batch import empty_like
 from danlu.inference.cache_size import cache_gib
 from danlu.inference.chat_tokenizer import ChatTokenizer
-from danlu.inference.request import Completion
 from danlu.models.config import ModelConfig
 from danlu.models.loading import meta_decoder
 from danlu.planning.precision import DTYPES
@@ -26,7 +22,6 @@ from danlu.recipe.sections import Ppo
 from danlu.recipe.teachers import teachers_of
 from danlu.rl.asynchronous import AsynchronousEngine, AsynchronousRollouts
 from danlu.rl.experience import Experience
-from danlu.rl.experience_trees import SUPPORT, answer_tree, with_columns
 from danlu.rl.rollout_sampler import GREEDY_NUMBERS, ExperienceSettings, Rewards, RolloutSampler
 from danlu.stages.environments import episodes_of
 from danlu.stages.learner import DecoderLearner
@@ -151,15 +146,3 @@ def _scorer(recipe: Recipe, learner: AnyLearner) -> TreeScorer | None:
         return None
     assert isinstance(learner, DecoderLearner), "a decoder learns from answers"
     return TreeScorer(learner, old, reference, values, recipe.rollout.temperature, teachers)
-
-
-def empty_item(recipe: Recipe) -> Pack:
-    """An item without targets that has the columns and facts of the stage's items."""
-    completion = Completion(0, 0, [0], [0.0], [0.0], None, [0], "", "stop")
-    parts = [f"reward/{name}" for name in recipe.reward_weights]
-    names = ["reward", "group", "length", "truncated", "fresh", *parts, *estimator_of(recipe).facts]
-    item = answer_tree([0], [completion], "filled up", {name: [np.nan] for name in names})
-    columns = {name: np.zeros(2, np.float32) for name in estimator_of(recipe).columns}
-    if sampling_options(recipe.rollout, recipe.seed).truncates:
-        columns[SUPPORT] = np.full((2, 1), -1, np.int32)
-    return empty_like(with_columns(item, columns).samples[0])
