@@ -21,7 +21,7 @@ from danlu.rewards.text import Mathematical
 from danlu.rl.estimators import GroupEstimator
 from danlu.rl.experience import Experience
 from danlu.rl.experience_trees import ADVANTAGE, OLD
-from danlu.rl.rollout_sampler import ExperienceSettings, RolloutSampler
+from danlu.rl.rollout_sampler import EVALUATION_NUMBERS, ExperienceSettings, RolloutSampler
 from danlu.training.data_loader import GeneratedItems
 
 
@@ -353,7 +353,7 @@ def test_failures_of_one_reward_are_no_signal_and_are_held_out_too():
     made.at(0)
     assert made.metrics()["no_signal"] == 1 and made.metrics()["reward_std"] == 0
     held_out = [Prompt((1, 2, 3), {}, "held out", f"row {number}") for number in range(2)]
-    made.sampler.rewards = TwoRewards(declined=False, without={(1, 0)})
+    made.sampler.rewards = TwoRewards(declined=False, without={(EVALUATION_NUMBERS + 1, 0)})
     items = made.held_out(held_out)
     assert items[0].samples[0].facts["reward"][1] == 1
     assert all(np.isnan(items[1].samples[0].facts[name][1]) for name in ("reward", "reward/sample"))
