@@ -1765,8 +1765,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rl/test_episodes.py",
     ),
     Mutation(
-        "rl/open_episode.py",
-        "reward=None if self.failure is not None else reward,",
+        "inference/episode.py",
+        "reward=None if failure is not None else reward,",
         "reward=reward or 0.0,",
         "rl/test_episodes.py",
     ),
