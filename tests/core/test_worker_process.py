@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import threading
-
 import pytest
 
 from danlu.core.errors import ResourceError
-from danlu.core.worker_process import Caller, WorkerProcess, read_reply
+from danlu.core.worker_process import WorkerProcess
 
 
 def replies_of(statement: str, *requests: object) -> list[bytes | None]:
@@ -29,15 +26,13 @@ def test_a_worker_replies_and_nothing_printed_is_a_reply() -> None:
     assert replies_of("caller.replies.write(b'chatter ' * 9); caller.replies.flush(); caller.receive()", 0) == [None]
 
 
-def test_a_torn_reply_is_none() -> None:
-    sent = io.BytesIO()
-    caller = Caller.__new__(Caller)
-    caller.replies, caller._sending = sent, threading.Lock()  # type: ignore[assignment]
-    caller.reply("whole")
-    content = sent.getvalue()
-    assert read_reply(io.BytesIO(content)) == b'"whole"'
-    for torn in (content[:-1], content[:5], b"", content[1:]):
-        assert read_reply(io.BytesIO(torn)) is None
+@pytest.mark.parametrize(("write", "replies"), [("content", [b"whole", None]), ("content[:-1]", [None])])
+def test_a_torn_reply_is_none(write: str, replies: list[bytes | None]) -> None:
+    statement = (
+        "import io; own, caller.replies = caller.replies, io.BytesIO(); caller.send([b'whole']); "
+        f"content = caller.replies.getvalue(); own.write({write}); own.flush()"
+    )
+    assert replies_of(statement, 0) == replies
 
 
 def test_a_worker_that_keeps_its_error_output_says_how_it_ended() -> None:

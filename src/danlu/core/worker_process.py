@@ -5,16 +5,18 @@ a script without an `if __name__` guard works, and unlike its fork it takes over
 a group of its own, which ends when the caller ends it or is gone, whatever it is busy with in Python.
 
 Requests are pickles. Replies are bytes behind a header with their length, which nothing that user code prints can be
-taken for: the caller unpickles only the replies of workers that run no user code. Sending and receiving never block the
-caller: each worker has two threads here, and the caller waits for a queue of events as long as it wants to.
+taken for: the caller unpickles only the replies of workers that run no user code. The caller's pipes never block:
+whatever a worker does, the caller goes on when the time is up.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import select
+import selectors
 import signal
 import struct
 import subprocess
@@ -22,12 +24,12 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import IO, Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.stop_signals import STOP_SIGNALS
@@ -39,6 +41,7 @@ LOAD_TIMEOUT_S = 120.0
 """The seconds for a worker to start and run the files of its functions; imports are slow the first time."""
 LONGEST_WAIT_S = 0.5
 """The seconds between two looks at a worker: one that left a child behind may end without its pipe being closed."""
+_READ_BYTES = 1 << 16
 _MARK = b"danlu\0re"
 _HEADER = struct.Struct(f">{len(_MARK)}sQ")
 
@@ -51,7 +54,6 @@ class WorkerProcess:
     Args:
         statement: the statement that it runs.
         first: the first request.
-        events: the queue for its replies, which several workers may share; None: one of its own.
         modules: modules that it imports in addition to this package.
         variables: environment variables that it has in addition to this process's.
         keeps_stderr: its error output is kept for `stderr`; otherwise it goes to that of this process.
@@ -63,13 +65,11 @@ class WorkerProcess:
         statement: str,
         first: Any,
         *,
-        events: SimpleQueue[Event] | None = None,
         modules: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         keeps_stderr: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
         self._stderr = tempfile.TemporaryFile() if keeps_stderr else None  # noqa: SIM115  # closed by `end`
         self._process = subprocess.Popen(
             python_command(statement),
@@ -77,13 +77,18 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(import_paths([__name__, *modules])), **(variables or {})},
+            bufsize=0,
             start_new_session=True,  # Ctrl-C is for the caller, and what the worker starts can be ended with it
             pass_fds=pass_fds,
         )
         assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
-        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=_write, args=(self._process.stdin, self._requests), daemon=True).start()
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        for pipe in (self._requests, self._replies):
+            os.set_blocking(pipe.fileno(), False)
+            weakref.finalize(self, pipe.close)  # another thread may be waiting for a reply when it is ended
+        self._outgoing, self._incoming = bytearray(), bytearray()
+        self._sending = threading.Lock()
+        self._is_silent = False
         self.send(first)
 
     @property
@@ -92,20 +97,58 @@ class WorkerProcess:
         return self._process.pid
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended; replies may still be on their way."""
-        return self._process.poll() is not None
+    def is_gone(self) -> bool:
+        """Whether the process has ended, has closed its pipe, or has written into it other things than replies. Replies
+        that it sent before can still be taken."""
+        return self._is_silent or self._process.poll() is not None
 
-    def send(self, request: Any) -> None:
-        """Sends a request; does nothing where the worker has ended, which an event reports."""
-        self._requests.put(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+    def send(self, request: Any, *, waits: bool = False) -> None:
+        """Sends a request; does nothing where the worker is gone.
 
-    def receive(self, limit_s: float | None = None) -> bytes | None:
-        """Waits for the next reply of a worker with a queue of its own; None: there will be none.
-
-        Raises queue.Empty where it takes too long.
+        waits: until the pipe has all of it; otherwise the rest follows with `take`.
         """
-        return self.events.get(timeout=limit_s)[1]
+        content = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            self._outgoing += content
+        while self._flush() and waits:
+            wait_for_any([self])
+
+    def take(self) -> bytes | None:
+        """Returns the next reply if it is there in whole, else None."""
+        self._flush()
+        while not self._is_silent:
+            if len(self._incoming) >= _HEADER.size:
+                mark, length = _HEADER.unpack_from(self._incoming)
+                self._is_silent = mark != _MARK
+                end = _HEADER.size + length
+                if not self._is_silent and len(self._incoming) >= end:
+                    reply = bytes(self._incoming[_HEADER.size : end])
+                    del self._incoming[:end]
+                    return reply
+            try:
+                content = os.read(self._replies.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                return None
+            self._incoming += content
+            self._is_silent |= not content
+        return None
+
+    def receive(self, limit_s: float = math.inf) -> bytes | None:
+        """Waits for the next reply; None: there will be none. Raises TimeoutError."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            is_gone = self.is_gone
+            if (reply := self.take()) is not None or is_gone:
+                return reply
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            wait_for_any([self], deadline - time.monotonic())
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Has a selector wake up for this worker."""
+        selector.register(self._replies, selectors.EVENT_READ)
+        if self._outgoing:
+            selector.register(self._requests, selectors.EVENT_WRITE)
 
     def exit_code(self, wait_s: float | None = 1.0) -> int | None:
         """Returns the exit code of a worker that may be about to end; None where it still runs after `wait_s`."""
@@ -114,7 +157,7 @@ class WorkerProcess:
         return self._process.poll()
 
     def ending(self, wait_s: float = 1.0) -> str:
-        """Describes how a worker that replies no more ended."""
+        """Describes how a worker that is gone ended."""
         code = self.exit_code(wait_s)
         return "does not speak any more" if code is None else describe_exit(code)
 
@@ -126,23 +169,16 @@ class WorkerProcess:
 
     def wait_until_loaded(self, loading: str, limit_s: float) -> Any:
         """Blocks until the worker has loaded its first request, and returns or raises the same as `report_of`."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            with suppress(Empty):
-                worker, reply = self.events.get(timeout=max(0.0, min(LONGEST_WAIT_S, deadline - time.monotonic())))
-                if worker is self:
-                    return self.report_of(reply, loading)
-                continue
-            if self.has_ended:
-                return self.report_of(None, loading)
-            if time.monotonic() > deadline:
-                raise ResourceError(f"{loading}: no answer within {limit_s:g} s")
+        try:
+            return self.report_of(self.receive(limit_s), loading)
+        except TimeoutError:
+            raise ResourceError(f"{loading}: no answer within {limit_s:g} s") from None
 
     def report_of(self, reply: bytes | None, loading: str) -> Any:
         """Returns the report in the first reply of a worker that calls `Caller.load`.
 
         loading: a description for messages, behind the recipe's key: "rewards: loading my_rewards.py".
-        Raises RecipeError with the problems that the worker found, ResourceError where it has ended.
+        Raises RecipeError with the problems that the worker found, ResourceError where it is gone.
         """
         if (said := decoded(reply)) is None:
             raise ResourceError(f"{loading}: its process {self.ending()}")
@@ -155,19 +191,28 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._requests.put(None)
         if self._stderr is not None:
             self._stderr.close()
 
-    def _read(self, replies: IO[bytes]) -> None:
-        with replies:
-            while (reply := read_reply(replies)) is not None:
-                self.events.put((self, reply))
-        self.events.put((self, None))
+    def _flush(self) -> bool:
+        """Writes as much as the pipe takes. Returns whether something is left."""
+        with self._sending:
+            try:
+                while self._outgoing:
+                    del self._outgoing[: os.write(self._requests.fileno(), self._outgoing)]
+            except BlockingIOError:
+                pass
+            except BrokenPipeError:
+                self._outgoing.clear()
+            return bool(self._outgoing)
 
 
-Event = tuple[WorkerProcess, bytes | None]
-"""A worker and its reply; None: it has ended, has closed its pipe, or has written into it other things than replies."""
+def wait_for_any(workers: Iterable[WorkerProcess], longest_s: float = LONGEST_WAIT_S) -> None:
+    """Waits until a worker has something to say or its pipe takes more, for a moment at most."""
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            worker.register(selector)
+        selector.select(max(0.0, min(longest_s, LONGEST_WAIT_S)))
 
 
 def end_all(workers: list[Any]) -> None:
@@ -176,18 +221,6 @@ def end_all(workers: list[Any]) -> None:
         if worker is not None:
             worker.end()
             workers[place] = None
-
-
-def read_reply(file: IO[bytes]) -> bytes | None:
-    """Reads the next reply of a file; None at its end, and for bytes that are no reply."""
-    header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    mark, length = _HEADER.unpack(header)
-    if mark != _MARK:
-        return None
-    reply = file.read(length)
-    return reply if len(reply) == length else None
 
 
 def decoded(reply: bytes | None) -> Any:
@@ -226,13 +259,6 @@ def python_command(statement: str) -> list[str]:
     With -P: a file of the working directory that is named like a module (tokenize.py) must not take its place.
     """
     return [sys.executable, "-P", "-c", statement]
-
-
-def _write(file: IO[bytes], requests: SimpleQueue[bytes | None]) -> None:
-    with suppress(BrokenPipeError), file:
-        while (request := requests.get()) is not None:
-            file.write(request)
-            file.flush()
 
 
 # -- the worker's side -------------------------------------------------------------------------------------------------

@@ -11,13 +11,19 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from danlu.core.errors import RecipeError, ResourceError
-from danlu.core.worker_process import LOAD_TIMEOUT_S, LONGEST_WAIT_S, Event, WorkerProcess, decoded, end_all, one_thread
+from danlu.core.worker_process import (
+    LOAD_TIMEOUT_S,
+    LONGEST_WAIT_S,
+    WorkerProcess,
+    decoded,
+    end_all,
+    one_thread,
+    wait_for_any,
+)
 
 MOST_TIMEOUTS = 8
 """Calls of a group that take too long one after the other; its others are not made any more."""
@@ -59,8 +65,8 @@ class CallWorker(WorkerProcess):
     is_ready: whether it has loaded the first request.
     """
 
-    def __init__(self, statement: str, source: Any, timeout_s: float, events: SimpleQueue[Event] | None = None) -> None:
-        super().__init__(statement, source, events=events, variables=one_thread())
+    def __init__(self, statement: str, source: Any, timeout_s: float) -> None:
+        super().__init__(statement, source, variables=one_thread())
         self._timeout_s = timeout_s
         self.limit_s = max(timeout_s, LOAD_TIMEOUT_S)
         self.deadline = time.monotonic() + self.limit_s
@@ -95,16 +101,6 @@ class CallWorker(WorkerProcess):
         self.deadline = now + self.limit_s
         self.send(call.request)
 
-    def failure(self) -> Failed | None:
-        """Returns the reason why no reply will come in time; None where it still may."""
-        if self.has_ended:  # its last reply may be on its way
-            self.deadline = self._last_deadline = min(self.deadline, time.monotonic() + LONGEST_WAIT_S)
-        if not self.is_late:
-            return None
-        if self.has_ended:
-            return Failed(f"its process {self.ending()}")
-        return Failed(f"no answer within {self.limit_s:g} s", is_late=True)
-
     def _processor_time_s(self) -> float | None:
         """Returns the processor time that the process has used; None where the system does not report it."""
         try:
@@ -130,7 +126,6 @@ class CallPool:
         self._statement, self._source = statement, source
         self._timeout_s, self._loading = timeout_s, loading
         self._workers: list[CallWorker | None] = [None] * count
-        self._events: SimpleQueue[Event] = SimpleQueue()
         self._queues: list[deque[PoolCall]] = [deque() for _ in range(count + 1)]  # of each worker, and of all
         self._timeouts = Counter[Hashable]()  # of each group, one after the other
         weakref.finalize(self, end_all, self._workers)
@@ -171,21 +166,19 @@ class CallPool:
     def receive(self, longest_s: float = LONGEST_WAIT_S) -> list[Result]:
         """Returns calls with their replies, or with `Failed`; waits up to `longest_s` seconds for the first."""
         self.give_work()
+        if busy := [worker for worker in self._workers if worker is not None and not worker.is_free]:
+            wait_for_any(busy, min(longest_s, min(worker.deadline for worker in busy) - time.monotonic()))
         results: list[Result] = []
-        for process, reply in self._next_events(longest_s):
-            for place, worker in enumerate(self._workers):
-                if worker is not None and worker is process:
-                    results += self._taken(place, worker, reply)
         for place, worker in enumerate(self._workers):
-            if worker is not None and not worker.is_free and (failure := worker.failure()) is not None:
-                results += self._lost(place, worker, failure)
+            if worker is not None and not worker.is_free:
+                results += self._taken(place, worker)
         self.give_work()
         return results
 
     def give_work(self) -> None:
         """Gives calls to free workers, and starts workers where there is more work than others are free for."""
         for place, worker in enumerate(self._workers):
-            if worker is not None and worker.is_free and worker.has_ended:
+            if worker is not None and worker.is_free and worker.is_gone:
                 self._end(place)  # it ended between two calls, which none of them is to blame for
                 worker = None
             own, shared = self._queues[place], self._queues[-1]
@@ -199,7 +192,7 @@ class CallPool:
     def end_unready(self) -> None:
         """Ends the workers that could make no call now: they are loading, or have ended."""
         for place, worker in enumerate(self._workers):
-            if worker is not None and (not worker.is_ready or worker.has_ended):
+            if worker is not None and (not worker.is_ready or worker.is_gone):
                 self._end(place)
 
     def close(self) -> None:
@@ -209,7 +202,7 @@ class CallPool:
             queue.clear()
 
     def _start(self, place: int) -> CallWorker:
-        worker = self._workers[place] = CallWorker(self._statement, self._source, self._timeout_s, self._events)
+        worker = self._workers[place] = CallWorker(self._statement, self._source, self._timeout_s)
         return worker
 
     def _end(self, place: int) -> None:
@@ -217,27 +210,19 @@ class CallPool:
         if worker is not None:
             worker.end()
 
-    def _next_events(self, longest_s: float) -> Iterator[Event]:
-        """Waits for an event until the next deadline of a busy worker, and yields all that are there."""
-        deadlines = [worker.deadline for worker in self._workers if worker is not None and not worker.is_free]
-        wait_s = min(longest_s, LONGEST_WAIT_S, min(deadlines) - time.monotonic()) if deadlines else 0.0
-        with suppress(Empty):
-            yield self._events.get(timeout=max(0.0, wait_s))
-            while True:
-                yield self._events.get_nowait()
-
-    def _taken(self, place: int, worker: CallWorker, reply: bytes | None) -> Iterator[Result]:
-        """Takes a reply of a worker, or its end, and yields the call that is over by it."""
-        call = worker.call
-        if not worker.is_ready:
+    def _taken(self, place: int, worker: CallWorker) -> Iterator[Result]:
+        """Takes the reply of a busy worker if it is there, and yields the calls that are over."""
+        call, is_gone = worker.call, worker.is_gone
+        reply = worker.take()
+        if reply is None and not is_gone:
+            if worker.is_late:
+                yield from self._lost(place, worker, Failed(f"no answer within {worker.limit_s:g} s", is_late=True))
+        elif call is None:
             try:
                 worker.report_of(reply, self._loading)
+                worker.is_ready = True
             except (RecipeError, ResourceError) as error:
                 yield from self._not_loaded(place, str(error))
-            worker.is_ready = True
-        elif call is None:
-            if reply is None:
-                self._end(place)
         elif (value := decoded(reply)) is None:
             yield from self._lost(place, worker, Failed(f"its process {worker.ending()}"))
         else:

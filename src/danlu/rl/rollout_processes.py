@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from danlu.core import errors
 from danlu.core.errors import TrainingError
-from danlu.core.worker_process import Event, WorkerProcess, end_all
+from danlu.core.worker_process import WorkerProcess, end_all
 from danlu.inference.completion_bytes import from_bytes
 from danlu.inference.engine_state import (
     completion_state,
@@ -68,7 +69,7 @@ class RolloutProcesses:
         self._jobs, self._log = list(jobs), log
         self._weights = SharedWeights.create(shapes)
         self._version: int | None = None
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._requests: dict[int, Request] = {}  # with answers that `receive` has not returned
         self._received: list[Completion] = []
         self._deaths = 0  # since the last answer
@@ -170,14 +171,13 @@ class RolloutProcesses:
         """
         while True:
             try:
-                sender, reply = self._events.get(block=wait, timeout=_WAIT_S)
+                process, reply = self._events.get(block=wait, timeout=_WAIT_S)
             except queue.Empty:
                 if wait:
                     continue  # the main thread looks at signals in between
                 return False
             break
-        process = next((each for each in self._processes if each is sender), None)
-        if process is None:  # ended by `restore`, or replaced
+        if process not in self._processes:  # ended by `restore`, or replaced
             return True
         kind, payload = (reply[:1], reply[1:]) if reply is not None else (b"", b"")
         match kind:
@@ -226,7 +226,7 @@ class RolloutProcesses:
 class _Process(WorkerProcess):
     """A process, and the requests that it was asked."""
 
-    def __init__(self, job: EngineJob, weights: WeightFile, events: queue.SimpleQueue[Event]) -> None:
+    def __init__(self, job: EngineJob, weights: WeightFile, events: queue.SimpleQueue[_Event]) -> None:
         self.version: int | None = None
         """The version of the weights that it has read."""
         self.state: dict[str, Any] | None = None
@@ -237,7 +237,12 @@ class _Process(WorkerProcess):
         self.tokens_to_come = 0
         """The most tokens that may come of the requests that are not complete."""
         self._tokens: dict[int, int] = {}  # by request, that part of it
-        super().__init__(START, (job, weights), events=events, keeps_stderr=True, pass_fds=(weights.descriptor,))
+        super().__init__(START, (job, weights), keeps_stderr=True, pass_fds=(weights.descriptor,))
+        threading.Thread(target=_read, args=(self, events), daemon=True).start()
+
+    def send(self, request: Any, *, waits: bool = True) -> None:
+        """Sends a message whole, as the trainer has other work than to look after the rest."""
+        super().send(request, waits=waits)
 
     def ask(self, request: Request, samples: Iterable[int]) -> None:
         """Takes note of a request that it is sent, and of the answers that it is to give."""
@@ -260,6 +265,17 @@ class _Process(WorkerProcess):
             del self.samples[completion.number]
             self.tokens_to_come -= self._tokens.pop(completion.number)
         return True
+
+
+_Event = tuple[_Process, bytes | None]
+"""A process and its reply; None: the process is gone."""
+
+
+def _read(process: _Process, events: queue.SimpleQueue[_Event]) -> None:
+    reply: bytes | None = b""
+    while reply is not None:
+        reply = process.receive()
+        events.put((process, reply))
 
 
 def _last_said(process: WorkerProcess) -> str:

@@ -11,7 +11,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import Empty
 from typing import Any
 
 from danlu.core.errors import RecipeError, ResourceError
@@ -117,7 +116,7 @@ def _schemas(toolbox: Toolbox) -> tuple[dict[str, Any], ...]:
             how = f"ended with exit code {worker.exit_code()}"
             raise ResourceError(f"environment.tools: describing them {how}: {last}")
         return tuple(worker.report_of(reply, "environment.tools"))
-    except Empty:
+    except TimeoutError:
         raise ResourceError(f"environment.tools: running the files took longer than {LOAD_TIMEOUT_S:g} s") from None
     finally:
         worker.end()
