@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from danlu.core.errors import DanluError
 from danlu.rewards.protocol import Explains, JudgedAnswer, Reward, StepRewards, Verdict
@@ -128,6 +129,24 @@ class ThreadedCalls:
             self._failures = self._failures + 1 if outcome.failure is not None else 0
             if self._most_failures is not None and self._failures >= self._most_failures:
                 self.cancel()
+
+
+async def awaited(value: Any) -> Any:
+    """Returns the result of an awaitable of any kind, for asyncio.run."""
+    return await value
+
+
+def as_number(value: Any, expected: str) -> float:
+    """Converts a value to a reward.
+
+    Raises ValueError for a number that float32 does not hold, and TypeError for no number: "`expected` str: 'good'".
+    """
+    if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
+        raise TypeError(f"{expected} {type(value).__name__}: {value!r}")
+    number = float(value)
+    if not (math.isfinite(number) and abs(number) <= LARGEST):
+        raise ValueError(f"its reward is {number:g}")
+    return number
 
 
 def failure_reason(error: BaseException) -> str:

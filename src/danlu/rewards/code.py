@@ -12,11 +12,11 @@ from danlu.rewards.programs.blocks import code_of
 from danlu.rewards.programs.sandbox import find_sandbox
 from danlu.rewards.programs.session import ProgramResult, judge_program
 from danlu.rewards.programs.test_forms import NoTest, ProgramTest, parse_tests
-from danlu.rewards.protocol import JudgedAnswer, Verdict, column_of
+from danlu.rewards.protocol import Explains, JudgedAnswer, Verdict, column_of
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(Explains):
     """The share of tests that the last code block of an answer passes; 0 for an answer without code.
 
     The tests, in any form of `programs.test_forms`, run in a judge; the answer runs in a sandbox of its own and never
@@ -37,14 +37,6 @@ class Code:
     _tried: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
     """The hashes of tests that were tried on the empty program, which fails them."""
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
-        return [verdict.value for verdict in self.verdicts(answers)]
-
-    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
-        """The share, with the code that was found, and why the first test that fails does."""
-        find_sandbox(self.sandbox)
-        return [self._judge(answer) for answer in answers]
-
     def check_row(self, row: Mapping[str, Any], prompt: str = "", *, runs: bool = False) -> None:
         """Raises DataError for a cell without a test; with `runs` also for a test that the empty program passes."""
         try:
@@ -54,7 +46,9 @@ class Code:
         if runs:
             self._require_failing(tests)
 
-    def _judge(self, answer: JudgedAnswer) -> Verdict:
+    def judge(self, answer: JudgedAnswer) -> Verdict:
+        """The share, with the code that was found, and why the first test that fails does."""
+        find_sandbox(self.sandbox)
         column_of(answer, self.column)
         prompt = prompt_text(answer.prompt)
         self.check_row(answer.row, prompt, runs=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import RecipeError
-from danlu.rewards.calling import failure_reason
+from danlu.rewards.calling import awaited, failure_reason
 from danlu.rewards.protocol import JudgedAnswer, StepRewards, lines_of
 
 
@@ -60,7 +60,7 @@ class FunctionReward:
     def _call(self, columns: dict[str, Any]) -> Any:
         names = columns if self._takes_all else [name for name in columns if name in self._parameters]
         result = self._function(**{name: columns[name] for name in names})
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,6 @@ def _module(path: Path, source: str, key: str) -> types.ModuleType:
     except (Exception, SystemExit) as error:
         raise RecipeError(f"{key}: {path}: the file raises {failure_reason(error)}") from error
     return module
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _columns(answer: JudgedAnswer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from danlu.core.errors import ResourceError
 from danlu.core.http_client import ConnectionLost, HTTPClient, RequestRefused
 from danlu.core.prompt_template import PromptTemplate
-from danlu.rewards.protocol import JudgedAnswer, Verdict, is_null
+from danlu.rewards.protocol import Explains, JudgedAnswer, Verdict, is_null
 
 MOST_BYTES = 4 * 2**20
 """The most bytes of a server's reply; a mark takes some hundred, and reasons for it some thousands."""
@@ -34,7 +34,7 @@ class NoMark(ResourceError):
 
 
 @dataclass(frozen=True)
-class Judge:
+class Judge(Explains):
     """The mark that a model gives to an answer.
 
     `template` is the user's turn; it may name {prompt}, {completion} and the columns of the row. The mark is the first
@@ -67,14 +67,8 @@ class Judge:
         """Raises RecipeError for a url that is none, or a key that the environment lacks."""
         return HTTPClient(self.url, self.timeout_s, self.api_key_variable, MOST_BYTES, total_s=self.timeout_s)
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
-        return [verdict.value for verdict in self.verdicts(answers)]
-
-    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
-        """Returns the marks, with their texts and the ends of the judge's replies."""
-        return [self._judge(answer) for answer in answers]
-
-    def _judge(self, answer: JudgedAnswer) -> Verdict:
+    def judge(self, answer: JudgedAnswer) -> Verdict:
+        """Returns the mark, with its text and the end of the judge's reply."""
         row = {name: _plain(value) for name, value in answer.row.items()}
         columns = {**row, "prompt": prompt_text(answer.prompt), "completion": answer.text}
         request = {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,19 @@ class Reward(Protocol):
     def __call__(self, answers: Sequence[JudgedAnswer]) -> Sequence[float | StepRewards | None]: ...
 
 
-@runtime_checkable
-class Explains(Protocol):
-    """A reward that also returns the text it judged, and the reason."""
+class Explains(ABC):
+    """A `Reward` that also returns the text it judged, and the reason."""
 
-    def verdicts(self, answers: Sequence[JudgedAnswer]) -> Sequence[Verdict]: ...
+    @abstractmethod
+    def judge(self, answer: JudgedAnswer) -> Verdict:
+        """The verdict on an answer."""
+
+    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+        """The verdict on each answer."""
+        return [self.judge(answer) for answer in answers]
+
+    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
+        return [verdict.value for verdict in self.verdicts(answers)]
 
 
 def lines_of(text: str) -> list[tuple[str, int]]:

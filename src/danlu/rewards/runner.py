@@ -9,7 +9,7 @@ everything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -60,11 +60,11 @@ class RewardTable:
 
     values: np.ndarray
     """[M answers, R rewards] float64, NaN where a reward was not given."""
-    failures: Sequence[RewardFailure]
+    failures: list[RewardFailure]
     """One for each NaN, by reward and answer."""
-    steps: Mapping[tuple[int, int], StepRewards] = field(default_factory=dict)
+    steps: dict[tuple[int, int], StepRewards] = field(default_factory=dict)
     """The rewards of steps by (answer, reward); the number is their sum."""
-    verdicts: Mapping[tuple[int, int], Verdict] = field(default_factory=dict)
+    verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
     """The verdicts by (answer, reward), for rewards that explain their numbers."""
 
     @property
@@ -198,28 +198,17 @@ class RewardRunner:
         return outcomes
 
     def _table(self, outcomes: dict[int, list[Outcome]], count: int) -> RewardTable:
-        values = np.full((count, len(self.parts)), np.nan)
-        failures = []
+        table = RewardTable(np.full((count, len(self.parts)), np.nan), [])
         for number, part in enumerate(self.parts):
-            values[:, number] = [outcome.value for outcome in outcomes[number]]
-            failures += [
-                RewardFailure(part.name, answer, outcome.failure, outcome.declined)
-                for answer, outcome in enumerate(outcomes[number])
-                if outcome.failure is not None
-            ]
-        steps = {
-            (answer, number): outcome.steps
-            for number, of_part in outcomes.items()
-            for answer, outcome in enumerate(of_part)
-            if outcome.steps is not None
-        }
-        verdicts = {
-            (answer, number): outcome.verdict
-            for number, of_part in outcomes.items()
-            for answer, outcome in enumerate(of_part)
-            if outcome.verdict is not None
-        }
-        return RewardTable(values, failures, steps, verdicts)
+            for answer, outcome in enumerate(outcomes[number]):
+                table.values[answer, number] = outcome.value
+                if outcome.failure is not None:
+                    table.failures.append(RewardFailure(part.name, answer, outcome.failure, outcome.declined))
+                if outcome.steps is not None:
+                    table.steps[answer, number] = outcome.steps
+                if outcome.verdict is not None:
+                    table.verdicts[answer, number] = outcome.verdict
+        return table
 
 
 def _needs_worker(reward: Reward) -> bool:

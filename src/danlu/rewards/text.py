@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from functools import cached_property, lru_cache
 from danlu.rewards import math_answer
 from danlu.rewards.final_answer import final_answer, final_number
 from danlu.rewards.plain_numbers import Number, to_number
-from danlu.rewards.protocol import JudgedAnswer, Verdict, column_of, is_null
+from danlu.rewards.protocol import Explains, JudgedAnswer, Verdict, column_of, is_null
 from danlu.rewards.symbolic import TooLate
 
 LONGEST_COMPARISON_S = 1.0
@@ -46,21 +47,15 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Numeric:
+class Numeric(Explains):
     """1 where the last number of the answer is that of the column; else 0. None where the column has no number."""
 
     column: str
     tolerance: float = 1e-6
     """Relative, and absolute for numbers below 1."""
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
-        return [verdict.value for verdict in self.verdicts(answers)]
-
-    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+    def judge(self, answer: JudgedAnswer) -> Verdict:
         """1, 0 or None, with the number that was found."""
-        return [self._judge(answer) for answer in answers]
-
-    def _judge(self, answer: JudgedAnswer) -> Verdict:
         column = column_of(answer, self.column)
         wanted = to_number(column) if isinstance(column, int | float) else _number(str(column or ""))
         if wanted is None:
@@ -80,7 +75,7 @@ class Numeric:
 
 
 @dataclass(frozen=True)
-class Mathematical:
+class Mathematical(Explains):
     """1 where the answer's end is the same mathematics as the column's; else 0 (see `final_answer`, `math_answer`).
 
     None where the column is null or empty. Formulas are compared in a reward process: `decide` judges all others.
@@ -88,12 +83,9 @@ class Mathematical:
 
     column: str
 
-    def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | None]:
-        return [verdict.value for verdict in self.verdicts(answers)]
-
-    def verdicts(self, answers: Sequence[JudgedAnswer]) -> list[Verdict]:
+    def judge(self, answer: JudgedAnswer) -> Verdict:
         """Returns 1, 0 or None, with the extracted text and the reading by which it was compared."""
-        return [self.decide(answer) or self._compare(answer) for answer in answers]
+        return self.decide(answer) or self._compare(answer)
 
     def decide(self, answer: JudgedAnswer) -> Verdict | None:
         """The verdict where no formula has to be compared, else None; linear in the length, and without math-verify."""
@@ -152,11 +144,8 @@ class Length:
     slack: int = 1
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float]:
-        return [-min(1.0, self._outside(answer.tokens) / self.slack) for answer in answers]
-
-    def _outside(self, tokens: int) -> int:
-        over = 0 if self.most is None else max(0, tokens - self.most)
-        return max(over, self.fewest - tokens, 0)
+        most = math.inf if self.most is None else self.most
+        return [-min(1.0, max(answer.tokens - most, self.fewest - answer.tokens, 0) / self.slack) for answer in answers]
 
 
 def _number(text: str) -> Number | None:
@@ -173,9 +162,5 @@ def _shown(number: Number) -> str:
 @lru_cache(maxsize=4096)
 def _reference(column: str) -> str:
     """The answer of a worked solution, or the text itself; the same for all answers to a prompt."""
-    return (final_answer(column) or "") if _is_marked(column) else column.strip()
-
-
-def _is_marked(text: str) -> bool:
-    """Whether a reference is a worked solution with its answer marked, and not the answer alone."""
-    return "####" in text or "\\boxed" in text or "\\fbox" in text
+    is_marked = any(mark in column for mark in ("####", "\\boxed", "\\fbox"))
+    return (final_answer(column) or "") if is_marked else column.strip()

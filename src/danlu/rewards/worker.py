@@ -16,7 +16,7 @@ from typing import Any
 from danlu.core.errors import RecipeError
 from danlu.core.worker_process import Caller
 from danlu.rewards import symbolic
-from danlu.rewards.calling import Outcome, call_on_batch
+from danlu.rewards.calling import call_on_batch
 from danlu.rewards.function import FunctionReward, UserFunction
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.text import Mathematical
@@ -45,17 +45,7 @@ def serve() -> None:
         call: Call = caller.receive()
         with _cpu_limit(call.cpu_limit_s):
             outcomes = call_on_batch(rewards[call.reward], call.answers)
-        caller.reply([_as_json(each) for each in outcomes])
-
-
-def _as_json(outcome: Outcome) -> list[Any]:
-    steps, verdict = outcome.steps, outcome.verdict
-    return [
-        outcome.value,
-        outcome.failure,
-        None if steps is None else [steps.ends, steps.values],
-        None if verdict is None else asdict(verdict),
-    ]
+        caller.reply([asdict(each) for each in outcomes])
 
 
 def _load(rewards: Sequence[Reward]) -> list[Reward]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class RewardWorkers:
 
     def _outcomes(self, task: Task, reply: Any, answers: Sequence[JudgedAnswer]) -> list[Outcome]:
         if not isinstance(reply, Failed):
-            return [_outcome(*each) for each in reply]
+            return [_outcome(**each) for each in reply]
         reward = self._rewards[task.reward]
         if reply.is_late and isinstance(reward, Mathematical):
             return [outcome_of(reward.late(answers[number])) for number in task.numbers]
@@ -82,12 +82,8 @@ class RewardWorkers:
 
 
 def _outcome(
-    value: float | None,
-    failure: str | None,
-    steps: tuple[list[int], list[float]] | None,
-    verdict: Mapping[str, Any] | None,
+    value: float, failure: str | None, steps: dict[str, Any] | None, verdict: dict[str, Any] | None
 ) -> Outcome:
-    """An outcome out of a line of JSON."""
-    own = None if steps is None else StepRewards(tuple(steps[0]), tuple(steps[1]))
-    explained = None if verdict is None else Verdict(**verdict)
-    return Outcome(math.nan if value is None else value, failure, own, explained)
+    """An outcome out of JSON, which has lists for tuples."""
+    own = None if steps is None else StepRewards(tuple(steps["ends"]), tuple(steps["values"]))
+    return Outcome(value, failure, own, None if verdict is None else Verdict(**verdict))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MOST_DEATHS = 3
 """Processes that die one after the other without an answer in between; the last one ends the run."""
 _STDERR_CHARACTERS = 2000
-_WAIT_S, _END_S = 1.0, 30.0
+_END_S = 30.0
 
 
 class RolloutProcesses:
@@ -169,14 +169,10 @@ class RolloutProcesses:
 
         Raises the DanluError that a process has sent, and TrainingError where processes keep dying.
         """
-        while True:
-            try:
-                process, reply = self._events.get(block=wait, timeout=_WAIT_S)
-            except queue.Empty:
-                if wait:
-                    continue  # the main thread looks at signals in between
-                return False
-            break
+        try:
+            process, reply = self._events.get(block=wait)
+        except queue.Empty:
+            return False
         if process not in self._processes:  # ended by `restore`, or replaced
             return True
         kind, payload = (reply[:1], reply[1:]) if reply is not None else (b"", b"")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 
 from danlu.core.errors import RecipeError
 from danlu.environment import Done
-from danlu.rewards.calling import LARGEST
+from danlu.rewards.calling import as_number, awaited
 from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.rewards.environments.user_class import UserCode
 
@@ -73,7 +72,7 @@ def play(solve: Solve, call: AgentCall) -> AgentResult:
     """Runs an agent to its end. Raises its errors, and TypeError or ValueError for a result that is no reward."""
     value = solve(call)
     if inspect.isawaitable(value):
-        value = asyncio.run(_awaited(value))
+        value = asyncio.run(awaited(value))
     return AgentResult(as_reward(value))
 
 
@@ -81,14 +80,7 @@ def as_reward(value: Any) -> float | None:
     """Converts a number, None, or a `Done` to a reward. Raises TypeError or ValueError for anything else."""
     if isinstance(value, Done):
         value = value.reward
-    if value is None:
-        return None
-    if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
-        raise TypeError(f"an agent returns a number, None or Done, and gave {type(value).__name__}: {value!r}")
-    number = float(value)
-    if not (math.isfinite(number) and abs(number) <= LARGEST):
-        raise ValueError(f"its reward is {number:g}")
-    return number
+    return None if value is None else as_number(value, "an agent returns a number, None or Done, and gave")
 
 
 @dataclass(frozen=True)
@@ -190,7 +182,3 @@ def reward_of_output(output: bytes) -> float | None:
 def _last_said(errors: bytes) -> str:
     last = errors[-_READ_AT_END_BYTES:].decode(errors="replace").strip().rpartition("\n")[2].strip()
     return f": {last[:_LONGEST_SAID]}" if last else ""
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

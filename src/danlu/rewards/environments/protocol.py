@@ -38,20 +38,12 @@ class Reply:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the reply as an object for a line of JSON."""
-        turns = [[turn.text, turn.role, turn.name] for turn in self.turns]
-        return {
-            "turns": turns,
-            "reward": self.reward,
-            "done": self.done,
-            "failure": self.failure,
-            "errors": self.errors,
-        }
+        return {**vars(self), "turns": [[turn.text, turn.role, turn.name] for turn in self.turns]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Reply:
         """Reads the reply from the object that `as_json` returned."""
-        turns = tuple(TurnText(*turn) for turn in value["turns"])
-        return cls(turns, value["reward"], value["done"], value["failure"], value["errors"])
+        return cls(**{**value, "turns": tuple(TurnText(*turn) for turn in value["turns"])})
 
 
 @dataclass(frozen=True)

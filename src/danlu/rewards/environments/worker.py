@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from danlu.core.worker_process import Caller
 from danlu.environment import Done, Environment, Turn
-from danlu.rewards.calling import LARGEST, failure_reason
+from danlu.rewards.calling import as_number, awaited, failure_reason
 from danlu.rewards.environments.protocol import EndEpisode, EpisodeCall, EpisodeKey, Reply, TurnText
 
 START = "from danlu.rewards.environments.worker import serve; serve()"
@@ -110,7 +109,7 @@ class Episodes:
             return value
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(value))
+        return self._loop.run_until_complete(awaited(value))
 
 
 def as_reply(result: Any, errors: int = 0) -> Reply:
@@ -129,15 +128,4 @@ def as_reply(result: Any, errors: int = 0) -> Reply:
 
 
 def _number(reward: Any) -> float | None:
-    if reward is None:
-        return None
-    if not (isinstance(reward, bool | int | float) or hasattr(reward, "__float__")):
-        raise TypeError(f"a reward is a number or None, and not {type(reward).__name__}: {reward!r}")
-    number = float(reward)
-    if not (math.isfinite(number) and abs(number) <= LARGEST):
-        raise ValueError(f"its reward is {number:g}")
-    return number
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+    return None if reward is None else as_number(reward, "a reward is a number or None, and not")
