@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.errors import RecipeError
 from danlu.core.worker_process import (
     LOAD_TIMEOUT_S,
     LONGEST_WAIT_S,
@@ -213,42 +213,32 @@ class CallPool:
     def _taken(self, place: int, worker: CallWorker) -> Iterator[Result]:
         """Takes the reply of a busy worker if it is there, and yields the calls that are over."""
         call, is_gone = worker.call, worker.is_gone
-        reply = worker.take()
+        reply, failure = worker.take(), None
         if reply is None and not is_gone:
-            if worker.is_late:
-                yield from self._lost(place, worker, Failed(f"no answer within {worker.limit_s:g} s", is_late=True))
-        elif call is None:
-            try:
-                worker.report_of(reply, self._loading)
-                worker.is_ready = True
-            except (RecipeError, ResourceError) as error:
-                yield from self._not_loaded(place, str(error))
+            if not worker.is_late:
+                return
+            failure = Failed(f"no answer within {worker.limit_s:g} s", is_late=True)
         elif (value := decoded(reply)) is None:
-            yield from self._lost(place, worker, Failed(f"its process {worker.ending()}"))
-        else:
+            failure = Failed(f"its process {worker.ending()}")
+        if failure is None and call is not None:
             worker.call = None
             self._timeouts[call.group] = 0
             yield call, value
-
-    def _lost(self, place: int, worker: CallWorker, failure: Failed) -> Iterator[Result]:
-        """Ends a worker, and yields the calls that fail with it."""
-        call = worker.call
-        if call is None:
-            yield from self._not_loaded(place, f"{self._loading}: {failure.reason}")
-            return
-        self._end(place)
-        yield call, failure
-        self._timeouts[call.group] += failure.is_late
-        if call.group is not None and self._timeouts[call.group] >= MOST_TIMEOUTS:
-            del self._timeouts[call.group]
-            reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self._timeout_s:g} s"
-            yield from _given_up(self._queues, reason, call.group)
-
-    def _not_loaded(self, place: int, why: str) -> Iterator[Result]:
-        """Ends a worker that cannot load, and yields the calls that no other worker makes."""
-        self._end(place)
-        lost = [self._queues[place]] if any(self._workers) else self._queues  # others take what all may take
-        yield from _given_up(lost, f"its process could not be started again: {why}")
+        elif failure is None and not value["problems"]:
+            worker.is_ready = True
+        elif call is None:
+            self._end(place)
+            lost = [self._queues[place]] if any(self._workers) else self._queues  # others take what all may take
+            why = RecipeError(value["problems"]) if failure is None else f"{self._loading}: {failure.reason}"
+            yield from _given_up(lost, f"its process could not be started again: {why}")
+        elif failure is not None:
+            self._end(place)
+            yield call, failure
+            self._timeouts[call.group] += failure.is_late
+            if call.group is not None and self._timeouts[call.group] >= MOST_TIMEOUTS:
+                del self._timeouts[call.group]
+                reason = f"it was not called: the {MOST_TIMEOUTS} calls before took longer than {self._timeout_s:g} s"
+                yield from _given_up(self._queues, reason, call.group)
 
 
 def _given_up(queues: Sequence[deque[PoolCall]], reason: str, group: Hashable = None) -> Iterator[Result]:

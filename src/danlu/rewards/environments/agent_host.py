@@ -17,8 +17,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from danlu.core.worker_process import Caller, describe_exit, end_with
@@ -109,7 +108,7 @@ class Host:
             result = json.loads(running.written)
         else:
             ending = describe_exit(os.waitstatus_to_exitcode(status))
-            result = {"reward": None, "failure": f"its process {ending}"}
+            result = asdict(AgentResult(failure=f"its process {ending}"))
         self._caller.reply({"key": running.key, **result})
 
     def _end(self, running: _Running, wait_s: float = 0.0) -> int:
@@ -142,8 +141,8 @@ class Host:
             self._close_others()
             end_with(alive)
             _seed(call)
-            result = _outcome(lambda: play(self._solve, call))
-            _write_all(results, json.dumps({"reward": result.reward, "failure": result.failure}).encode() + b"\n")
+            with open(results, "wb") as file:
+                file.write(json.dumps(asdict(self._result(call))).encode() + b"\n")
         finally:
             sys.stderr.flush()
             os._exit(0)
@@ -156,14 +155,13 @@ class Host:
         os.close(self._caller.requests.fileno())
         os.close(self._caller.replies.fileno())
 
-
-def _outcome(make: Callable[[], AgentResult]) -> AgentResult:
-    try:
-        return make()
-    except AgentFailed as error:
-        return AgentResult(failure=str(error))
-    except BaseException as error:  # sys.exit too
-        return AgentResult(failure=failure_reason(error))
+    def _result(self, call: AgentCall) -> AgentResult:
+        try:
+            return play(self._solve, call)
+        except AgentFailed as error:
+            return AgentResult(failure=str(error))
+        except BaseException as error:  # sys.exit too
+            return AgentResult(failure=failure_reason(error))
 
 
 def _seed(call: AgentCall) -> None:
@@ -172,8 +170,3 @@ def _seed(call: AgentCall) -> None:
     random.seed(f"{call.seed}/{call.key[1]}")
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(random.getrandbits(32))
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
