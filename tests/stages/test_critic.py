@@ -54,7 +54,7 @@ def gradients(*plan: LayerPlan, micro: int = 4) -> dict[str, Tensor]:
     """Of a step of PPO through the learner, by name."""
     model, adapters, objective = made(*plan)
     learner = preference_learner(model, None, objective, ITEMS, micro, dtype=torch.float64, adapters=adapters)
-    critic = Critic(model, model, torch.float64, objective.score_head, adapters)
+    critic = Critic(model, model, torch.float64, score_head=objective.score_head, adapters=adapters)
     learner = replace(learner, critic=critic, score_head=objective.score_head)
     named = {**adapters.tensors("default"), **adapters.tensors("value"), "score": objective.score.weight}
     accumulate(learner, ITEMS, step=1, clip=None, holders=list(named.values()))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from danlu.assembly.parameters import TRAINED, VALUE, own_name
 from danlu.core.layer_types import Attend
@@ -19,22 +18,17 @@ from danlu.core.types import Batch
 from danlu.memory.recomputed_function import recomputed_within
 from danlu.models.decoder import Decoder
 from danlu.stages.outputs import DecoderOutputs
-from danlu.stages.roles import Forward, decoder_outputs, hidden_states
+from danlu.stages.roles import DecoderPass
 
 if TYPE_CHECKING:
     from danlu.adapters.adapter_set import AdapterSet
 
 
-@dataclass(frozen=True)
-class Critic:
-    """A model of values: a decoder, or the policy's with another adapter than the policy's."""
+@dataclass(frozen=True, kw_only=True)
+class Critic(DecoderPass):
+    """A model of values: a decoder, or the policy's with another adapter than the policy's. Its head is [1, D]."""
 
-    model: Decoder
-    forward: Forward
-    dtype: torch.dtype  # of activations
-    score_head: nn.Linear  # [1, D]
     adapters: AdapterSet | None = None  # of the policy, with that of the critic; None: `model` is the critic's own
-    exact: bool = False  # see `DecoderOutputs`
 
     def __call__(
         self, batch: Batch, filled: Batch, attend: Attend, gradient_scale: float, x: Tensor | None = None
@@ -42,23 +36,12 @@ class Critic:
         """Computes the critic's outputs for `batch`, which goes through it as `filled`; unlike those of frozen models
         they carry gradients. x: the output of the chunk before the last one, where the critic is in several."""
         with self._as_critic():
-            return decoder_outputs(
-                self.model,
-                self.forward,
-                self.dtype,
-                batch,
-                filled,
-                attend,
-                gradient_scale,
-                self.score_head,
-                self.exact,
-                x,
-            )
+            return self.outputs(batch, filled, attend, x, gradient_scale)
 
     def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
-        """Those behind a chunk before the last one: see `roles.hidden_states`."""
+        """Those behind a chunk before the last one: see `DecoderPass.hidden`."""
         with self._as_critic():
-            return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
+            return self.hidden(batch, filled, attend, chunk, x)
 
     def tensors(self) -> dict[str, Tensor]:
         """The critic's trained tensors without its head, by name and live."""

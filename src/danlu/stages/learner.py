@@ -37,7 +37,7 @@ from danlu.optim.gradients import non_finite
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
 from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.parallel_context import ParallelContext
-from danlu.stages.roles import DecoderRole, Forward, RoleOutputs, decoder_outputs, hidden_states
+from danlu.stages.roles import DecoderPass, DecoderRole, Forward, RoleOutputs
 from danlu.training.diagnosis import non_finite_on_any
 from danlu.training.learner import Activation, MicroStep
 from danlu.training.memory_parts import Activations
@@ -247,8 +247,12 @@ class DecoderLearner:
         routed = self._routed(filled, micro_step.totals if trains else None, micro_step.gradient_scale)
         own = before.get("policy")
         with self._offloaded() if trains else torch.no_grad(), routed:
-            of_policy = hidden_states(self.model, self.model_forward, self.dtype, batch, filled, attend, chunk, own)
+            of_policy = self._policy.hidden(batch, filled, attend, chunk, own)
         return of_policy, *of_critic, *of_roles
+
+    @property
+    def _policy(self) -> DecoderPass:
+        return DecoderPass(self.model, self.model_forward, self.dtype, self.exact, score_head=self.score_head)
 
     def _offloaded(self) -> AbstractContextManager[None]:
         return nullcontext() if self.offload is None else self.offload.active()
@@ -305,18 +309,7 @@ class DecoderLearner:
         if self.critic is not None and VALUE in asked:
             beside[VALUE] = self.critic(batch, filled, attend, gradient_scale, hidden.get(VALUE))
         with self._routed(filled, totals, gradient_scale):
-            policy = decoder_outputs(
-                self.model,
-                self.model_forward,
-                self.dtype,
-                batch,
-                filled,
-                attend,
-                gradient_scale,
-                self.score_head,
-                self.exact,
-                hidden.get("policy"),
-            )
+            policy = self._policy.outputs(batch, filled, attend, hidden.get("policy"), gradient_scale)
         return {**beside, "policy": policy}
 
     def _attend(self, filled: Batch) -> Attend:

@@ -206,8 +206,8 @@ class PlacedDecoder:
 
         if self.own_critic is not None:
             model = self.own_critic.subject.model
-            return Critic(model, forward_of(model, compiled=self.recipe.compile), self.dtype, head, exact=exact)
-        return Critic(self.model, policy, self.dtype, head, self.adapters, exact)
+            return Critic(model, forward_of(model, compiled=self.recipe.compile), self.dtype, exact, score_head=head)
+        return Critic(self.model, policy, self.dtype, exact, score_head=head, adapters=self.adapters)
 
     def _roles(self, policy: Forward) -> dict[Role, RoleOutputs]:
         """The outputs of the models of other roles, by role. policy: the forward pass of the policy.
@@ -224,7 +224,9 @@ class PlacedDecoder:
                     roles[role] = FrozenDecoder(model, forward, self.dtype, exact)
                 case PolicyWithoutAdapter():
                     assert self.adapters is not None, "the recipe's rules ask for an adapter"
-                    roles[role] = AdapterOff(self.model, policy, self.dtype, self.adapters, TRAINED, exact)
+                    roles[role] = AdapterOff(
+                        self.model, policy, self.dtype, exact, adapters=self.adapters, name=TRAINED
+                    )
                 case FromColumns(outputs):
                     roles[role] = StoredOutputs(outputs)
         return roles

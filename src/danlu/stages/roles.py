@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -53,49 +53,73 @@ class RoleOutputs(Protocol):
 
 
 @dataclass(frozen=True)
-class FrozenDecoder:
-    """A `RoleOutputs`: a decoder of its own, which is not trained."""
+class DecoderPass:
+    """A decoder's forward pass, with the head that it has apart from that over the vocabulary, if any."""
 
     model: Decoder
     forward: Forward
     dtype: torch.dtype  # of activations
     exact: bool = False  # see `DecoderOutputs`
+    score_head: nn.Linear | None = field(default=None, kw_only=True)
+
+    def outputs(
+        self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None, gradient_scale: float = 1.0
+    ) -> DecoderOutputs:
+        """Computes the outputs for `batch`, which goes through the decoder as `filled`.
+
+        x: the output of the chunk before the last one, where the decoder is in several.
+        """
+        hidden = self.hidden(batch, filled, attend, self.model.chunks.last, x)  # [T', D]
+        counts, head = (len(batch.tokens), len(batch.targets)), self.score_head
+        return DecoderOutputs(self.model, hidden, filled, *counts, gradient_scale, score_head=head, exact=self.exact)
+
+    def hidden(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
+        """Computes the hidden states after a chunk for `batch`, which goes through the decoder as `filled`.
+
+        x: the output of the chunk before; None for the first.
+        """
+        rotation: dict[str, Any] = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
+        if filled.document_lengths is not None:
+            rotation["lengths"] = filled.document_lengths
+        if ROTARY_LENGTH in batch.facts and self.model.config.rotates_by_text_length:
+            rotation["lengths"] = recorded_lengths(filled).to(filled.tokens.device)
+        if self.model.chunks.last > 0:
+            rotation |= {"chunk": chunk, "x": x}
+        return self.forward(filled.tokens, filled.positions, attend, self.dtype, **rotation)
+
+
+@dataclass(frozen=True)
+class FrozenDecoder(DecoderPass):
+    """A `RoleOutputs`: a decoder of its own, which is not trained."""
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> DecoderOutputs:
         """The decoder's hidden states, computed now, and its head, applied when it is asked for."""
         with torch.no_grad():
-            return decoder_outputs(self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact, x=x)
+            return self.outputs(batch, filled, attend, x)
 
     def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
-        """Those behind a chunk before the last one, without gradients: see `hidden_states`."""
+        """Those behind a chunk before the last one, without gradients: see `hidden`."""
         with torch.no_grad():
-            return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
+            return self.hidden(batch, filled, attend, chunk, x)
 
 
-@dataclass(frozen=True)
-class AdapterOff:
+@dataclass(frozen=True, kw_only=True)
+class AdapterOff(DecoderPass):
     """A `RoleOutputs`: the policy without the adapter `name`, and with those that are stacked below it."""
 
-    model: Decoder
-    forward: Forward
-    dtype: torch.dtype  # of activations
     adapters: AdapterSet
     name: str
-    exact: bool = False
 
     def __call__(self, batch: Batch, filled: Batch, attend: Attend, x: Tensor | None = None) -> DecoderOutputs:
         """Computes the outputs as a `FrozenDecoder` does, without dropout; the head is taken here, for it may have an
         adapter too."""
         with self._switched_off():
-            outputs = decoder_outputs(
-                self.model, self.forward, self.dtype, batch, filled, attend, exact=self.exact, x=x
-            )
-            return outputs.with_head(self.model.head_weight)
+            return self.outputs(batch, filled, attend, x).with_head(self.model.head_weight)
 
     def hidden_states(self, batch: Batch, filled: Batch, attend: Attend, chunk: int, x: Tensor | None) -> Tensor:
         """Computes hidden states as a `FrozenDecoder` does, without dropout."""
         with self._switched_off():
-            return hidden_states(self.model, self.forward, self.dtype, batch, filled, attend, chunk, x)
+            return self.hidden(batch, filled, attend, chunk, x)
 
     @contextmanager
     def _switched_off(self) -> Iterator[None]:
@@ -118,51 +142,6 @@ class StoredOutputs:
 
 DecoderRole = FrozenDecoder | AdapterOff
 """A `RoleOutputs` that goes through the chunks of a pipeline together with the policy, each with its own."""
-
-
-def decoder_outputs(
-    model: Decoder,
-    forward: Forward,
-    dtype: torch.dtype,
-    batch: Batch,
-    filled: Batch,
-    attend: Attend,
-    gradient_scale: float = 1.0,
-    score_head: nn.Linear | None = None,
-    exact: bool = False,
-    x: Tensor | None = None,
-) -> DecoderOutputs:
-    """Computes the outputs of a decoder, perhaps with a score head, for `batch`, which goes through it as `filled`.
-
-    x: the output of the chunk before the last one, where the decoder is in several.
-    """
-    hidden = hidden_states(model, forward, dtype, batch, filled, attend, model.chunks.last, x)  # [T', D]
-    counts = len(batch.tokens), len(batch.targets)
-    return DecoderOutputs(model, hidden, filled, *counts, gradient_scale, score_head=score_head, exact=exact)
-
-
-def hidden_states(
-    model: Decoder,
-    forward: Forward,
-    dtype: torch.dtype,
-    batch: Batch,
-    filled: Batch,
-    attend: Attend,
-    chunk: int,
-    x: Tensor | None,
-) -> Tensor:
-    """Computes the hidden states after a chunk of a decoder for `batch`, which goes through it as `filled`.
-
-    x: the output of the chunk before; None for the first.
-    """
-    rotation: dict[str, Any] = {} if batch.stage_length is None else {"stage_length": batch.stage_length}
-    if filled.document_lengths is not None:
-        rotation["lengths"] = filled.document_lengths
-    if ROTARY_LENGTH in batch.facts and model.config.rotates_by_text_length:
-        rotation["lengths"] = recorded_lengths(filled).to(filled.tokens.device)
-    if model.chunks.last > 0:
-        rotation |= {"chunk": chunk, "x": x}
-    return forward(filled.tokens, filled.positions, attend, dtype, **rotation)
 
 
 def recorded_lengths(filled: Batch) -> Tensor:
