@@ -265,16 +265,15 @@ def test_factors_are_searched_once_and_written_down(
     assert config["rope_scaling"]["short_factor"] == [1.0] * 4
 
     # Interrupted after a few candidates, it goes on from them and finds the same.
-    real, judged = longrope_search._Score.__call__, []
+    real, judged = longrope_search._loss_of, []
 
-    def score(self: Any, candidate: Any) -> float:
-        if len(judged) == 5:
-            judged.append(candidate)
+    def loss_of(config: Any, *more: Any) -> float:
+        judged.append(config)
+        if len(judged) == 6:
             raise Killed
-        judged.append(candidate)
-        return real(self, candidate)
+        return real(config, *more)
 
-    monkeypatch.setattr(longrope_search._Score, "__call__", score)
+    monkeypatch.setattr(longrope_search, "_loss_of", loss_of)
     with pytest.raises(Killed):
         danlu("train", search_recipe(tiny_world, parts))
     assert danlu("train", search_recipe(tiny_world, parts)) == 0

@@ -24,7 +24,7 @@ from danlu.models.modules import GroupedLinear, Linear
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.recipe import Recipe, sections
-from danlu.recipe.sections import Lora, Rollout, Watch
+from danlu.recipe.sections import Lora, Watch
 from danlu.stages.builder import check_router
 from danlu.stages.placed import PlacedDecoder
 from danlu.training.loop import fit, train_step
@@ -183,10 +183,10 @@ def test_a_router_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
         return tiny_run(tmp_path, experts=experts).learner.model.config
 
     with pytest.raises(RecipeError, match="rollout.routing_replay: llama as it is here has no experts. Leave it out"):
-        check_router(recipe("step").model_copy(update={"rollout": Rollout(routing_replay=True)}), dense)
+        check_router(recipe("step").router, dense, replays=True)
     with pytest.raises(RecipeError, match="router: llama as it is here has no experts to balance. Leave it out"):
-        check_router(recipe("step"), dense)
+        check_router(recipe("step").router, dense)
     with pytest.raises(RecipeError, match="router.balance: bias, but a folder of llama has no place for the biases"):
-        check_router(recipe("bias"), config(MIXTRAL))
-    check_router(recipe("step"), config(MIXTRAL))
-    check_router(recipe("bias"), config(DEEPSEEK_V3))
+        check_router(recipe("bias").router, config(MIXTRAL))
+    check_router(recipe("step").router, config(MIXTRAL))
+    check_router(recipe("bias").router, config(DEEPSEEK_V3))

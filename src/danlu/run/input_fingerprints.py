@@ -285,7 +285,7 @@ def _images(key: str, source: sections.Source, read_again: bool) -> list[Input]:
 
 def _tokenizer(recipe: Recipe, read_again: bool) -> Input:
     key = "model.path" if recipe.model.tokenizer is None else "model.tokenizer"
-    folder = resolve_tokenizer_folder(tokenizer_path(recipe))
+    folder = resolve_tokenizer_folder(tokenizer_path(recipe.model))
     # config.json only names the tokenizer's class in old folders; it is compared as the model's.
     named = sorted({file for pattern in READ_FILES for file in folder.glob(pattern) if file.name != CONFIG})
     parts = {str(file.relative_to(folder)): _file_hash(file) for file in named if file.is_file()}

@@ -82,7 +82,7 @@ class DecoderBuilder:
             folder, where = resolve_folder(recipe.model.path), recipe.model.path
             config = self._scaled(self._with_task(base_config(recipe.model)))
             self._check_layout(config)
-            check_router(recipe, config)
+            check_router(recipe.router, config, replays=recipe.rollout.routing_replay)
             if recipe.adapter is not None:
                 from danlu.assembly.frozen_base import check_frozen
 
@@ -98,7 +98,7 @@ class DecoderBuilder:
             where = recipe.model.preset or "model.config"
             # Whether it can be cut is told where it is known.
             self._check_layout(replace(config, vocab_size=max(config.vocab_size, recipe.parallel.tensor)))
-            check_router(recipe, config)
+            check_router(recipe.router, config, replays=recipe.rollout.routing_replay)
         check_size(recipe, config, where, world_size())
         if recipe.evaluation.samples is not None:
             from danlu.inference.chat_tokenizer import ChatTokenizer
@@ -353,17 +353,17 @@ def decoder_objectives(recipe: Recipe, stage: Stage) -> tuple[Objective, Objecti
     return stage.objectives(recipe, OFFERED, "a decoder", offered_by_head=OFFERED_BY_HEAD)
 
 
-def check_router(recipe: Recipe, config: ModelConfig) -> None:
+def check_router(router: Router | None, config: ModelConfig, *, replays: bool | None = None) -> None:
     """Raises RecipeError for a `router` or a replay of routes of a model without experts, or with biases that its
     family does not keep."""
-    if recipe.rollout.routing_replay and not config.has_experts:
+    if replays and not config.has_experts:
         raise RecipeError(f"rollout.routing_replay: {config.family} as it is here has no experts. Leave it out")
-    if recipe.router is None:
+    if router is None:
         return
     feeds = [kind.feed for kind in config.kinds if isinstance(kind.feed, Experts)]
     if not feeds:
         raise RecipeError(f"router: {config.family} as it is here has no experts to balance. Leave it out")
-    if recipe.router.balance == "bias" and not all(feed.router.bias_correction for feed in feeds):
+    if router.balance == "bias" and not all(feed.router.bias_correction for feed in feeds):
         raise RecipeError(
             f"router.balance: bias, but a folder of {config.family} has no place for the biases, and whoever loads it "
             "would choose other experts. Use sequence or step"

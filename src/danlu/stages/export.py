@@ -87,14 +87,14 @@ def write(
     value, writes: as in `models.saving.save`. score_head: of a model that classifies; one that writes texts is written
     as the hidden states under it. adapter: the name of the one that is written.
     """
-    template = recipe.model.chat_template
-    tokenizer_folder = _exported_tokenizer(subject, recipe) if writes else fast_tokenizer_folder(tokenizer_path(recipe))
+    template, own_tokenizer = recipe.model.chat_template, tokenizer_path(recipe.model)
+    tokenizer_folder = _exported_tokenizer(subject, recipe) if writes else fast_tokenizer_folder(own_tokenizer)
     task: Task = subject.model.config.task
     if score_head is not None and task == "causal-lm":
         task = "sequence-classification"
     classifies = task != "causal-lm"
     pad_token = _pad_token(subject, recipe) if writes and classifies else None
-    stop_ids = end_of_turn_ids(tokenizer_path(recipe), template) if writes and not classifies else ()
+    stop_ids = end_of_turn_ids(own_tokenizer, template) if writes and not classifies else ()
     template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
     if subject.adapters is not None and subject.base is not None:
         from danlu.assembly.adapter_training import write_result
@@ -142,7 +142,7 @@ def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
         log.warning(
             "%s: this tokenizer has no special token but those that end answers, so the result has no pad_token_id: "
             "transformers scores one row at a time with it",
-            tokenizer_path(recipe),
+            tokenizer_path(recipe.model),
         )
     return token
 
@@ -152,7 +152,7 @@ def _exported_tokenizer(subject: Subject, recipe: Recipe) -> Path:
     config = subject.model.config
     is_adapter = subject.adapters is not None and subject.base is not None
     family = None if is_adapter else config.multimodal or config.family
-    path = tokenizer_path(recipe)
+    path = tokenizer_path(recipe.model)
     try:
         export = exported_tokenizer(path, family)
     except DanluError as error:  # nothing that has been trained may be lost for it

@@ -81,7 +81,12 @@ def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks,
 
     vocab_size: of the tokenizer, for a model from scratch.
     """
-    alike = _as_if_it_were_the_policy(recipe, spec)
+    # As if it were the policy, but nothing is recomputed, and of the offloaded parts it has parameters alone.
+    offload = [part for part in recipe.memory.offload if part == "parameters"]
+    memory = recipe.memory.model_copy(update={"recompute": Recompute(), "offload": offload})
+    alike = recipe.model_copy(
+        update={"model": spec.section, "adapter": None, "quantization": spec.quantization, "memory": memory}
+    )
     if spec.mixing is not None:
         subject = subject_of(alike, frozen_config(spec.section, vocab_size), device, ranks=ranks)
     else:
@@ -97,15 +102,6 @@ def place_frozen(recipe: Recipe, spec: ModelSpec, vocab_size: int, ranks: Ranks,
 def frozen_config(section: Model, vocab_size: int) -> ModelConfig:
     """The config of a frozen model."""
     return from_scratch(section, vocab_size) if section.path is None else base_config(section)
-
-
-def _as_if_it_were_the_policy(recipe: Recipe, spec: ModelSpec) -> Recipe:
-    """The recipe that `placing` is to see: nothing is recomputed, and parameters are offloaded where it says so."""
-    offload = [part for part in recipe.memory.offload if part == "parameters"]
-    memory = recipe.memory.model_copy(update={"recompute": Recompute(), "offload": offload})
-    return recipe.model_copy(
-        update={"model": spec.section, "adapter": None, "quantization": spec.quantization, "memory": memory}
-    )
 
 
 def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ranks, device: torch.device) -> Subject:

@@ -34,7 +34,6 @@ from danlu.models.long_context import original_length, with_long_context
 from danlu.models.longrope_search import Candidate, count, search
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import LongContext
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.reader import dataset_spec, prepared_data
 from danlu.training.evaluation import evaluate
@@ -54,7 +53,8 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
     config = with_long_context(unscaled, section, length)
     documents = _documents(recipe, original, section.search.documents, stream)
     model = _model(recipe, config, device)
-    score = _Score(recipe, section, unscaled, model, documents, device)
+    learner = DecoderLearner(model, model, device, DTYPES[recipe.precision], micro=1)
+    packs = [Pack((document,), stage_length=length) for document in documents]
     identity = base_identity(recipe.model)
     made_from = {
         "search": section.search.model_dump(mode="json"),
@@ -75,7 +75,8 @@ def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream:
         def judge(generation: int, candidate: Candidate) -> float:
             loss = judged.loss_of(candidate)
             if loss is None:
-                loss = score(candidate)
+                with_factors = section.model_copy(update={"long_factor": list(candidate)})
+                loss = _loss_of(with_long_context(unscaled, with_factors, length), learner, packs, length)
                 judged.add(generation, candidate, loss)
             progress(len(judged), total)
             return loss
@@ -111,30 +112,12 @@ def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder
     return adapted.model
 
 
-class _Score:
-    """The mean loss of a model over the documents, rotated by a candidate's factors."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        section: LongContext,
-        unscaled: ModelConfig,
-        model: Decoder,
-        documents: Sequence[Sample],
-        device: torch.device,
-    ) -> None:
-        self._section, self._unscaled, self._length = section, unscaled, recipe.data.max_length
-        self._model = model
-        self._learner = DecoderLearner(model, model, device, DTYPES[recipe.precision], micro=1)
-        self._packs = [Pack((document,), stage_length=self._length) for document in documents]
-
-    def __call__(self, candidate: Candidate) -> float:
-        with_factors = self._section.model_copy(update={"long_factor": list(candidate)})
-        ropes = with_long_context(self._unscaled, with_factors, self._length).ropes
-        self._model.staged_ropes = {self._length: ropes}
-        scores = evaluate(self._learner, self._packs)
-        assert scores is not None, "documents have targets"
-        return scores.loss if math.isfinite(scores.loss) else math.inf
+def _loss_of(config: ModelConfig, learner: DecoderLearner, packs: Sequence[Pack], length: int) -> float:
+    """The mean loss of a learner's model over packs of this stage length, rotated as in `config`."""
+    learner.model.staged_ropes = {length: config.ropes}
+    scores = evaluate(learner, packs)
+    assert scores is not None, "documents have targets"
+    return scores.loss if math.isfinite(scores.loss) else math.inf
 
 
 class _Judged:

@@ -54,7 +54,7 @@ class PromptReader:
         spec = DatasetSpec(
             recipe.data,
             "rl",
-            tokenizer_path(recipe),
+            tokenizer_path(recipe.model),
             model.chat_template,
             recipe.seed,
             model.chat_template_date,

@@ -25,7 +25,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.recipe.sections import LengthStage
+from danlu.recipe.sections import Data, LengthStage, Model
 from danlu.recipe.staged_lengths import amount_per_step
 from danlu.stages.protocols import StageData, StoredRows
 from danlu.training.data_loader import Stretch
@@ -60,8 +60,8 @@ class PackReader:
         def late_lines() -> list[str]:
             return row_lines("data, as far as it was read", rows.statistics)
 
-        held_out, lines = held_out_packs(self.recipe, prepared.eval), prepared_lines(self.recipe, prepared)
-        sources = reported_sources(self.recipe.data)
+        held_out = held_out_packs(self.recipe.data, self.recipe.seed, prepared.eval)
+        lines, sources = prepared_lines(self.recipe, prepared), reported_sources(self.recipe.data)
         return StageData(rows, None, held_out, lines, late_lines, rows.close, prepared.tokenizer, sources)
 
     def _stored(self, prepared: PreparedData, train: Samples, held_out: Samples | None) -> StageData:
@@ -72,7 +72,7 @@ class PackReader:
         return StageData(
             packs,
             packs.packs_per_epoch,
-            held_out_packs(recipe, held_out),
+            held_out_packs(recipe.data, recipe.seed, held_out),
             prepared_lines(recipe, prepared),
             tokenizer=prepared.tokenizer,
             sources=reported_sources(recipe.data),
@@ -114,7 +114,7 @@ def dataset_spec(recipe: Recipe) -> DatasetSpec:
     return DatasetSpec(
         recipe.data,
         language_stage(recipe, "tokenising"),
-        tokenizer_path(recipe),
+        tokenizer_path(recipe.model),
         recipe.model.chat_template,
         recipe.seed,
         recipe.model.chat_template_date,
@@ -123,19 +123,18 @@ def dataset_spec(recipe: Recipe) -> DatasetSpec:
     )
 
 
-def tokenizer_path(recipe: Recipe) -> str:
+def tokenizer_path(model: Model) -> str:
     """The folder of the recipe's tokenizer: its own, or the model's."""
-    named = recipe.model.tokenizer
-    if named is not None:
-        return named
-    assert recipe.model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
-    return str(resolve_folder(recipe.model.path))
+    if model.tokenizer is not None:
+        return model.tokenizer
+    assert model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
+    return str(resolve_folder(model.path))
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """The recipe's tokenizer with its chat template. Raises DataError if it cannot be read."""
     model = recipe.model
-    return load_tokenizer(tokenizer_path(recipe), model.chat_template, model.chat_template_date)
+    return load_tokenizer(tokenizer_path(recipe.model), model.chat_template, model.chat_template_date)
 
 
 def chat_tokenizer_of(recipe: Recipe, config: ModelConfig) -> ChatTokenizer:
@@ -148,7 +147,7 @@ def chat_tokenizer_of(recipe: Recipe, config: ModelConfig) -> ChatTokenizer:
 
     tokenizer = tokenizer_of(recipe)
     folders = [
-        Path(tokenizer_path(recipe)),
+        Path(tokenizer_path(recipe.model)),
         *([] if recipe.model.path is None else [resolve_folder(recipe.model.path)]),
     ]
     return ChatTokenizer(tokenizer, end_tokens(tokenizer, config, *folders))
@@ -158,7 +157,7 @@ def written_date(recipe: Recipe) -> str | None:
     """The day that the chat template writes in this run: the recipe's, else today's; None where it writes none."""
     if recipe.stage in ("classify", "pretrain"):
         return None
-    return template_date(tokenizer_path(recipe), recipe.model.chat_template, recipe.model.chat_template_date)
+    return template_date(tokenizer_path(recipe.model), recipe.model.chat_template, recipe.model.chat_template_date)
 
 
 def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextIO) -> StageData:
@@ -190,7 +189,7 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
     return StageData(
         StagedPacks(packs, [stage.length for stage in stages]),
         None,
-        held_out_packs(recipe, longest.eval),
+        held_out_packs(recipe.data, recipe.seed, longest.eval),
         lines,
         tokenizer=longest.tokenizer,
         sources=reported_sources(recipe.data),
@@ -210,11 +209,11 @@ def _stretches(recipe: Recipe, stages: Sequence[LengthStage]) -> list[Stretch]:
     return stretches
 
 
-def held_out_packs(recipe: Recipe, samples: Samples | None) -> list[Pack] | None:
+def held_out_packs(data: Data, seed: int, samples: Samples | None) -> list[Pack] | None:
     """Held-out samples, packed in their own order; None where there are none. Raises DataError without targets."""
     if samples is None:
         return None
-    packs = PackedDataset(samples, recipe.data.packing, recipe.data.max_length, recipe.seed, shuffle=False)
+    packs = PackedDataset(samples, data.packing, data.max_length, seed, shuffle=False)
     held_out = [packs.at(number) for number in range(packs.packs_per_epoch)]
     check_targets(held_out, "data.eval", "evaluate on")
     return held_out

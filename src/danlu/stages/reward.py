@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from danlu.core.types import Task
 from danlu.objectives.reward import BradleyTerry, Stepwise
 from danlu.recipe import Recipe, sections
@@ -11,7 +14,7 @@ from danlu.stages.protocols import Better
 
 def reward(recipe: Recipe) -> BradleyTerry | Stepwise:
     """The loss of the recipe's `objective` with the head that it trains."""
-    section = _reward_section(recipe)
+    section = _reward_section(recipe.objective)
     if isinstance(section, sections.Stepwise):
         return Stepwise(first_score_head(recipe.model, 2, bias=True, seed=recipe.seed))
     return BradleyTerry(first_score_head(recipe.model, 1, bias=False, seed=recipe.seed), section.centring)
@@ -19,7 +22,7 @@ def reward(recipe: Recipe) -> BradleyTerry | Stepwise:
 
 def reward_task(recipe: Recipe) -> Task:
     """The task of an exported reward model: pairs score whole answers, steps are tokens that are classified."""
-    stepwise = isinstance(_reward_section(recipe), sections.Stepwise)
+    stepwise = isinstance(_reward_section(recipe.objective), sections.Stepwise)
     return "token-classification" if stepwise else "sequence-classification"
 
 
@@ -29,8 +32,8 @@ def reward_metrics(recipe: Recipe) -> dict[str, Better]:
     return {"loss": "lower", "accuracy": "higher", **pairs}
 
 
-def _reward_section(recipe: Recipe) -> sections.BradleyTerry | sections.Stepwise:
+def _reward_section(objective: Sequence[Any] | None) -> sections.BradleyTerry | sections.Stepwise:
     """The recipe's objective; its rules have made sure that it is one, and of this stage."""
-    section, *more = recipe.objective or [sections.BradleyTerry()]
+    section, *more = objective or [sections.BradleyTerry()]
     assert not more and isinstance(section, sections.BradleyTerry | sections.Stepwise), "the rules refuse others"
     return section

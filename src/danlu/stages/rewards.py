@@ -25,7 +25,7 @@ from danlu.models.config import same_rotation
 from danlu.parallel.ranks import Ranks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import ModelReward
+from danlu.recipe.sections import ModelReward, Parallel, QuantizationSection
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.rewards.build import build_rewards, build_runner
 from danlu.rewards.environments.user_class import EnvironmentReward
@@ -100,10 +100,11 @@ def rewards_on_base(recipe: Recipe, subject: Subject, ranks: Ranks) -> tuple[dic
         if not _has_base_of_policy(recipe, resolved):
             continue
         where = f"rewards.{number}: {section.path} is an adapter on the policy's base"
-        if (reason := _needs_base_of_its_own(recipe, subject, resolved, ranks)) is not None:
+        reason = _needs_base_of_its_own(recipe.parallel, recipe.quantization, subject, resolved, ranks)
+        if reason is not None:
             lines.append(f"{where}, which the first process loads once more: {reason}")
             continue
-        judges[section.path], size = _judge(recipe, subject, resolved, len(judges))
+        judges[section.path], size = _judge(recipe.precision, subject, resolved, len(judges))
         lines.append(f"{where}: {format_bytes(size)} are put upon that, and it is not loaded again")
     return judges, lines
 
@@ -114,9 +115,15 @@ def _has_base_of_policy(recipe: Recipe, resolved: ResolvedModel) -> bool:
     return find_base(resolved.folder).fingerprint == find_base(recipe.model.path).fingerprint
 
 
-def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedModel, ranks: Ranks) -> str | None:
+def _needs_base_of_its_own(
+    section: Parallel,
+    quantization: QuantizationSection | None,
+    subject: Subject,
+    resolved: ResolvedModel,
+    ranks: Ranks,
+) -> str | None:
     """Returns why a reward model cannot judge on the policy's base; None where it can."""
-    section, (stack,), adapters = recipe.parallel, resolved.stacks, subject.adapters
+    (stack,), adapters = resolved.stacks, subject.adapters
     assert adapters is not None, "the recipe trains an adapter"
     is_sharded = section.shard != "none" and not ranks.dense_data.all.alone
     if ranks.tensor.size > 1 or ranks.pipeline.size > 1 or is_sharded or section.workers == "threads":
@@ -129,16 +136,15 @@ def _needs_base_of_its_own(recipe: Recipe, subject: Subject, resolved: ResolvedM
         return "its adapter is not one that can be switched (virtual tokens, or a start taken out of the base)"
     if not same_rotation(subject.model.config, resolved.config):
         return "it was trained with another rotary embedding of the base (long_context)"
-    quantization = None if recipe.quantization is None else recipe.quantization.model_dump(mode="json")
-    if stack[-1].quantization != quantization:
+    if stack[-1].quantization != (None if quantization is None else quantization.model_dump(mode="json")):
         return "the policy's is held in other bits than when it was trained"
     return None
 
 
-def _judge(recipe: Recipe, subject: Subject, resolved: ResolvedModel, number: int) -> tuple[RewardModel, int]:
+def _judge(precision: str, subject: Subject, resolved: ResolvedModel, number: int) -> tuple[RewardModel, int]:
     """Returns (a reward model on the policy's base, bytes of its adapters and its head)."""
     adapters, model = subject.adapters, subject.model
-    assert adapters is not None and recipe.precision != "auto", "it trains one, and a run has chosen its precision"
+    assert adapters is not None and precision != "auto", "it trains one, and a run has chosen its precision"
     (stack,) = resolved.stacks
     names = [f"reward-{number}-{place}" for place in range(len(stack))]
     with adapters.switched_to(()):
@@ -153,7 +159,7 @@ def _judge(recipe: Recipe, subject: Subject, resolved: ResolvedModel, number: in
         model=model,
         chat_tokenizer=load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder),
         stop_ids=frozenset(),
-        dtype=DTYPES[recipe.precision],
+        dtype=DTYPES[precision],
         score_head=head,
     )
     tensors = [*(tensor for name in names for tensor in adapters.tensors(name).values()), *head.parameters()]

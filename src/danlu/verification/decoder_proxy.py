@@ -138,7 +138,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     check_adapters(recipe.model, recipe.adapter)
     check_teachers(recipe)
     config = _config(recipe, None)
-    check_router(recipe, config)
+    check_router(recipe.router, config, replays=recipe.rollout.routing_replay)
     max_length = recipe.data.max_length
     if not full:
         longest = LENGTH_OF_ROUTES if config.has_experts else MAX_LENGTH
