@@ -1270,8 +1270,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stages/rewards.py",
-        "if stack[-1].quantization != quantization:",
-        "if False and stack[-1].quantization != quantization:",
+        "if stack[-1].quantization != (None",
+        "if False and stack[-1].quantization != (None",
         "test_reward_on_base.py",
         only="told",
     ),
