@@ -6,11 +6,11 @@ import pytest
 from builders.chat_tokenizers import KINDS, Kind, tokenizer_and_oracle
 from builders.rendering import render
 
-from danlu.data.bits_per_byte import is_plain_text, weighted_bytes
 from danlu.data.render import RenderedSample, RenderSettings
 from danlu.data.rows import Completion, Text
 from danlu.data.samples import SampleBlock
 from danlu.data.tokenizing import fit_to_length
+from danlu.evaluation.text import is_plain_text, weighted_bytes
 
 TEXTS = ["The quick brown fox.", "naïve 丹炉 — 🎈🎈!", "  two spaces, then a line\n\n and tabs\t\t", "?"]
 

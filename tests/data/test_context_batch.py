@@ -11,8 +11,7 @@ import torch
 from danlu.adapters.dropout import DropoutState
 from danlu.core.types import ROTARY_LENGTH, ROUTES, Batch, Branch, Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
-from danlu.data.context_batch import on_device, rows_of, share_of_batch
-from danlu.data.context_sharding import shares
+from danlu.data.context_sharding import on_device, rows_of, share_of_batch, shares
 from danlu.stages.roles import recorded_lengths
 
 LENGTHS = (30, 3, 1, 41, 7)

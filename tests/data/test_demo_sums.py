@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from danlu.data.demo_data import preferences
-from danlu.data.demo_sums import answered_sums, held_out_sums, sums_to_answer
+from danlu.data.demo_data import answered_sums, held_out_sums, preferences, sums_to_answer
 from danlu.rewards.protocol import JudgedAnswer
 from danlu.rewards.text import Numeric
 

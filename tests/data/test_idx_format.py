@@ -10,7 +10,7 @@ import pytest
 from builders.digits import idx
 
 from danlu.core.errors import DataError
-from danlu.data.idx_format import read_idx
+from danlu.data.images import read_idx
 
 ARRAY = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 

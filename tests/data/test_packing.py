@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from danlu.core.errors import DataError
-from danlu.data.packing import best_fit, concatenate, efficiency, plan_packing
+from danlu.data.packed_dataset import best_fit, concatenate, efficiency, plan_packing
 
 lengths_strategy = st.lists(st.integers(1, 64), max_size=300).map(np.array)
 

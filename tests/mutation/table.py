@@ -681,13 +681,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "data/test_permutation.py",
     ),
     Mutation(
-        "data/packing.py",
+        "data/packed_dataset.py",
         "insort(open_packs, (free - length) << shift | pack)",
         "insort(open_packs, free << shift | pack)",
         "data/test_packing.py",
     ),
     Mutation(
-        "data/packing.py",
+        "data/packed_dataset.py",
         'np.argsort(-part.astype(np.int64), kind="stable")',
         'np.argsort(part.astype(np.int64), kind="stable")',
         "data/test_packing.py",
@@ -1668,7 +1668,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "verification/test_diagnosis.py",
     ),
     # -- the surface
-    Mutation("data/demo_sums.py", 'carried = "+1" if ones > 9 else ""', 'carried = ""', "data/test_demo_sums.py"),
+    Mutation("data/demo_data.py", 'carried = "+1" if ones > 9 else ""', 'carried = ""', "data/test_demo_sums.py"),
     Mutation(
         "demo/demo.py",
         "sums=Tally(len(sums), sum(each.was_right for each in sums), sum(each.is_right for each in sums)),",

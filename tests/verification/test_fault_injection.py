@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from danlu.adapters import dropout
 from danlu.adapters.adapter_set import AdapterSet
-from danlu.data import context_batch
+from danlu.data import context_sharding
 from danlu.models import load_balancing, router_replay
 from danlu.models.decoder import Decoder
 from danlu.models.experts import Router, RowOrder
@@ -53,7 +53,7 @@ TOUCHED = [
     (DecoderLearner, "at"),
     (Pipeline, "actions"),
     (learner, "context_attend_for"),
-    (context_batch, "share_of_batch"),
+    (context_sharding, "share_of_batch"),
     (ContextGroups, "sum"),
     (ring_attention, "as_rows"),
     (ring_attention, "finished"),

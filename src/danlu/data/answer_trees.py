@@ -40,18 +40,13 @@ def render_answers(
     for row, where in zip(rows, wheres, strict=True):
         rendered = [next(outcomes) for _ in answers_of(row)]
         try:
-            paths_of_row = [_whole(outcome) for outcome in rendered]
+            if problem := next((outcome for outcome in rendered if isinstance(outcome, DataError)), None):
+                raise problem
+            paths_of_row = [outcome[0] for outcome in rendered if isinstance(outcome, list)]
             trees.append(replace(_tree(row, paths_of_row, where), remarks=Remarks.of(paths_of_row)))
         except DataError as error:
             trees.append(error)
     return trees
-
-
-def _whole(outcome: list[RenderedSample] | DataError) -> RenderedSample:
-    """The whole conversation: an earlier turn that a template rewrites later on stands in it as context."""
-    if isinstance(outcome, DataError):
-        raise outcome
-    return outcome[0]
 
 
 def _tree(row: AnswerRow, paths: Sequence[RenderedSample], where: str) -> RenderedSample:
@@ -75,7 +70,7 @@ def _fork(paths: Sequence[RenderedSample], labels: Sequence[float], **facts: flo
     facts: facts of the answers, besides their labels.
     """
     stem = min(_common_length(paths), *(int(np.flatnonzero(path.weights)[0]) for path in paths))
-    parts = [paths[0].part(0, stem), *(_tail(path, stem) for path in paths)]
+    parts = [paths[0].part(0, stem), *(path.taken(slice(stem, None)) for path in paths)]
     of_stem = [math.nan]
     if not stem:
         parts, of_stem = parts[1:], []
@@ -113,19 +108,6 @@ def _common_length(paths: Sequence[RenderedSample]) -> int:
     for path in paths[1:]:
         differs |= path.tokens[:shortest] != paths[0].tokens[:shortest]
     return int(differs.argmax()) if differs.any() else shortest
-
-
-def _tail(path: RenderedSample, start: int) -> RenderedSample:
-    """The tokens from `start` on. Unlike in a part of its own, the first of them is predicted from the token
-    before it.
-    """
-    return replace(
-        path,
-        tokens=path.tokens[start:],
-        weights=path.weights[start:],
-        reasons=path.reasons[start:],
-        turns=path.turns[start:],
-    )
 
 
 def _joined(

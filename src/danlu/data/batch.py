@@ -38,6 +38,8 @@ def collate(
     samples = [sample for pack in packs for sample in pack.samples]
     if not samples:
         raise ValueError("a micro-batch needs at least one sample")
+    stage_length, *others = {pack.stage_length for pack in packs}
+    assert not others, "a step's packs are of one stage of lengths, and are rotated together"
     virtual = len(virtual_token_ids)
     has_trees = any(sample.branches for sample in samples)
     documents: list[_Document] = []
@@ -99,15 +101,9 @@ def collate(
             name: torch.from_numpy(np.concatenate([sample.facts[name] for sample in samples]).astype(np.float32))
             for name in samples[0].facts
         },
-        stage_length=_stage_length(packs),
+        stage_length=stage_length,
         routes=routes,
     )
-
-
-def _stage_length(packs: Sequence[Pack]) -> int | None:
-    lengths = {pack.stage_length for pack in packs}
-    assert len(lengths) == 1, "a step's packs are of one stage of lengths, and are rotated together"
-    return lengths.pop()
 
 
 class _Document(NamedTuple):

@@ -67,7 +67,7 @@ class ByteLevelEncoder:
         self._ids_by_pre_token = _PreTokenIds(fast.model)
         self._added = {content: array("i", [token]).tobytes() for content, token in added.items()}
         longest_first = sorted(added, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if added else _uncut
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split if added else lambda text: [text]
         self._normalizes = normalizes
         self._characters = set(map(chr, range(128)))
 
@@ -178,17 +178,7 @@ def _for_ascii(pattern: str) -> str:
     return _CLASS.sub(members, pattern)
 
 
-def _uncut(text: str) -> list[str]:
-    return [text]
-
-
-def _printable_bytes() -> dict[int, str]:
-    """Returns the character that a byte-level vocabulary writes for each byte: GPT-2's table, which moves up blank
-    ones.
-    """
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    moved = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(moved)}
-
-
-PRINTABLE = _printable_bytes()
+# The character that a byte-level vocabulary writes for each byte: GPT-2's table, which moves up blank ones.
+_PLAIN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_MOVED = [byte for byte in range(256) if byte not in _PLAIN]
+PRINTABLE = {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + place) for place, byte in enumerate(_MOVED)}

@@ -105,7 +105,11 @@ def summarize_dataset(
         with StreamingDataset(spec) as stream:
             train = _first_block(stream, data, packs)
     changed = tuple(_changed(prepared, shown, len(data.train)))
-    held_out = _summarize_evaluation(prepared, spec)
+    held_out = None
+    if prepared.eval is not None:
+        packed = spec.packed(spec.samples(prepared.eval), shuffle=False)
+        statistics = prepared.eval_statistics or _count_held_out(prepared.eval)
+        held_out = SplitSummary(statistics, prepared.eval.lengths, _packing_summary(packed, prepared.eval, 0))
     beyond = _beyond_positions(spec, positions, train, held_out)
     return DatasetSummary(train, held_out, data.streaming, changed, prepared.tokenizer, prepared.date, beyond)
 
@@ -177,15 +181,6 @@ def _first_block(stream: StreamingDataset, data: Data, first: int) -> SplitSumma
     samples = len(document_lengths) if data.packing.kind == "concatenate" else stream.statistics.samples
     packed = PackingSummary(packs, samples, tokens, tokens / (packs * data.max_length), tuple(kept))
     return SplitSummary(stream.statistics, lengths, packed)
-
-
-def _summarize_evaluation(prepared: PreparedData, spec: DatasetSpec) -> SplitSummary | None:
-    held_out = prepared.eval
-    if held_out is None:
-        return None
-    packs = spec.packed(spec.samples(held_out), shuffle=False)
-    statistics = prepared.eval_statistics or _count_held_out(held_out)
-    return SplitSummary(statistics, held_out.lengths, _packing_summary(packs, held_out, 0))
 
 
 def _count_held_out(samples: Selection) -> Statistics:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Literal
 
@@ -132,7 +132,7 @@ def conversations(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
     for number in range(n):
         chance = random.Random(f"conversation {seed} {number}")
         if chance.random() < 0.1:
-            messages = [_log("system", _PIRATE), *_exchange(chance, prefix="Arr! ")]
+            messages = [_message("system", _PIRATE), *_exchange(chance, prefix="Arr! ")]
         else:
             messages = _talk(chance)
         yield {"messages": messages}
@@ -151,8 +151,8 @@ def preferences(seed: int, n: int) -> Iterator[dict[str, list[Message]]]:
             )
         else:
             question, *answers = _right_and_wrong(chance, animal)
-        chosen, rejected = ([_log("assistant", answer)] for answer in answers)
-        yield {"prompt": [_log("user", question)], "chosen": chosen, "rejected": rejected}
+        chosen, rejected = ([_message("assistant", answer)] for answer in answers)
+        yield {"prompt": [_message("user", question)], "chosen": chosen, "rejected": rejected}
 
 
 def questions() -> list[Question]:
@@ -165,10 +165,10 @@ def questions() -> list[Question]:
         pairs = ((4, 5), (6, 3), (2, 6), (5, 6), (3, 4), (6, 1), (5, 2))
         shown.append(next(_about_sum(*pair, held_out) for pair in pairs if is_held_out("sum", *pair) == held_out))
     introduction = _turn("My name is Clara.", "Nice to meet you, Clara!")
-    shown.append(Question((*introduction, _log("user", "What is my name?")), "Your name is Clara.", False))
+    shown.append(Question((*introduction, _message("user", "What is my name?")), "Your name is Clara.", False))
     text, answer = _ask(ANIMALS[0], "home", "en", 0)
     is_new = is_held_out(ANIMALS[0].name.en, "home", "en")
-    shown.append(Question((_log("system", _PIRATE), _log("user", text)), f"Arr! {answer}", is_new))
+    shown.append(Question((_message("system", _PIRATE), _message("user", text)), f"Arr! {answer}", is_new))
     return shown
 
 
@@ -187,11 +187,11 @@ def every_question(held_out: bool) -> list[Question]:
 
 def _about_animal(animal: Animal, attribute: Attribute, language: Language, held_out: bool) -> Question:
     text, answer = _ask(animal, attribute, language, 0)
-    return Question((_log("user", text),), answer, held_out)
+    return Question((_message("user", text),), answer, held_out)
 
 
 def _about_sum(a: int, b: int, held_out: bool) -> Question:
-    return Question((_log("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
+    return Question((_message("user", f"What is {a} plus {b}?"),), _sum(a, b), held_out)
 
 
 def is_held_out(*fact: object) -> bool:
@@ -273,12 +273,12 @@ def _sum(a: int, b: int) -> str:
     return f"{a} plus {b} is {a + b}."
 
 
-def _log(role: str, content: str) -> Message:
+def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
 def _turn(question: str, answer: str) -> list[Message]:
-    return [_log("user", question), _log("assistant", answer)]
+    return [_message("user", question), _message("assistant", answer)]
 
 
 def _ask(animal: Animal, attribute: Attribute, language: Language, phrasing: int) -> tuple[str, str]:
@@ -334,3 +334,56 @@ def _names(chance: random.Random) -> list[Message]:
         *between,
         *_turn("What is my name?", f"Your name is {person}."),
     ]
+
+
+SMALLEST, LARGEST = 10, 99  # of both numbers
+LONGEST_STEPS = 24  # tokens of a worked answer and its end, where each digit is a token
+
+
+def answered_sums(seed: int, worked: int, bare: int) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Rows of messages, each a question and a right answer: `worked` with steps and `bare` without, in mixed order.
+
+    All sums differ. Raises ValueError for more than there are.
+    """
+    for number, (a, b) in enumerate(_drawn(f"answered {seed}", worked + bare)):
+        # Evenly among the others, wherever a reader looks.
+        is_worked = (number + 1) * worked // (worked + bare) > number * worked // (worked + bare)
+        question = {"role": "user", "content": _question(a, b)}
+        yield {"messages": [question, {"role": "assistant", "content": _worked(a, b) if is_worked else str(a + b)}]}
+
+
+def sums_to_answer(seed: int, n: int) -> Iterator[dict[str, str]]:
+    """`n` rows with a question and the sum alone, which a reward can check; those of `answered_sums` may be among them.
+
+    Raises ValueError for more than there are."""
+    return (_row(a, b) for a, b in _drawn(f"to answer {seed}", n))
+
+
+def held_out_sums(n: int) -> list[dict[str, str]]:
+    """`n` rows as those of `sums_to_answer`, all of sums that neither function has. Raises ValueError past all."""
+    return [_row(a, b) for a, b in random.Random("held out").sample(_pairs(held_out=True), n)]
+
+
+def _drawn(seed: str, n: int) -> list[tuple[int, int]]:
+    return random.Random(seed).sample(_pairs(held_out=False), n)
+
+
+@cache
+def _pairs(*, held_out: bool) -> tuple[tuple[int, int], ...]:
+    """All pairs of numbers that are held out, or all others."""
+    every = product(range(SMALLEST, LARGEST + 1), repeat=2)
+    return tuple((a, b) for a, b in every if (random.Random(f"{a} plus {b}").random() < 1 / 10) == held_out)
+
+
+def _row(a: int, b: int) -> dict[str, str]:
+    return {"question": _question(a, b), "answer": str(a + b)}
+
+
+def _question(a: int, b: int) -> str:
+    return f"What is {a} plus {b}?"
+
+
+def _worked(a: int, b: int) -> str:
+    ones = a % 10 + b % 10
+    carried = "+1" if ones > 9 else ""
+    return f"{a % 10}+{b % 10}={ones}, {a // 10}+{b // 10}{carried}={a // 10 + b // 10 + ones // 10}, {a + b}"

@@ -1,25 +1,35 @@
 """Readers of the file formats: from a file of JSON, CSV, text, parquet or arrow to raw rows, one at a time.
 
 A row of jsonl, csv or parquet is read when it is asked for, so a file may be larger than memory. A json array is the
-one exception: its text is held, but its objects are still parsed one by one.
+one exception: its text is held, but its objects are still parsed one by one. Files of text may be packed: they are
+decompressed as they are read.
+
+A column of parquet or arrow has one type for all rows, so the objects of a row are filled in with null for every key
+that an object of another row has. Such nulls are no values: the key was not there. JSON in a column of type
+`arrow.json` (`Json` of the datasets library) is parsed.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
+import gzip
 import json
+import lzma
+import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from io import TextIOWrapper
+from contextlib import contextmanager
+from io import BufferedReader, TextIOWrapper
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from danlu.core.errors import DataError
 from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
-from danlu.data.compressed_files import DECOMPRESSORS, first_line, open_decompressed
 from danlu.data.raw_rows import BadRow, LocatedContent, decode_utf8, json_row, not_utf8_error, require_object
 
 TEXT_ROW_BYTES = 64 * 2**10
@@ -175,15 +185,11 @@ def _read_csv(file: Path, name: str) -> Iterator[LocatedContent]:
         except csv.Error as error:
             raise DataError(f"{name}:{reader.line_num}: broken CSV: {error}") from error
         except UnicodeDecodeError:
-            _find_not_utf8(file, name)
+            # The reader decodes ahead of the line it is at: the line that is not UTF-8 is looked for.
+            with open_decompressed(file) as lines:
+                for number, raw in _lines(lines, name):
+                    decode_utf8(raw, f"{name}:{number}")
             raise
-
-
-def _find_not_utf8(file: Path, name: str) -> None:
-    """Say in which line of a file the text is not UTF-8: a reader decodes ahead of the line it is at."""
-    with open_decompressed(file) as stream:
-        for number, line in _lines(stream, name):
-            decode_utf8(line, f"{name}:{number}")
 
 
 def _read_text(file: Path, name: str) -> Iterator[LocatedContent]:
@@ -246,8 +252,6 @@ def _read_parquet(file: Path, name: str) -> Iterator[LocatedContent]:
     import pyarrow
     import pyarrow.parquet
 
-    from danlu.data.columnar_rows import numbered_rows
-
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             yield from numbered_rows(name, parquet.iter_batches(BATCH_ROWS))
@@ -258,8 +262,6 @@ def _read_parquet(file: Path, name: str) -> Iterator[LocatedContent]:
 def _read_arrow(file: Path, name: str) -> Iterator[LocatedContent]:
     # Imported here: 60 ms and 40 MiB that other kinds of files do not need.
     import pyarrow
-
-    from danlu.data.columnar_rows import numbered_rows
 
     try:
         with pyarrow.memory_map(str(file)) as mapped:
@@ -286,3 +288,133 @@ READERS: dict[str, Callable[[Path, str], Iterator[LocatedContent]]] = {
     ".tsv": _read_csv,
     ".txt": _read_text,
 }
+
+
+READ_BYTES = 2**20
+
+
+def open_decompressed(file: Path) -> BinaryIO:
+    """The bytes of a file, unpacked."""
+    unpack = DECOMPRESSORS.get(file.suffix.lower())
+    try:
+        return file.open("rb") if unpack is None else cast(BinaryIO, unpack(file))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def reading_errors(file: Path, name: str) -> Iterator[None]:
+    """Raises DataError for errors of reading and unpacking a file that is damaged, or not of the kind that its name
+    says.
+    """
+    try:
+        yield
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        if file.suffix.lower() not in DECOMPRESSORS:
+            raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
+        kind = file.suffix.lower().removeprefix(".")
+        raise DataError(f"{name}: damaged, or no {kind} file: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _open_zstandard(file: Path) -> BinaryIO:
+    with file.open("rb") as stream:
+        _check_zstandard(stream)
+    # Imported here: 60 ms and 40 MiB that other kinds of files do not need.
+    import pyarrow
+
+    return cast(BinaryIO, BufferedReader(pyarrow.CompressedInputStream(file.open("rb"), "zstd"), READ_BYTES))
+
+
+def _check_zstandard(stream: BinaryIO) -> None:
+    """Raises EOFError for frames that are not whole (RFC 8878, section 3.1), which Arrow reads without an error."""
+
+    def take(size: int) -> bytes:
+        data = stream.read(size)
+        if len(data) < size:
+            raise EOFError("the file ends within a frame")
+        return data
+
+    while magic := stream.read(4):
+        number = int.from_bytes(magic, "little")
+        if number & 0xFFFFFFF0 == 0x184D2A50:  # a frame to be skipped
+            stream.seek(int.from_bytes(take(4), "little"), os.SEEK_CUR)
+            continue
+        if number != 0xFD2FB528:
+            raise EOFError("what follows is no frame")
+        descriptor = take(1)[0]
+        single = descriptor >> 5 & 1
+        take((1 - single) + (0, 1, 2, 4)[descriptor & 3] + (single, 2, 4, 8)[descriptor >> 6])
+        last = 0
+        while not last:
+            block = int.from_bytes(take(3), "little")
+            last, kind, size = block & 1, block >> 1 & 3, block >> 3
+            if content := 1 if kind == 1 else size:  # of a repeated byte there is one
+                stream.seek(content - 1, os.SEEK_CUR)
+                take(1)
+        take(4 if descriptor >> 2 & 1 else 0)
+
+
+DECOMPRESSORS: dict[str, Callable[[Path], Any]] = {
+    ".bz2": bz2.open,
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstandard,
+}
+
+
+Read = Callable[[Any], Any]
+"""Turns a value as pyarrow gives it into the value of a row; never called with None."""
+
+
+def numbered_rows(name: str, batches: Iterable[Any]) -> Iterator[LocatedContent]:
+    """The rows of pyarrow record batches or tables, which have numbers (from 1) but no lines."""
+    number = 0
+    for batch in batches:
+        reads = {field.name: read for field in batch.schema if (read := _read_of(field.type)) is not None}
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{name} row {number}", _read_row(row, reads, f"{name} row {number}") if reads else row
+
+
+def _read_row(row: dict[str, Any], reads: dict[str, Read], where: str) -> dict[str, Any] | BadRow:
+    for column, read in reads.items():
+        if row[column] is not None:
+            try:
+                row[column] = read(row[column])
+            except (ValueError, RecursionError) as error:
+                return BadRow(f"{where}: unreadable JSON in column '{column}': {error}")
+    return row
+
+
+def _read_of(arrow_type: Any) -> Read | None:
+    """How values of a type are read; None where they are as pyarrow gives them."""
+    from pyarrow import types
+
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return _json_value
+    if types.is_struct(arrow_type):
+        reads = {field.name: _read_of(field.type) or (lambda value: value) for field in arrow_type}
+        return lambda value: {key: reads[key](inner) for key, inner in value.items() if inner is not None}
+    if types.is_map(arrow_type):
+        read_item = _read_of(arrow_type.item_type) or (lambda value: value)
+        # Maps have the keys of their own row: a null is a value of theirs.
+        return lambda pairs: {key: inner if inner is None else read_item(inner) for key, inner in pairs}
+    is_list = any(is_kind(arrow_type) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list))
+    if is_list and (read_value := _read_of(arrow_type.value_type)) is not None:
+        return lambda values: [None if value is None else read_value(value) for value in values]
+    return None
+
+
+def _json_value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    if is_too_deep(value):
+        raise ValueError(TOO_DEEP)
+    return value

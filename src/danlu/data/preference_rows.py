@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from danlu.core.errors import DataError
 from danlu.data.column_values import abbreviate, decode_list, decode_messages, require_string, type_name
-from danlu.data.messages import Conversation, Message, parse_conversation
+from danlu.data.messages import Conversation, parse_conversation
 from danlu.data.raw_rows import BadRow
 from danlu.data.rows import (
     JUDGEMENT_COLUMNS,
@@ -351,14 +351,11 @@ def _checked(conversation: Conversation, name: str, where: str) -> Conversation:
     """
     messages = conversation.messages
     prompt = [message for message in messages if message.is_context and message.role != "system"]
-    _require_prompt("".join(message.content or "call" for message in prompt if _says_something(message)), where)
+    said = [message.content or "call" for message in prompt if message.content.strip() or message.tool_calls]
+    _require_prompt("".join(said), where)
     if messages[-1].role != "assistant" or messages[-1].is_context:
         raise DataError(f"{where}: '{name}' must end with the assistant's answer; add it, or remove the row")
     return replace(conversation, messages=tuple(replace(message, weight=None) for message in messages))
-
-
-def _says_something(message: Message) -> bool:
-    return bool(message.content.strip() or message.tool_calls)
 
 
 def _require_prompt(prompt: str, where: str) -> None:

@@ -221,10 +221,16 @@ def prepare(
     with WorkerPool(job, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in spec.eval_sources]
         train_stores = [] if data.streaming else [cached.store(source, workers) for source in data.train]
-    train_statistics, eval_statistics = _statistics(train_stores), _statistics(eval_stores)
-    for stores, used in ((train_stores, data.train), (eval_stores, spec.eval_sources)):
+    train_statistics, eval_statistics = (
+        Statistics.sum_of(Statistics.from_json(store.statistics["statistics"]) for store in stores)
+        for stores in (train_stores, eval_stores)
+    )
+    for stores, statistics, used in (
+        (train_stores, train_statistics, data.train),
+        (eval_stores, eval_statistics, spec.eval_sources),
+    ):
         if stores:
-            check_trained(_statistics(stores), ", ".join(source.path for source in used), require_ends=require_ends)
+            check_trained(statistics, ", ".join(source.path for source in used), require_ends=require_ends)
     for source, store in zip(spec.eval_sources, eval_stores, strict=True):
         if not len(store):
             raise DataError(f"{source.path}: no row is left to evaluate on: every one was skipped or dropped")
@@ -408,13 +414,6 @@ def tokenise_rows(
 ) -> Iterator[AnyChunk]:
     """Rows as tokenised chunks, in order."""
     return workers.map((settings, chunk) for chunk in chunks(raw))
-
-
-def _statistics(stores: Iterable[TokenStore]) -> Statistics:
-    total = Statistics()
-    for store in stores:
-        total.add(Statistics.from_json(store.statistics["statistics"]))
-    return total
 
 
 def _choose(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.core.errors import DataError
-from danlu.data.messages import Conversation, Message, turn_of
+from danlu.data.messages import Conversation, turn_of
 from danlu.data.render import half_character, shown_messages
 from danlu.data.shown_texts import texts_left_out
 from danlu.data.tokenizer import Tokenizer
@@ -79,17 +79,8 @@ def shorten_conversation(conversation: Conversation, fits: Callable[[Conversatio
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     shorter = (replace(conversation, messages=(*system, *messages[start:])) for start in users[1:])
     longest = next(filter(fits, shorter), None)
-    return longest if longest is not None else _with_shorter_question(conversation, system, users, fits)
-
-
-def _with_shorter_question(
-    conversation: Conversation,
-    system: tuple[Message, ...],
-    users: list[int],
-    fits: Callable[[Conversation], bool],
-) -> Conversation | None:
-    if not users:
-        return None
+    if longest is not None or not users:
+        return longest
     question, *rest = conversation.messages[users[-1] :]
 
     def asking(text: str) -> Conversation:

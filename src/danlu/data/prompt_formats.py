@@ -38,19 +38,18 @@ def parse_prompt(
         DataError: the row has no prompt, or one that makes no sense; the message names the place, the fault and a
             remedy.
     """
-    prompt = _filled(template, row, where) if template is not None else _of_columns(row, format, where)
+    if template is None:
+        prompt = _of_columns(row, format, where)
+    else:
+        try:
+            prompt = template.fill(row)
+        except PromptTemplateError as error:
+            missing = next((name for name in template.columns if name not in row), None)
+            hint = "" if missing is None else did_you_mean(missing, list(row))
+            raise DataError(f"{where}: data.prompt: {error}.{hint}") from None
     if isinstance(prompt, str) and not prompt.strip():
         raise _empty(where)
     return prompt
-
-
-def _filled(template: PromptTemplate, row: Mapping[str, Any], where: str) -> str:
-    try:
-        return template.fill(row)
-    except PromptTemplateError as error:
-        missing = next((name for name in template.columns if name not in row), None)
-        hint = "" if missing is None else did_you_mean(missing, list(row))
-        raise DataError(f"{where}: data.prompt: {error}.{hint}") from None
 
 
 def _of_columns(row: Mapping[str, Any], format: Format | Literal["auto"], where: str) -> PromptColumns:
@@ -63,7 +62,12 @@ def _of_columns(row: Mapping[str, Any], format: Format | Literal["auto"], where:
     if name is not None:
         return _question(row, require_string(row[name], name, where), where)
     if format in ("auto", "preference") and {"chosen", "rejected"} <= row.keys():
-        return _common_prompt(row, where)
+        pair = parse_answers(row, "preference", "preference", where)
+        assert isinstance(pair, Pair), "the row is a pair"
+        if not isinstance(pair.chosen, Conversation):
+            return pair.chosen.prompt
+        # The messages that both conversations begin with.
+        return replace(pair.chosen, messages=tuple(message for message in pair.chosen.messages if message.is_context))
     raise DataError(_without_prompt(row, format, where))
 
 
@@ -89,16 +93,6 @@ def _question(row: Mapping[str, Any], question: str, where: str) -> PromptColumn
     if not messages[-1].content.strip():
         raise _empty(where)
     return messages[0].content if len(messages) == 1 and not tools else Conversation(tuple(messages), tools)
-
-
-def _common_prompt(row: Mapping[str, Any], where: str) -> PromptColumns:
-    """Returns the prompt of two compared answers: the messages that both conversations begin with."""
-    pair = parse_answers(row, "preference", "preference", where)
-    assert isinstance(pair, Pair), "the row is a pair"
-    if not isinstance(pair.chosen, Conversation):
-        return pair.chosen.prompt
-    messages = tuple(message for message in pair.chosen.messages if message.is_context)
-    return replace(pair.chosen, messages=messages)
 
 
 def _empty(where: str) -> DataError:

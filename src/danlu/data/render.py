@@ -93,6 +93,13 @@ class RenderedSample:
             self.tokens[start:stop], weights, self.reasons[start:stop], self.turns[start:stop], self.where
         )
 
+    def taken(self, places: np.ndarray | slice) -> RenderedSample:
+        """The tokens at some places, each with its own weight: unlike in `part`, the first is predicted."""
+        tokens, weights, reasons, turns = (
+            column[places] for column in (self.tokens, self.weights, self.reasons, self.turns)
+        )
+        return replace(self, tokens=tokens, weights=weights, reasons=reasons, turns=turns)
+
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
@@ -291,7 +298,10 @@ def shown_messages(row: Conversation, template: ChatTemplate, system: str | None
     if system is not None and messages[0].role != "system":
         messages = (Message("system", system), *messages)
     if messages[0].role == "system" and not template.takes_system:
-        messages = _merge_system(messages)
+        # Templates without a place for it (Gemma's) have the system text in front of the first user message.
+        first = next(number for number, message in enumerate(messages) if message.role != "system")
+        texts = [message.content for message in messages[: first + 1]]
+        messages = (replace(messages[first], content="\n\n".join(texts)), *messages[first + 1 :])
     if row.tools and not template.takes_tools:
         raise DataError("the chat template has no place for tools; name one that has in model.chat_template")
     if not template.takes_calls and any(message.tool_calls or message.role == "tool" for message in messages):
@@ -319,13 +329,6 @@ def half_character(error: UnicodeEncodeError) -> str:
         f"the text holds {half}, half a character (a lone surrogate), which cannot be tokenised; write the whole "
         "character or remove it"
     )
-
-
-def _merge_system(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The system text in front of the first user message, for templates without a place for it (Gemma's)."""
-    first = next(number for number, message in enumerate(messages) if message.role != "system")
-    texts = [message.content for message in messages[: first + 1]]
-    return (replace(messages[first], content="\n\n".join(texts)), *messages[first + 1 :])
 
 
 def _turn_weights(messages: Sequence[Message], train_on: str) -> list[float]:
@@ -370,8 +373,12 @@ def _tokenised(drafts: Sequence[_Draft], wheres: Sequence[str], tokenizer: Token
         sample = RenderedSample(encoded.ids[part], weights[part], reasons[part], turns[part], where)
         if number in split_tokens or draft.remarks != Remarks():
             sample = replace(sample, remarks=replace(draft.remarks, split_token=split_tokens.get(number, -1)))
-        result.append(_with_ends(sample, draft))
-        result[-1].weights[:1] = 0
+        if draft.first_token is not None:
+            sample = _with_token(sample, draft.first_token, (Reason.BOS, -1, 0.0), at_end=False)
+        if draft.last_token is not None:
+            sample = _with_token(sample, draft.last_token, draft.last_label, at_end=True)
+        sample.weights[:1] = 0
+        result.append(sample)
         start = stop
     return result
 
@@ -399,14 +406,6 @@ def _span_of_token(drafts: Sequence[_Draft], encoded: Encoded) -> tuple[np.ndarr
             if weights[border + 1] > 0 and reasons[border + 1] in _ANSWER_BEGINS and reasons[border] in _PROMPT_ENDS:
                 split_tokens.setdefault(int(np.searchsorted(last, border)), int(encoded.ids[token]))
     return span_of, split_tokens
-
-
-def _with_ends(rendered: RenderedSample, draft: _Draft) -> RenderedSample:
-    if draft.first_token is not None:
-        rendered = _with_token(rendered, draft.first_token, (Reason.BOS, -1, 0.0), at_end=False)
-    if draft.last_token is not None:
-        rendered = _with_token(rendered, draft.last_token, draft.last_label, at_end=True)
-    return rendered
 
 
 def _with_token(

@@ -74,7 +74,10 @@ def limited() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             if _Process.ends_itself:
                 signal.setitimer(signal.ITIMER_PROF, 0)
-        _restore_memory(old_limits)
+        if old_limits is not None:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, old_limits)
 
 
 def describe_limit(error: BaseException) -> str:
@@ -130,7 +133,9 @@ def _limit_memory() -> tuple[int, int] | None:
     _Process.renderings += 1
     time_s = time.monotonic()
     if _Process.renderings >= _EVERY or time_s > _Process.read_at + 1:
-        _Process.bytes, _Process.read_at, _Process.renderings = _address_space_bytes(resource.getpagesize()), time_s, 0
+        _Process.bytes, _Process.read_at, _Process.renderings = 0, time_s, 0
+        with suppress(OSError, ValueError):
+            _Process.bytes = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
     if not _Process.bytes:
         return None
     old_limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -139,17 +144,3 @@ def _limit_memory() -> tuple[int, int] | None:
         return None
     resource.setrlimit(resource.RLIMIT_AS, (limit, old_limits[1]))
     return old_limits
-
-
-def _restore_memory(old_limits: tuple[int, int] | None) -> None:
-    if old_limits is not None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, old_limits)
-
-
-def _address_space_bytes(page_bytes: int) -> int:
-    """Bytes of this process's address space; 0 where the system does not say."""
-    with suppress(OSError, ValueError):
-        return int(Path("/proc/self/statm").read_bytes().split()[0]) * page_bytes
-    return 0

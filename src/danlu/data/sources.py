@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError
 from danlu.core.small_files import check_regular
-from danlu.data.compressed_files import READ_BYTES, first_line, open_decompressed, reading_errors
-from danlu.data.file_formats import BATCH_ROWS, READERS, describe_formats, format_of
+from danlu.data.file_formats import (
+    BATCH_ROWS,
+    READ_BYTES,
+    READERS,
+    describe_formats,
+    first_line,
+    format_of,
+    numbered_rows,
+    open_decompressed,
+    reading_errors,
+)
 from danlu.data.raw_rows import LocatedContent, RawRow
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -42,7 +51,11 @@ def read_rows(source: Source) -> Iterator[RawRow]:
             single row that cannot be read is a `BadRow` instead.
     """
     path, limit = _path_and_row_limit(source)
-    placed = _read_files(_files(path), path) if _exists(path) else _read_hub(str(path), source.split)
+    if _exists(path):
+        placed = _read_files(_files(path), path)
+    else:
+        batches = _hub_rows(str(path), source.split).with_format("arrow").iter(batch_size=BATCH_ROWS)
+        placed = numbered_rows(str(path), batches)
     number = 0
     for number, (where, content) in enumerate(islice(placed, limit), 1):
         yield RawRow(number - 1, where, content)
@@ -210,15 +223,13 @@ def _files(path: Path) -> list[Path]:
         file
         for file in path.rglob("*")
         # Tools keep notes of their own in hidden files and folders (.cache, .ipynb_checkpoints).
-        if format_of(file) in kinds and file.is_file() and not _is_hidden(file.relative_to(path))
+        if format_of(file) in kinds
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:
         raise DataError(f"{path}: no data files in this folder; the kinds are {describe_formats()}")
     return files
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _name_bytes(file: Path, source: Path) -> bytes:
@@ -233,12 +244,6 @@ def _read_files(files: Iterable[Path], source: Path) -> Iterator[LocatedContent]
         name = _name_bytes(file, source).decode("utf-8", "backslashreplace")  # \xe9 for what is not UTF-8
         with reading_errors(file, name):
             yield from READERS[format_of(file)](file, name)
-
-
-def _read_hub(path: str, split: str) -> Iterator[LocatedContent]:
-    from danlu.data.columnar_rows import numbered_rows
-
-    yield from numbered_rows(path, _hub_rows(path, split).with_format("arrow").iter(batch_size=BATCH_ROWS))
 
 
 def _hub_rows(path: str, split: str) -> Any:

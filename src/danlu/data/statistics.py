@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
@@ -111,6 +111,14 @@ class Statistics:
             else:
                 setattr(self, name, value + added)
 
+    @classmethod
+    def sum_of(cls, parts: Iterable[Statistics]) -> Statistics:
+        """The counts of several parts together."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
     def judgement_problem(self, where: str) -> str | None:
         """Returns the fault in the judgements of all rows together, those in the files `where`; None if there
         is none.
@@ -161,7 +169,21 @@ class Statistics:
                 "(model.chat_template)"
             )
         lines += self.left_out_lines()
-        lines += self._prompt_lines()
+        if self.split_prompts:
+            lines.append(
+                f"the prompt ends inside a token in {self.split_prompts:,} of {self.rows:,} rows, the first "
+                f"{self.split_prompt_example}: generation goes on behind other tokens than those that are trained, and "
+                "its answers can be garbage. End the prompt before its last space and begin the answer with that, or "
+                "name a chat template whose generation prompt ends in a special token or a line break "
+                "(model.chat_template)"
+            )
+        if self.unlike_prompts:
+            lines.append(
+                f"answers do not begin with the end of the generation prompt in {self.unlike_prompts:,} of "
+                f"{self.rows:,} rows, the first {self.unlike_prompt_example}: generation goes on behind text that was "
+                "not trained. Begin these answers as the generation prompt ends (with a thought, for example), or name "
+                "another chat template (model.chat_template)"
+            )
         if self.written_specials:
             examples = [f"{token} in {samples:,}" for token, samples in self.written_specials.most_common(SHOWN_KEYS)]
             more = len(self.written_specials) - len(examples)
@@ -182,26 +204,6 @@ class Statistics:
             f"{self.rows:,} rows, the first {self.left_out_example}. A turn that is trained is a sample of its own "
             "with this text; where later turns need it too, name another template (model.chat_template)"
         ]
-
-    def _prompt_lines(self) -> list[str]:
-        """Says which trained answers follow other tokens than those of the prompt that a model is given."""
-        lines = []
-        if self.split_prompts:
-            lines.append(
-                f"the prompt ends inside a token in {self.split_prompts:,} of {self.rows:,} rows, the first "
-                f"{self.split_prompt_example}: generation goes on behind other tokens than those that are trained, and "
-                "its answers can be garbage. End the prompt before its last space and begin the answer with that, or "
-                "name a chat template whose generation prompt ends in a special token or a line break "
-                "(model.chat_template)"
-            )
-        if self.unlike_prompts:
-            lines.append(
-                f"answers do not begin with the end of the generation prompt in {self.unlike_prompts:,} of "
-                f"{self.rows:,} rows, the first {self.unlike_prompt_example}: generation goes on behind text that was "
-                "not trained. Begin these answers as the generation prompt ends (with a thought, for example), or name "
-                "another chat template (model.chat_template)"
-            )
-        return lines
 
     def to_json(self) -> dict[str, Any]:
         """The counts as JSON values, which `from_json` reads."""

@@ -83,7 +83,14 @@ class TokenStore:
         self._rows = _map(folder / "rows.bin", "u1")
         self._row_offsets = _map(folder / "row_offsets.bin", "<i8")
         self.lengths: np.ndarray = np.diff(self._offsets).astype(np.int32)
-        self._trees = None if fact_names is None else _map_trees(folder, fact_names)
+        self._trees = None
+        if fact_names is not None:
+            facts = _map(folder / "facts.bin", "<f4").reshape(-1, len(fact_names))
+            self._trees = TreeTable(
+                _map(folder / "branch_offsets.bin", "<i8"),
+                _map(folder / "branches.bin", BRANCH),
+                {name: facts[:, number] for number, name in enumerate(fact_names)},
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -180,19 +187,16 @@ class StoreWriter:
     def _write_codes(self, block: SampleBlock) -> None:
         table = [self._label_codes.setdefault(label.tobytes(), len(self._label_codes)) for label in block.palette]
         if len(self._label_codes) > 256 and self._label_dtype == np.uint8:
-            self._widen_labels()
+            # Rare (weights that differ row by row), so the file is simply written again with wider codes.
+            self._files["labels.bin"].close()
+            narrow, self._label_dtype = self.folder / "narrow-labels.bin", np.dtype("<u4")
+            (self.folder / "labels.bin").rename(narrow)
+            self._files["labels.bin"] = _SummedFile(self.folder / "labels.bin")
+            with narrow.open("rb") as file:
+                while part := file.read(CHECK_BYTES):
+                    self._files["labels.bin"].write(np.frombuffer(part, np.uint8).astype(self._label_dtype))
+            narrow.unlink()
         self._files["labels.bin"].write(np.array(table, dtype=self._label_dtype)[block.codes])
-
-    def _widen_labels(self) -> None:
-        # Rare (weights that differ row by row), so the file is simply written again with wider codes.
-        self._files["labels.bin"].close()
-        narrow, self._label_dtype = self.folder / "narrow-labels.bin", np.dtype("<u4")
-        (self.folder / "labels.bin").rename(narrow)
-        self._files["labels.bin"] = _SummedFile(self.folder / "labels.bin")
-        with narrow.open("rb") as file:
-            while part := file.read(CHECK_BYTES):
-                self._files["labels.bin"].write(np.frombuffer(part, np.uint8).astype(self._label_dtype))
-        narrow.unlink()
 
 
 class TokenCache:
@@ -269,11 +273,14 @@ class TokenCache:
         lock = FileLock(locks / name)
         with _writing(self.folder):
             locks.mkdir(parents=True, exist_ok=True)
-            free = _acquired(lock)
-            if not free and wait:
-                log.warning("another run is tokenising the same data: waiting for it (%s)", self.folder / name)
-                lock.acquire(wait=True)
+            try:
+                lock.acquire()
                 free = True
+            except AlreadyLocked:
+                free = wait
+                if wait:
+                    log.warning("another run is tokenising the same data: waiting for it (%s)", self.folder / name)
+                    lock.acquire(wait=True)
         try:
             yield free
         finally:
@@ -289,14 +296,6 @@ class TokenCache:
             with nullcontext(True) if name == locked else self._locked(name, wait=False) as free:
                 if free:
                     shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _acquired(lock: FileLock) -> bool:
-    try:
-        lock.acquire()
-    except AlreadyLocked:
-        return False
-    return True
 
 
 @contextmanager
@@ -376,12 +375,3 @@ def _map(path: Path, dtype: str | np.dtype) -> np.ndarray:
     if path.stat().st_size == 0:  # mmap refuses empty files
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")
-
-
-def _map_trees(folder: Path, fact_names: list[str]) -> TreeTable:
-    facts = _map(folder / "facts.bin", "<f4").reshape(-1, len(fact_names))
-    return TreeTable(
-        _map(folder / "branch_offsets.bin", "<i8"),
-        _map(folder / "branches.bin", BRANCH),
-        {name: facts[:, number] for number, name in enumerate(fact_names)},
-    )

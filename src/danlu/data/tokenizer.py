@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date as Date
 from functools import cached_property
@@ -18,8 +19,8 @@ import numpy as np
 from danlu.core.errors import DataError
 from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
 from danlu.data.chat_template import ChatTemplate, Turn
+from danlu.data.column_values import abbreviate
 from danlu.data.tokenizer_folder import broken_json, fast_tokenizer_folder, read_chat_template
-from danlu.data.unknown_words import has_tokens, naming_unknown_words
 
 _PROBE = (
     " two  spaces\n\n\tand tabs, it's I'LL 1234567 3.14 naïve 你好，世界 Привет ﬁ ① e\u0301 😀 def f(x):\n    return x "
@@ -323,7 +324,12 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         pretrained: Any = AutoTokenizer.from_pretrained(folder, config=_plain_config(folder), trust_remote_code=False)
     except Exception as error:  # whatever the library raises on a damaged folder
         said = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        said = broken_json(folder) or f"{type(error).__name__}: {said}{_sentencepiece_advice(folder)}"
+        if not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model")):
+            # A SentencePiece model that is not BPE; transformers asks for another package.
+            said += (
+                ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json beside it"
+            )
+        said = broken_json(folder) or f"{type(error).__name__}: {said}"
         raise DataError(f"{path}: the tokenizer cannot be read: {said}") from error
     if not getattr(pretrained, "is_fast", False):
         kind = type(pretrained).__name__
@@ -375,13 +381,6 @@ def _plain_config(folder: Path) -> Any:
     return PreTrainedConfig.from_dict(asked, name_or_path=str(folder))
 
 
-def _sentencepiece_advice(folder: Path) -> str:
-    """Returns the remedy for a SentencePiece model that is not BPE; transformers then asks for another package."""
-    if (folder / "tokenizer.json").is_file() or not any(folder.glob("*.model")):
-        return ""
-    return ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json beside it"
-
-
 def _concatenate(ids: Sequence[Sequence[int]]) -> np.ndarray:
     return np.fromiter(chain.from_iterable(ids), np.int32)
 
@@ -412,3 +411,30 @@ def _byte_lengths(fast: Any, vocabulary: Mapping[str, int], size: int) -> np.nda
 
 
 _BYTES = {character: byte for byte, character in PRINTABLE.items()}
+
+
+@contextmanager
+def naming_unknown_words(fast: Any, texts: Sequence[str], path: str) -> Iterator[None]:
+    """Turns the library's error about a word without a token into a DataError that names the first such word.
+
+    fast: the `tokenizers.Tokenizer` that encodes the texts.   path: that of the tokenizer, for the message.
+    """
+    try:
+        yield
+    except Exception as error:  # the library has no type of its own for it
+        if "unk" not in str(error).lower():
+            raise
+        word = next((word for text in texts for word in text.split() if not has_tokens(fast, word)), "a character")
+        raise DataError(
+            f"{path}: this tokenizer has no token for {abbreviate(word)}, and none for unknown words (unk_token). "
+            "Add one to its tokenizer.json, or take the text out"
+        ) from error
+
+
+def has_tokens(fast: Any, text: str) -> bool:
+    """Whether a `tokenizers.Tokenizer` can encode a text."""
+    try:
+        fast.encode(text, add_special_tokens=False)
+    except Exception:  # as above
+        return False
+    return True

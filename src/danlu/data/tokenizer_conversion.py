@@ -158,7 +158,10 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | N
         )
     )
     has_prefix, escapes = bool(model.normalizer.get(3, 1)), bool(model.normalizer.get(5, 1))
-    specials = _sentencepiece_specials(model)
+    ids = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2), "pad_token": (43, -1)}
+    numbers = {name: model.trainer.get(field, default) for name, (field, default) in ids.items()}
+    # -1, none at all, is a very large number to protobuf.
+    specials = {name: model.pieces[n][0] for name, n in numbers.items() if 0 <= n < len(model.pieces)}
     # Mistral's later models mark turns with control pieces, and only what begins a text gets the space before it. Where
     # there are none (Llama 2), each turn is a text of its own between the ends of others.
     apart = (PieceType.CONTROL, PieceType.USER_DEFINED)
@@ -180,13 +183,6 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | N
     added = [text for text, kind in kinds.items() if kind == PieceType.USER_DEFINED]
     fast.add_tokens([AddedToken(text, normalized=_SPACE in text, special=False) for text in added])
     return _with_bos(ConvertedTokenizer(fast, specials), adds_bos)
-
-
-def _sentencepiece_specials(model: _Model) -> dict[str, str]:
-    ids = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2), "pad_token": (43, -1)}
-    numbers = {name: model.trainer.get(field, default) for name, (field, default) in ids.items()}
-    # -1, none at all, is a very large number to protobuf.
-    return {name: model.pieces[n][0] for name, n in numbers.items() if 0 <= n < len(model.pieces)}
 
 
 # -- tiktoken ---------------------------------------------------------------------------------------------------------

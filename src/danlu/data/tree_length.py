@@ -56,7 +56,7 @@ def cut_answers(tree: RenderedSample, max_length: int, bos_id: int | None) -> Re
     if len(branches) < 2 and len(tree.branches) > 1:
         return None
     facts = {name: values[: len(branches)] for name, values in tree.facts.items()}
-    shorter = replace(_taken(tree, np.concatenate(kept)), branches=tuple(branches), facts=facts)
+    shorter = replace(tree.taken(np.concatenate(kept)), branches=tuple(branches), facts=facts)
     return None if _are_alike(shorter) else shorter
 
 
@@ -113,13 +113,7 @@ def _without(tree: RenderedSample, start: int, stop: int) -> RenderedSample:
         *(Branch(branch.parent, branch.start - removed, branch.stop - removed) for branch in rest),
     )
     kept = np.r_[0:start, stop : len(tree.tokens)]
-    return replace(_taken(tree, kept), branches=branches)
-
-
-def _taken(tree: RenderedSample, kept: np.ndarray) -> RenderedSample:
-    return replace(
-        tree, tokens=tree.tokens[kept], weights=tree.weights[kept], reasons=tree.reasons[kept], turns=tree.turns[kept]
-    )
+    return replace(tree.taken(kept), branches=branches)
 
 
 def _are_alike(tree: RenderedSample) -> bool:

@@ -21,15 +21,18 @@ from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import ResourceError
 from danlu.core.output_folder import refuse_foreign_files
 from danlu.data.demo_data import (
+    LONGEST_STEPS,
     Message,
     Question,
+    answered_sums,
     conversations,
     every_question,
+    held_out_sums,
     preferences,
     pretraining_documents,
     questions,
+    sums_to_answer,
 )
-from danlu.data.demo_sums import LONGEST_STEPS, answered_sums, held_out_sums, sums_to_answer
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.demo.demo_recipes import LONGEST_ANSWER, Place, Size, grpo_recipe, pretrain_recipe, sft_recipe, sums_recipe
 from danlu.inference.load_engine import engine_of

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from danlu.data.demo_sums import LONGEST_STEPS
+from danlu.data.demo_data import LONGEST_STEPS
 
 LONGEST_ANSWER = 48  # tokens; the longest right one, a story apart, has about 20
 SAMPLES = 8

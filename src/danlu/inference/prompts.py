@@ -18,7 +18,7 @@ def has_rows(file: Path) -> bool:
     if file.suffix.lower() in _ROWS or Path(file.stem).suffix.lower() not in _ROWS:
         return file.suffix.lower() in _ROWS
     # Here: 10 ms that other files need not wait for.
-    from danlu.data.compressed_files import DECOMPRESSORS
+    from danlu.data.file_formats import DECOMPRESSORS
 
     return file.suffix.lower() in DECOMPRESSORS
 

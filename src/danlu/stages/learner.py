@@ -153,8 +153,7 @@ class DecoderLearner:
         batch = collate(packs, device, virtual_token_ids=virtual_token_ids, source_names=self.source_names)
         if not is_cut:
             return batch
-        from danlu.data.context_batch import on_device, share_of_batch
-        from danlu.data.context_sharding import shares
+        from danlu.data.context_sharding import on_device, share_of_batch, shares
 
         # A layer of width D multiplies a token with about 12 D^2 parameters, and a score with 2 D numbers.
         token_cost = 6 * self.model.config.hidden_size
@@ -180,7 +179,7 @@ class DecoderLearner:
         lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
         rows = None
         if self.context.size > 1:
-            from danlu.data.context_batch import rows_of
+            from danlu.data.context_sharding import rows_of
 
             rows = rows_of(micro_step.batch.shares[self.context.index])
         dropout_state.begin(step, lengths, rows)

@@ -165,7 +165,7 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
 
     Rows are held out once, by the samples of the longest stage, so that none is trained in another.
     """
-    from danlu.data.staged_packs import StagedPacks
+    from danlu.data.packed_dataset import StagedPacks
 
     prepared: dict[int, PreparedData] = {}
     held_out_rows = None
@@ -198,7 +198,7 @@ def staged_material(recipe: Recipe, stages: Sequence[LengthStage], stream: TextI
 
 
 def _stretches(recipe: Recipe, stages: Sequence[LengthStage]) -> list[Stretch]:
-    from danlu.data.staged_packs import STAGE_ITEMS
+    from danlu.data.packed_dataset import STAGE_ITEMS
 
     stretches, first_step = list[Stretch](), 1
     for number, stage in enumerate(stages):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from danlu.core.types import Batch, Run, Share
-from danlu.data import context_batch
+from danlu.data import context_sharding
 from danlu.models import tiled_attention
 from danlu.models.blockwise import Attended
 from danlu.models.tiled_attention import Tile
@@ -27,14 +27,14 @@ from danlu.verification.proxy import Proxy, has_experts
 def _changed(change: Callable[[Batch, Share], Batch]) -> AbstractContextManager[None]:
     """Changes each context rank's share of a batch."""
 
-    original = context_batch.share_of_batch
+    original = context_sharding.share_of_batch
 
     def share_of_batch(
         batch: Batch, shares: Sequence[Share], index: int, all_reduce: Callable[[Tensor], Tensor]
     ) -> Batch:
         return change(original(batch, shares, index, all_reduce), shares[index])
 
-    return replaced(context_batch, "share_of_batch", share_of_batch)
+    return replaced(context_sharding, "share_of_batch", share_of_batch)
 
 
 def _positions_begin_anew(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
