@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from danlu.cli.model_flags import MODEL_HELP, EngineFlags, ModelFlags, Seed, takes_flag_groups
 from danlu.core.errors import RecipeError
-from danlu.evaluation.request import request_of
+from danlu.core.terminal import print_status_early
+from danlu.evaluation.decoder import AnswerSettings, Request, evaluate_decoder
 
 if TYPE_CHECKING:
     from danlu.evaluation.rewards import RewardFlags
+    from danlu.inference.generation_config import Precision
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,20 @@ class AnswerFlags:
         sampling = (self.samples, self.temperature, self.max_new_tokens, self.seed)
         return RewardFlags(self.rewards, data, keys, self.answers, *sampling, self.threshold, scores, as_json)
 
-    def of_answers(self) -> dict[str, Any] | None:
+    def of_answers(self) -> AnswerSettings | None:
         """The values of `AnswerSettings`; None without --generate. Raises RecipeError for flags that need it."""
         if not self.generate:
             if any(flag is not None for flag in (self.pattern, self.samples, self.temperature, self.answers)):
                 raise RecipeError("--pattern, --samples, --temperature and --answers are of answers: add --generate")
             return None
-        return {
-            "samples": self.samples or 1,
-            "max_new_tokens": self.max_new_tokens or 256,
-            "temperature": self.temperature or 0.0,
-            "seed": self.seed,
-            "pattern": self.pattern,
-            "target": None if self.answers is None else Path(self.answers),
-        }
+        return AnswerSettings(
+            self.samples or 1,
+            self.max_new_tokens or 256,
+            self.temperature or 0.0,
+            self.seed,
+            self.pattern,
+            None if self.answers is None else Path(self.answers),
+        )
 
 
 @takes_flag_groups
@@ -122,22 +124,15 @@ def eval(
     """
     given = {} if answering.temperature is None else {"temperature": answering.temperature}
     precision = loading.check(given, answering.seed, [])
-    request_for = partial(
-        request_of,
-        base=loading.base,
-        data=data,
-        chat_template=loading.chat_template,
-        quantization=loading.quantization,
-        precision=precision,
-        device=loading.device,
-        as_json=as_json,
-    )
     keys = overrides or []
     if answering.rewards or answering.threshold is not None:
-        model, keys = _model_and_keys(model, keys, may_lack_model=answering.answers is not None)
+        if answering.answers is not None and model is not None and model.startswith("data."):
+            keys, model = [model, *keys], None  # the first key is in the place of MODEL, which may be left out
         flags = answering.of_rewards(data, keys, scores, as_json)
         may_classify = answering.answers is not None
-        request = None if model is None else request_for(model, keys, may_classify=may_classify)
+        request = None
+        if model is not None:
+            request = request_of(model, keys, data, loading, precision, as_json=as_json, may_classify=may_classify)
         from danlu.evaluation.rewards import evaluate
 
         evaluate(request, flags, engine.options)
@@ -161,13 +156,29 @@ def eval(
         unusable = [*keys, *(name for name, flag in of_text.items() if flag)]
         evaluate_images(model, data, unusable, as_json=as_json, precision=precision, device=loading.device)
     else:
-        from danlu.evaluation.decoder import evaluate_decoder
+        request = request_of(model, keys, data, loading, precision, as_json=as_json)
+        evaluate_decoder(request, scores, settings, engine.options)
 
-        evaluate_decoder(request_for(model, keys), scores, settings, engine.options)
 
+def request_of(
+    model: str,
+    keys: list[str],
+    data: str,
+    loading: ModelFlags,
+    precision: Precision,
+    *,
+    as_json: bool,
+    may_classify: bool = True,
+) -> Request:
+    """Resolves the decoder that flags name. Raises a DanluError for its faults, without reading weights."""
+    from danlu.inference.quantization_choice import quantization_section
+    from danlu.inference.resolve_model import resolve_model
+    from danlu.models.hf_folder import check_headers
 
-def _model_and_keys(model: str | None, keys: Sequence[str], *, may_lack_model: bool) -> tuple[str | None, list[str]]:
-    """MODEL and the data.KEYs behind it; where it may be left out, the first of them is in its place."""
-    if may_lack_model and model is not None and model.startswith("data."):
-        return None, [model, *keys]
-    return model, list(keys)
+    resolved = resolve_model(model, loading.base, may_classify=may_classify)
+    print_status_early(f"reading {resolved.given_path} and {data}")
+    check_headers(resolved.folder, resolved.config, quantized=True)  # before rows are tokenised
+    quantization_section(loading.quantization, resolved)  # likewise
+    template = None if loading.chat_template is None else str(loading.chat_template)
+    tokenizer, load = partial(loading.load_tokenizer, resolved), partial(loading.load, resolved)
+    return Request(resolved, data, keys, template, precision, loading.device, as_json, tokenizer, load)

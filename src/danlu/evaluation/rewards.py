@@ -23,7 +23,7 @@ from danlu.data.prompt_formats import parse_prompt
 from danlu.data.prompts import Prompt, prompt_lines, shown_prompt
 from danlu.data.raw_rows import BadRow
 from danlu.data.sources import read_rows
-from danlu.evaluation.reward_model import opened_new
+from danlu.evaluation.decoder import answered, opened_new
 from danlu.recipe import Recipe, load
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, RewardSection
@@ -35,7 +35,7 @@ from danlu.rewards.summary import distinct_failures, summarise
 from danlu.training.progress import RowProgress
 
 if TYPE_CHECKING:
-    from danlu.evaluation.request import Request
+    from danlu.evaluation.decoder import Request
     from danlu.inference.chat_tokenizer import ChatTokenizer
     from danlu.inference.engine import EngineOptions
     from danlu.inference.load_model import LoadedModel
@@ -84,7 +84,10 @@ class RewardFlags:
                 data |= {name: getattr(recipe.data, name) for name in (key.removeprefix("data.") for key in KEYS)}
                 rollout = {name: getattr(recipe.rollout, name) for name in SAMPLING_KEYS if name != "staleness"}
             else:
-                given.append(_section(text))
+                try:
+                    given.append(yaml.safe_load(text))  # as YAML would have it in a list
+                except yaml.YAMLError:
+                    raise RecipeError(f"--rewards: {text!r} is no recipe, FILE.py:NAME or {{kind: ..., ...}}") from None
         flags = {"samples": self.samples, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
         rollout |= {name: value for name, value in flags.items() if value is not None}
         values = {"stage": "rl", "model": "none", "output": ".", "data": data, "rollout": rollout, "rewards": given}
@@ -134,9 +137,18 @@ def evaluate(
     if flags.column is not None:
         answers = given_answers(recipe, flags.column, tokenizer)
     elif request is not None:
-        prompts = prompts_of(recipe, request.resolved.tokenizer_folder, request.chat_template)
+        folder, most = str(request.resolved.tokenizer_folder), recipe.rollout.max_new_tokens
+        spec = DatasetSpec(recipe.data, "rl", folder, request.chat_template, seed=0, max_new_tokens=most)
+        with closing(RowProgress(sys.stderr)) as progress:
+            read = prepare_prompts(spec, progress=progress)
+        for line in prompt_lines("data", read.statistics)[1:]:
+            print_status(f"note: {line}")
+        prompts = read.train
     parts = build_rewards(recipe.rewards or (), partial(_reward_model, request))
-    require_columns(parts, answers or prompts)
+    rows = [(each.judged.row, each.where) for each in answers] or [(each.row, each.where) for each in prompts]
+    for row, where in rows:
+        check_columns(parts, row, where)
+    check_first_tests(parts, rows)
     with build_runner(parts, recipe.reward_limits) as runner:
         runner.start()
         if request is not None and options is not None and flags.column is None:
@@ -145,23 +157,10 @@ def evaluate(
         evaluate_rollouts(runner, answers, flags, model=model)
 
 
-def prompts_of(recipe: Recipe, tokenizer_folder: Path, chat_template: Path | None) -> tuple[Prompt, ...]:
-    """Reads the prompts of all rows. Raises DataError; reports which were shortened or skipped."""
-    template = None if chat_template is None else str(chat_template)
-    most = recipe.rollout.max_new_tokens
-    spec = DatasetSpec(recipe.data, "rl", str(tokenizer_folder), template, seed=0, max_new_tokens=most)
-    with closing(RowProgress(sys.stderr)) as progress:
-        prompts = prepare_prompts(spec, progress=progress)
-    for line in prompt_lines("data", prompts.statistics)[1:]:
-        print_status(f"note: {line}")
-    return prompts.train
-
-
 def drawn_answers(
     loaded: LoadedModel, prompts: Sequence[Prompt], recipe: Recipe, options: EngineOptions, seed: int
 ) -> list[Answer]:
     """The model's answers, by prompt and sample."""
-    from danlu.inference.load_engine import engine_of, with_room_for
     from danlu.inference.request import Request, SamplingOptions
 
     rollout, answers = recipe.rollout, list[Answer]()
@@ -178,17 +177,10 @@ def drawn_answers(
         )
         for number, prompt in enumerate(prompts)
     ]
-    engine = engine_of(loaded, with_room_for(loaded, requests, options))
-    for request in requests:
-        engine.submit(request)
-    total = engine.unfinished
-    with closing(RowProgress(sys.stderr, doing="answering", units="answers")) as progress:
-        while engine.unfinished:
-            for said in engine.step():
-                prompt = prompts[said.number]
-                judged = JudgedAnswer(said.text, prompt.row, prompt.prompt, len(said.tokens), said.finish)
-                answers.append(Answer(said.number, said.sample, prompt.where, judged))
-            progress(len(answers), total)
+    for said in answered(loaded, requests, options):
+        prompt = prompts[said.number]
+        judged = JudgedAnswer(said.text, prompt.row, prompt.prompt, len(said.tokens), said.finish)
+        answers.append(Answer(said.number, said.sample, prompt.where, judged))
     return sorted(answers, key=lambda answer: (answer.prompt, answer.sample))
 
 
@@ -199,7 +191,10 @@ def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) 
     """
     if tokenizer is None and any(isinstance(section, LengthReward) for section in recipe.rewards or ()):
         raise RecipeError("--rewards: length counts tokens. Name the MODEL whose tokenizer counts them")
-    template = _template(recipe.data.prompt)
+    try:
+        template = None if recipe.data.prompt is None else PromptTemplate.parse(recipe.data.prompt)
+    except PromptTemplateError as error:
+        raise RecipeError(f"data.prompt: {error}") from None
     answers, without_prompt = list[Answer](), list[str]()
     for number, row in enumerate(read_rows(recipe.data.train[0])):
         if isinstance(row.value, BadRow):
@@ -222,14 +217,6 @@ def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) 
     if without_prompt:
         print_status(f"note: rewards see an empty prompt of {len(without_prompt):,} rows: data.prompt may name one")
     return answers
-
-
-def require_columns(parts: Sequence[RewardPart], answers: Sequence[Answer] | Sequence[Prompt]) -> None:
-    """Raises DataError for the first row that lacks a column which a reward reads, or holds a test of nothing."""
-    rows = [(each.judged.row if isinstance(each, Answer) else each.row, each.where) for each in answers]
-    for row, where in rows:
-        check_columns(parts, row, where)
-    check_first_tests(parts, rows)
 
 
 def evaluate_rollouts(
@@ -281,21 +268,6 @@ def _reward_model(request: Request | None, section: ModelReward) -> Reward:
     if request is None:
         return load_reward_model(resolved, quantization=quantization)
     return load_reward_model(resolved, precision=request.precision, device=request.device, quantization=quantization)
-
-
-def _section(text: str) -> Any:
-    """Parses a value of --rewards that is no recipe, as YAML would have it in a list."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise RecipeError(f"--rewards: {text!r} is no recipe, FILE.py:NAME or {{kind: ..., ...}}") from None
-
-
-def _template(text: str | None) -> PromptTemplate | None:
-    try:
-        return None if text is None else PromptTemplate.parse(text)
-    except PromptTemplateError as error:
-        raise RecipeError(f"data.prompt: {error}") from None
 
 
 def _lines(parts: Sequence[RewardPart], answers: Sequence[Answer], table: RewardTable) -> Iterator[str]:

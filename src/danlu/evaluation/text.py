@@ -6,40 +6,43 @@ import json
 import math
 import sys
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.core.errors import DataError, ModelError, RecipeError
-from danlu.core.terminal import echo, print_status
-from danlu.evaluation.request import DEFAULT_MAX_LENGTH, KEYS, Request
-from danlu.recipe.from_arguments import recipe_from_arguments
+import numpy as np
+
+from danlu.core.errors import ModelError, RecipeError
+from danlu.core.terminal import echo
+from danlu.data.message_spans import Reason
+from danlu.data.packed_dataset import PackedDataset
+from danlu.data.prepare import DatasetSpec
+from danlu.data.samples import Samples, Selection
+from danlu.data.tokenizer import Tokenizer
+from danlu.evaluation.decoder import Request, prepared_rows, print_notes
 from danlu.recipe.rules import language_stage
 
 if TYPE_CHECKING:
-    from danlu.data.prepare import PreparedData
-    from danlu.data.samples import Selection
     from danlu.inference.load_model import LoadedModel
-    from danlu.recipe import Recipe
+    from danlu.recipe.sections import Packing
     from danlu.training.evaluation import Scores
-import numpy as np
-
-from danlu.data.message_spans import Reason
-from danlu.data.samples import Samples
-from danlu.data.tokenizer import Tokenizer
 
 MICRO_BATCH_TOKENS = 4096  # tokens per forward pass
 
 
 def evaluate_text(request: Request) -> None:
     """Evaluates the likelihood of the rows under a language model."""
-    resolved = request.resolved
-    recipe = evaluation_recipe(resolved.folder, request.data, request.overrides, request.context)
-    prepared = tokenised(recipe, resolved.tokenizer_folder, request.chat_template)
-    loaded = request.load()
-    samples = prepared.train
+    resolved, context = request.resolved, request.context
+    recipe = request.recipe(packing="best-fit", overlong="split", append_eos=False)
+    section, length = recipe.data, recipe.data.max_length
+    if length > context:
+        raise RecipeError(f"data.max_length: {length} is more than the {context} tokens that {resolved.folder} can see")
+    if length < 2:
+        raise RecipeError("data.max_length: at least 2, as the first token of a piece has nothing before it")
+    stage, tokenizer = language_stage(recipe, "this evaluation"), str(resolved.tokenizer_folder)
+    prepared = prepared_rows(DatasetSpec(section, stage, tokenizer, request.chat_template, seed=0))
+    loaded = request.load(request.tokenizer())
+    samples, statistics = prepared.train, prepared.statistics
     assert samples is not None, "only a streaming data section has no samples"
-    means = score(loaded, samples, recipe)
-    statistics = prepared.statistics
+    means = score(loaded, samples, section.packing, length)
     row: dict[str, Any] = {
         "model": str(resolved.given_path),
         "data": request.data,
@@ -54,7 +57,7 @@ def evaluate_text(request: Request) -> None:
         "shortened": dict(statistics.shortened),
         "dropped": dict(statistics.dropped),
         "lost_tokens": statistics.lost_tokens,
-        "max_length": recipe.data.max_length,
+        "max_length": length,
     }
     if prepared.date is not None:
         row["chat_template_date"] = prepared.date
@@ -62,60 +65,23 @@ def evaluate_text(request: Request) -> None:
         # A model that is nothing like its data has an infinite perplexity, which JSON has no number for.
         finite = {name: None if value == math.inf else value for name, value in row.items()}
         echo(json.dumps(finite, ensure_ascii=False))
-    else:
-        show(row, statistics.bad_examples, request.context)
+        return
+    echo(f"loss           {row['loss']:.4f} nats per token")
+    echo(f"perplexity     {row['perplexity']:.4g}")
+    echo(f"accuracy       {row['accuracy']:.2%} of tokens are the likeliest one")
+    if row["bits_per_byte"] is not None:
+        echo(f"bits per byte  {row['bits_per_byte']:.4f}")
+    echo(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
+    print_notes(statistics, f"{length}{', all that the model sees' if length == context else ''}")
 
 
-def evaluation_recipe(folder: Path, data: str, overrides: list[str], context: int) -> Recipe:
-    """A recipe that reads the rows of an evaluation. context: tokens that the model has for a row.
-
-    Raises RecipeError for settings that an evaluation has no use for.
-    """
-    values = {
-        "stage": "sft",
-        "model": str(folder),
-        "data": {
-            "train": data,
-            "max_length": min(context, DEFAULT_MAX_LENGTH),
-            "packing": "best-fit",
-            "overlong": "split",
-            "append_eos": False,
-        },
-        "output": ".",
-    }
-    recipe = recipe_from_arguments(values, overrides, verb="danlu eval", open_keys=KEYS)
-    if recipe.data.max_length > context:
-        raise RecipeError(
-            f"data.max_length: {recipe.data.max_length} is more than the {context} tokens that {folder} can see"
-        )
-    if recipe.data.max_length < 2:
-        raise RecipeError("data.max_length: at least 2, as the first token of a piece has nothing before it")
-    return recipe
-
-
-def tokenised(recipe: Recipe, folder: Path, chat_template: Path | None) -> PreparedData:
-    """The rows of `recipe.data` as samples. Raises DataError when none of their tokens is to be scored."""
-    from danlu.data.prepare import DatasetSpec, prepare
-    from danlu.training.progress import RowProgress
-
-    template = None if chat_template is None else str(chat_template)
-    try:
-        with closing(RowProgress(sys.stderr)) as progress:
-            spec = DatasetSpec(recipe.data, language_stage(recipe, "this evaluation"), str(folder), template, seed=0)
-            return prepare(spec, progress=progress, require_ends=False)
-    except DataError as error:  # its advice is for a recipe; here the template is a flag
-        raise DataError(str(error).replace("model.chat_template", "--chat-template")) from None
-
-
-def score(loaded: LoadedModel, samples: Selection, recipe: Recipe) -> Scores:
-    """Scores over every sample, once."""
-    from danlu.data.packed_dataset import PackedDataset
+def score(loaded: LoadedModel, samples: Selection, packing: Packing, length: int) -> Scores:
+    """Scores over every sample, once, in packs of `length` tokens."""
     from danlu.stages.learner import DecoderLearner
     from danlu.training.evaluation import evaluate
     from danlu.training.progress import RowProgress
 
-    length = recipe.data.max_length
-    packs = PackedDataset(samples, recipe.data.packing, length, seed=0, shuffle=False)
+    packs = PackedDataset(samples, packing, length, seed=0, shuffle=False)
     learner = DecoderLearner(
         model=loaded.model,
         model_forward=loaded.model,
@@ -142,30 +108,10 @@ def bits_per_byte(scores: Scores, samples: Selection, loaded: LoadedModel) -> fl
 
     None unless the rows are plain text.
     """
-
     if not is_plain_text(samples):
         return None
     weight, text_bytes = weighted_bytes(samples, loaded.chat_tokenizer.tokenizer)
     return scores.loss * weight / (math.log(2) * text_bytes) if text_bytes else None
-
-
-def show(row: dict[str, Any], bad_examples: list[str], context: int) -> None:
-    """Prints the scores, and on stderr the rows that could not be used as they are.
-
-    context: the most tokens that the model can see of a row.
-    """
-    echo(f"loss           {row['loss']:.4f} nats per token")
-    echo(f"perplexity     {row['perplexity']:.4g}")
-    echo(f"accuracy       {row['accuracy']:.2%} of tokens are the likeliest one")
-    if row["bits_per_byte"] is not None:
-        echo(f"bits per byte  {row['bits_per_byte']:.4f}")
-    echo(f"scored         {row['scored_tokens']:,} of {row['tokens']:,} tokens in {row['rows']:,} rows")
-    limit = ", all that the model sees" if row["max_length"] == context else ""
-    for what, count in (*row["shortened"].items(), *row["dropped"].items()):
-        print_status(f"note: {count:,} rows {what} (data.max_length {row['max_length']}{limit})")
-    if row["bad_rows"]:
-        first = f"; the first: {bad_examples[0]}" if bad_examples else ""
-        print_status(f"note: {row['bad_rows']:,} rows could not be read and were skipped{first}")
 
 
 def is_plain_text(samples: Samples) -> bool:
