@@ -6,8 +6,7 @@ import pytest
 import torch
 from builders.chi_square import chi_square_p
 
-from danlu.inference.random_numbers import ACCEPT, PROPOSE, RESIDUAL, uniform
-from danlu.inference.rejection_sampling import rejection_sample
+from danlu.inference.sampling import ACCEPT, PROPOSE, RESIDUAL, rejection_sample, uniform
 
 V, N = 11, 8000
 

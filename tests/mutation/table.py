@@ -1528,7 +1528,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "inference/test_sampling.py",
     ),
     Mutation("inference/filters.py", "if 0 < width == count < vocab_size", "if False", "inference/test_sampling.py"),
-    Mutation("inference/rejection_sampling.py", "(p - q).clamp_(min=0)", "p", "inference/test_rejection_sampling.py"),
+    Mutation("inference/sampling.py", "(p - q).clamp_(min=0)", "p", "inference/test_rejection_sampling.py"),
     Mutation(
         "inference/speculative.py",
         "drawn.tokens[start + kept] == proposed[kept]",

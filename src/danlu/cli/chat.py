@@ -162,7 +162,13 @@ def handle_line(session: Session, line: str, *, strict: bool) -> bool:
             conversation.reset()
             conversation.system = rest.strip() or None
         case "/adapter" if rest.strip():
-            change_adapter(session, rest.strip(), strict=strict)
+            try:
+                session.switch(rest.strip())
+                print_status(adapters_line(session.chat_adapters))
+            except DataError as error:
+                if not strict:
+                    raise
+                print_status(f"error: {error}")
         case "/adapter":
             print_status(adapters_line(session.chat_adapters))
         case _ if strict and command.startswith("/"):
@@ -170,18 +176,6 @@ def handle_line(session: Session, line: str, *, strict: bool) -> bool:
         case _:
             print_answer(conversation, line)
     return True
-
-
-def change_adapter(session: Session, name: str, *, strict: bool) -> None:
-    """Switches adapters. An unknown name is reported, or where not strict raises DataError, so that a pipe ends."""
-    try:
-        session.switch(name)
-    except DataError as error:
-        if not strict:
-            raise
-        print_status(f"error: {error}")
-    else:
-        print_status(adapters_line(session.chat_adapters))
 
 
 def adapters_line(chat_adapters: ChatAdapters) -> str:

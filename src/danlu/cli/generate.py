@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,10 +25,8 @@ from danlu.core.errors import DataError, RecipeError
 from danlu.core.terminal import echo, escape_unencodable, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.inference.chat_tokenizer import ChatTokenizer
     from danlu.inference.engine import RolloutEngine
-    from danlu.inference.load_model import LoadedModel
-    from danlu.inference.request import Request, SamplingOptions
+    from danlu.inference.request import Request
     from danlu.inference.resolve_model import ResolvedModel
     from danlu.rl.prompt_rows import PromptRow
 
@@ -84,16 +83,23 @@ def generate(
     options = sampling.options(resolved)
     engine_options = engine.options(resolved)
     from danlu.inference.load_engine import engine_of, with_room_for
-    from danlu.rl.prompt_rows import PromptRow
+    from danlu.inference.request import Request
+    from danlu.rl.prompt_rows import PromptRow, encode_rows
 
     where = "--prompt" if file is None else str(file)
     rows = [PromptRow.of_text(given, where)] if isinstance(given, str) else given
     tokenizer = loading.load_tokenizer(resolved)
-    prompts = encode_prompts(rows, tokenizer, resolved, as_turn=chat)
+    if chat or any(row.turns for row in rows):
+        tokenizer.require_chat_template()
+    virtual_tokens = resolved.virtual_tokens_per_prompt
+    prompts = encode_rows(rows, tokenizer, resolved.config, as_turn=chat, virtual_tokens=virtual_tokens)
     loaded = loading.load(resolved, tokenizer, merged=True)
-    requests = requests_of(
-        rows, prompts, loaded, options, sampling.stops, max_new_tokens=max_new_tokens, samples=samples
-    )
+    silent_stops, stops = loaded.chat_tokenizer.split_stops(sampling.stops)
+    request_of = partial(Request, stop_ids=loaded.stop_ids | silent_stops, stop_strings=tuple(stops))
+    requests = [
+        request_of(row.index, tokens, options, max_new_tokens, samples)
+        for row, tokens in zip(rows, prompts, strict=True)
+    ]
     if engine.cache_gib is None:
         engine_options = with_room_for(loaded, requests, engine_options)
     answering = engine_of(loaded, engine_options)
@@ -102,52 +108,6 @@ def generate(
         write_answers(answering, requests, rows, numbered=of_file)
     else:
         stream_answer(answering, requests[0])
-
-
-def encode_prompts(
-    rows: Sequence[PromptRow], tokenizer: ChatTokenizer, resolved: ResolvedModel, *, as_turn: bool
-) -> list[tuple[int, ...]]:
-    """The tokens of each row's prompt. as_turn: texts are a user's turns.
-
-    Raises DataError with all rows that the model cannot continue, or where turns lack a chat template.
-    """
-    from danlu.rl.prompt_rows import encode_rows
-
-    if as_turn or any(row.turns for row in rows):
-        tokenizer.require_chat_template()
-    virtual_tokens = resolved.virtual_tokens_per_prompt
-    return encode_rows(rows, tokenizer, resolved.config, as_turn=as_turn, virtual_tokens=virtual_tokens)
-
-
-def requests_of(
-    rows: Sequence[PromptRow],
-    prompts: Sequence[tuple[int, ...]],
-    loaded: LoadedModel,
-    options: SamplingOptions,
-    stops: Sequence[str],
-    *,
-    max_new_tokens: int,
-    samples: int,
-) -> list[Request]:
-    """Makes the requests to the engine.
-
-    prompts: the tokens of each row. stops: texts that end an answer. samples: answers to each row.
-    """
-    from danlu.inference.request import Request
-
-    silent_stops, stop_strings = loaded.chat_tokenizer.split_stops(stops)
-    return [
-        Request(
-            row.index,
-            tokens,
-            options,
-            max_new_tokens,
-            samples,
-            stop_ids=loaded.stop_ids | silent_stops,
-            stop_strings=tuple(stop_strings),
-        )
-        for row, tokens in zip(rows, prompts, strict=True)
-    ]
 
 
 def check_one_adapter(resolved: ResolvedModel) -> None:
@@ -198,19 +158,14 @@ def read_prompts(prompt: str | None, file: Path | None) -> str | list[PromptRow]
     """The rows of a file of prompts, or the one prompt of another file or flag. Raises RecipeError or DataError."""
     from danlu.inference.prompts import has_rows
 
-    if file is None or prompt is not None or not has_rows(file):
-        return read_prompt(prompt, file)
-    from danlu.rl.prompt_rows import read_prompt_rows
-
-    return read_prompt_rows(file)
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt itself, or the content of a file or of stdin. Raises RecipeError or DataError."""
     if (prompt is None) == (file is None):
         raise RecipeError("give the text to continue with either --prompt TEXT or --file FILE (--file - reads stdin)")
     if file is None:
         return check_utf8(prompt or "", "--prompt")
+    if has_rows(file):
+        from danlu.rl.prompt_rows import read_prompt_rows
+
+        return read_prompt_rows(file)
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -14,7 +14,6 @@ from danlu.core.terminal import print_status, print_status_early
 
 if TYPE_CHECKING:
     from danlu.adapters.combine import Combination
-    from danlu.assembly.merging import Merged
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 METHODS = ("linear", "cat", "ties", "dare-linear", "dare-ties")
@@ -101,24 +100,18 @@ def write_model(
         )
     how = "" if combination is None else f" ({describe(combination)})"
     print_status(f"{', '.join(map(str, merged.adapters))}{how} merged into {merged.base}")
-    for line in rounding_lines(merged):
-        print_status(line)
-    print_status(f"model in {out}: {suggested_commands(out)}")
-
-
-def rounding_lines(merged: Merged) -> list[str]:
-    """Lines on the type of the written weights, and on the errors of rounding to it."""
+    if merged.quantized:
+        print_status("the base is quantized: merged into its dequantized weights, and written unquantized")
     name = str(merged.dtype).removeprefix("torch.")
-    dequantized = "the base is quantized: merged into its dequantized weights, and written unquantized"
-    lines = [dequantized] if merged.quantized else []
     if not merged.rounding:
-        return [*lines, f"written in {name}, as it was computed: nothing was rounded"]
-    worst, largest = merged.rounding.worst
-    return [
-        *lines,
-        f"written in {name}: against base and adapters unmerged, the matrices differ by {merged.rounding.mean:.2%} on "
-        f"average, at most by {largest:.2%} ({worst}); ||difference|| / ||matrix||, Frobenius norms",
-    ]
+        print_status(f"written in {name}, as it was computed: nothing was rounded")
+    else:
+        worst, largest = merged.rounding.worst
+        print_status(
+            f"written in {name}: against base and adapters unmerged, the matrices differ by {merged.rounding.mean:.2%} "
+            f"on average, at most by {largest:.2%} ({worst}); ||difference|| / ||matrix||, Frobenius norms"
+        )
+    print_status(f"model in {out}: {suggested_commands(out)}")
 
 
 def write_adapter(sources: list[str], out: Path, combination: Combination, rank: int | None, into: str | None) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,15 @@ MOST_PADDING = 1.25
 LEAST_DENSITY = 0.5
 
 
+class _Scoring(NamedTuple):
+    """How scores are made of products, in one layer: see `Attend`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
 Query = tuple[Sequence[int], int]
 """The blocks of its sequence, and its position."""
 
@@ -66,7 +75,7 @@ class PagedAttention:
             stops = list(itertools.accumulate((chunk.stop - chunk.start for chunk in chunks), initial=start))
             if kind == "whole":
                 boundaries = tuple(stop - start for stop in stops)
-                self._runs.append((slice(start, stops[-1]), PackedAttention(boundaries)))
+                self._runs.append((slice(start, stops[-1]), partial(_within_chunks, PackedAttention(boundaries))))
             elif kind == "few":
                 self._runs.append((slice(start, stops[-1]), _ByQuery(chunks, pool)))
             else:
@@ -92,10 +101,10 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:  # [T, H, W]
         self.pool.write(layer, *keys.stored)
-        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        scoring = _Scoring(scale, window, softcap, sinks)
         if len(self._runs) == 1:
-            return self._runs[0][1](layer, q, keys, **options)
-        return torch.cat([attend(layer, q[rows], self._keys_of(keys, rows), **options) for rows, attend in self._runs])
+            return self._runs[0][1](layer, q, keys, scoring)
+        return torch.cat([attend(layer, q[rows], self._keys_of(keys, rows), scoring) for rows, attend in self._runs])
 
     def _keys_of(self, keys: Keys, rows: slice) -> Keys:
         """The keys of some tokens of the pass."""
@@ -111,6 +120,11 @@ class PagedAttention:
         return self.pool.index([at for chunk in self._plan.chunks for at in range(chunk.start, chunk.stop)])
 
 
+def _within_chunks(attend: PackedAttention, layer: int, q: Tensor, keys: Keys, scoring: _Scoring) -> Tensor:
+    """Attention of chunks that are whole sequences so far: nothing is read from the pool."""
+    return attend(layer, q, keys, **scoring._asdict())
+
+
 def _kind(chunk: Chunk) -> str:
     if chunk.start == 0 and chunk.stop > 1:
         return "whole"
@@ -124,18 +138,8 @@ class _OfSequence:
         self.chunk, self.pool = chunk, pool
         self._blocks: dict[int, Tensor] = {}  # by the first of them
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        keys: Keys,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        chunk, block = self.chunk, self.pool.block
+    def __call__(self, layer: int, q: Tensor, keys: Keys, scoring: _Scoring) -> Tensor:
+        chunk, block, window = self.chunk, self.pool.block, scoring.window
         first = 0 if window is None else max(0, chunk.start - window + 1) // block
         if first not in self._blocks:
             self._blocks[first] = self.pool.index(chunk.blocks[first : -(-chunk.stop // block)])
@@ -150,7 +154,8 @@ class _OfSequence:
         else:
             k, v = stored  # [S, K, C]
         segment = Segment(chunk.start - first * block, tokens, ((0, tokens),))
-        out: Tensor = BlockAttention.apply(q, k, v, BlockSettings((segment,), scale, window, softcap), sinks)
+        settings = BlockSettings((segment,), scoring.scale, window, scoring.softcap)
+        out: Tensor = BlockAttention.apply(q, k, v, settings, scoring.sinks)
         return out if absorb is None else absorb.outputs(out)
 
 
@@ -171,27 +176,19 @@ class _ByQuery:
         self._longest = max(chunk.stop for chunk in chunks)
         self._over_pool = _OverBlocks(self._queries, pool.block, pool.device)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        keys: Keys,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, keys: Keys, scoring: _Scoring) -> Tensor:
         stored, absorb = self.pool.tensors(layer), keys.absorb
         if keys.expand is not None and absorb is None:
             blocks = self._expanded.keys_and_values(keys.expand, stored)
-            return self._expanded.over_blocks(q, blocks, None, scale, window, softcap, sinks)
+            return self._expanded.over_blocks(q, blocks, None, scoring)
         width = None if absorb is None else absorb.value_width
         q = q if absorb is None else absorb.queries(q)
-        if self._rows is not None and softcap is None and (window is None or window >= self._longest):
-            out = self._rows.attend(layer, q, keys.stored, stored, scale, value_width=width, sinks=sinks)
+        sees_all = scoring.window is None or scoring.window >= self._longest
+        if self._rows is not None and scoring.softcap is None and sees_all:
+            sinks = scoring.sinks
+            out = self._rows.attend(layer, q, keys.stored, stored, scoring.scale, value_width=width, sinks=sinks)
         else:
-            out = self._over_pool(q, stored, width, scale, window, softcap, sinks)
+            out = self._over_pool(q, stored, width, scoring)
         return out if absorb is None else absorb.outputs(out)
 
     @cached_property
@@ -237,25 +234,17 @@ class _OverBlocks:
         self._tables: dict[tuple[int | None, int], _Table | None] = {}  # by window and key/value heads
         self._readings: dict[int | None, _Reading] = {}  # by window
 
-    def __call__(
-        self,
-        q: Tensor,
-        blocks: tuple[Tensor, ...],
-        value_width: int | None,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, blocks: tuple[Tensor, ...], value_width: int | None, scoring: _Scoring) -> Tensor:
         """Computes attention of q [Q, H, C] to blocks: keys [N, K, B, C] and values [N, K, B, W], or keys alone with
         values in their first `value_width` features; sinks [H] -> [Q, H, W]."""
         keys, values = blocks if value_width is None else (blocks[0], blocks[0][..., :value_width])
-        if softcap is None and sinks is None and (table := self._table(window, blocks)) is not None:
+        plain = scoring.softcap is None and scoring.sinks is None
+        if plain and (table := self._table(scoring.window, blocks)) is not None:
             q = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])  # [Q, K, G, C]
             k = table.gather(keys)  # [Q, K, S, C]
             v = table.gather(values) if value_width is None else k[..., :value_width]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=table.mask, scale=scale).flatten(1, 2)
-        return self._by_reading(q, keys, values, scale, window, softcap, sinks)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=table.mask, scale=scoring.scale).flatten(1, 2)
+        return self._by_reading(q, keys, values, scoring)
 
     def _table(self, window: int | None, blocks: tuple[Tensor, ...]) -> _Table | None:
         """The blocks of all queries side by side; None where they are too much to copy."""
@@ -277,17 +266,11 @@ class _OverBlocks:
             )
         return self._tables[window, heads]
 
-    def _by_reading(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        reading = self._reading(window)
+    def _by_reading(self, q: Tensor, keys: Tensor, values: Tensor, scoring: _Scoring) -> Tensor:
+        scale, window, softcap, sinks = scoring
+        if window not in self._readings:
+            self._readings[window] = _Reading.of(self._queries, window, self._block, self._device)
+        reading = self._readings[window]
         kv_heads, width = keys.shape[1], keys.shape[3]
         scores, most = [], []
         for part, own in zip(reading.parts, reading.of_pairs(q.flatten(1)), strict=True):
@@ -317,11 +300,6 @@ class _OverBlocks:
             outputs.append(part.by_pair(mixed.view(part.blocks, kv_heads, part.readers, -1)))
         out = F.embedding_bag(reading.bags, _concatenated(outputs), reading.offsets, mode="sum")
         return out.view(*q.shape[:2], values.shape[-1])
-
-    def _reading(self, window: int | None) -> _Reading:
-        if window not in self._readings:
-            self._readings[window] = _Reading.of(self._queries, window, self._block, self._device)
-        return self._readings[window]
 
 
 @dataclass(frozen=True)

@@ -81,34 +81,24 @@ def penalise(logits: Tensor, rows: Sequence[DrawRow]) -> None:
     thousand.
     """
     if repeated := [i for i, row in enumerate(rows) if row.options.repetition_penalty != 1.0]:
-        _penalise_repetition(logits, rows, repeated)
+        seen, lengths = [], []
+        for i in repeated:
+            ids = rows[i].seen
+            assert ids is not None, "a repetition penalty needs the tokens so far"
+            seen.append(np.asarray(ids, dtype=np.int64) + i * logits.shape[1])
+            lengths.append(len(ids))
+        penalties = np.array([rows[i].options.repetition_penalty for i in repeated], dtype=np.float32)
+        index = torch.from_numpy(np.concatenate(seen)).to(logits.device)
+        penalty = torch.from_numpy(np.repeat(penalties, lengths)).to(logits.device)
+        flat = logits.view(-1)
+        values = flat[index]
+        flat[index] = torch.where(values < 0, values * penalty, values / penalty)
     if counted := [i for i, row in enumerate(rows) if row.options.counts_tokens]:
-        _penalise_counts(logits, rows, counted)
-
-
-def _penalise_repetition(logits: Tensor, rows: Sequence[DrawRow], members: Sequence[int]) -> None:
-    """Divides logits of tokens of prompt and answer by the penalty where they are positive, else multiplies."""
-    seen, lengths = [], []
-    for i in members:
-        ids = rows[i].seen
-        assert ids is not None, "a repetition penalty needs the tokens so far"
-        seen.append(np.asarray(ids, dtype=np.int64) + i * logits.shape[1])
-        lengths.append(len(ids))
-    penalties = np.array([rows[i].options.repetition_penalty for i in members], dtype=np.float32)
-    index = torch.from_numpy(np.concatenate(seen)).to(logits.device)
-    penalty = torch.from_numpy(np.repeat(penalties, lengths)).to(logits.device)
-    flat = logits.view(-1)
-    values = flat[index]
-    flat[index] = torch.where(values < 0, values * penalty, values / penalty)
-
-
-def _penalise_counts(logits: Tensor, rows: Sequence[DrawRow], members: Sequence[int]) -> None:
-    """Subtracts presence_penalty + frequency_penalty x count from logits of tokens of the answer (OpenAI's API)."""
-    places, amounts = [], []
-    for i in members:
-        generated, options = rows[i].generated, rows[i].options
-        assert generated is not None, "presence and frequency penalties need the tokens of the answer"
-        places.append(generated.ids + i * logits.shape[1])
-        amounts.append(options.presence_penalty + options.frequency_penalty * generated.counts)
-    index = torch.from_numpy(np.concatenate(places)).to(logits.device)
-    logits.view(-1)[index] -= torch.from_numpy(np.concatenate(amounts).astype(np.float32)).to(logits.device)
+        places, amounts = [], []
+        for i in counted:
+            generated, options = rows[i].generated, rows[i].options
+            assert generated is not None, "presence and frequency penalties need the tokens of the answer"
+            places.append(generated.ids + i * logits.shape[1])
+            amounts.append(options.presence_penalty + options.frequency_penalty * generated.counts)
+        index = torch.from_numpy(np.concatenate(places)).to(logits.device)
+        logits.view(-1)[index] -= torch.from_numpy(np.concatenate(amounts).astype(np.float32)).to(logits.device)

@@ -21,11 +21,15 @@ from danlu.core.errors import DataError
 from danlu.inference.blocked_softmax import BlockedSoftmax, BlockSums, column, cumsum, likeliest, search
 from danlu.inference.filters import Kept, keep
 from danlu.inference.penalties import TokenCounts, penalise
-from danlu.inference.random_numbers import ACCEPT, DRAW, PROPOSE, RESIDUAL, uniform
-from danlu.inference.rejection_sampling import rejection_sample
 from danlu.inference.request import SamplingOptions
 from danlu.inference.support import Support, support_matrix
 from danlu.objectives.token_logprobs import logprobs_of_logits
+
+DRAW, ACCEPT, RESIDUAL, PROPOSE = range(4)
+"""Purposes of a number: a plain draw; whether a proposed token is kept, and the draw in its place; a draft model's
+draw."""
+
+_MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -240,20 +244,17 @@ class _Choice:
     supports: list[Support | None]
 
 
-def _kind(row: DrawRow, vocab_size: int) -> Callable[[Tensor, BlockedSoftmax, Sequence[DrawRow]], _Choice]:
-    """The function that draws for a row."""
-    if row.options.temperature == 0:
-        return _greedy
-    if row.proposed is not None and row.proposed.probabilities is not None:
-        return _keep_or_draw
-    return _draw_kept if _truncates(row.options, vocab_size) else _draw_any
-
-
 def _choose(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:
     """Chooses the tokens of rows, each as it needs: the maximum, a draw from all, or a draw from the kept tokens."""
     kinds: dict[Callable[..., _Choice], list[int]] = {}
     for i, row in enumerate(rows):
-        kinds.setdefault(_kind(row, scaled.shape[1]), []).append(i)
+        if row.options.temperature == 0:
+            kind = _greedy
+        elif row.proposed is not None and row.proposed.probabilities is not None:
+            kind = _keep_or_draw
+        else:
+            kind = _draw_kept if _truncates(row.options, scaled.shape[1]) else _draw_any
+        kinds.setdefault(kind, []).append(i)
     if len(kinds) == 1:
         return next(iter(kinds))(scaled, softmax, rows)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=scaled.device)
@@ -351,3 +352,46 @@ def _top_logprobs(
         tuple(zip(tokens[:count], of_tokens[:count], strict=True))
         for count, tokens, of_tokens in zip(counts, ids.tolist(), logprobs, strict=True)
     ]
+
+
+def rejection_sample(p: Tensor, q: Tensor, proposed: Tensor, accept: Tensor, residual: Tensor) -> Tensor:
+    """Tokens [B] int64 that follow p, given proposals that follow q (arXiv:2211.17192, algorithm 1).
+
+    A proposal x is kept with probability min(1, p(x) / q(x)); in place of the others there is a draw from
+    max(0, p - q), normalised. No rule keeps more of them. A token that is drawn in place of a proposal differs from it.
+
+    Args:
+        p, q: [B, V] float32, rows of probabilities.
+        proposed: [B] int64, drawn from q.
+        accept, residual: [B, 1] float64 in [0, 1), random numbers that do not depend on those behind `proposed`.
+    """
+    at_proposed = proposed.unsqueeze(1)
+    is_kept = accept * q.gather(1, at_proposed) < p.gather(1, at_proposed)  # [B, 1]
+    others = BlockSums.of((p - q).clamp_(min=0))
+    # Where p and q differ by rounding alone there may be no rest, and what the rounding says of the proposal is chance.
+    is_kept |= others.total == 0
+    return torch.where(is_kept.squeeze(1), proposed, others.draw(residual))
+
+
+def uniform(seed: int, number: int, sample: int, position: int, purpose: int = DRAW) -> float:
+    """A number in [0, 1) with 53 random bits, a pure function of its arguments (splitmix64 finaliser, chained).
+
+    Args:
+        number: of the request. sample: which of its answers. position: of the token in the sequence.
+        purpose: DRAW, or one of the others.
+    """
+    state = _mixed(_sequence_state(seed, number, sample), position)
+    return ((state if purpose == DRAW else _mixed(state, purpose)) >> 11) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=4096)
+def _sequence_state(seed: int, number: int, sample: int) -> int:
+    """The state that the numbers of one sequence have in common."""
+    return functools.reduce(_mixed, (seed, number, sample), 0)
+
+
+def _mixed(state: int, word: int) -> int:
+    state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)

@@ -45,16 +45,17 @@ class DraftSequence:
 
     def rows(self, proposed: Sequence[int]) -> list[DrawRow]:
         """The inputs of the draws of the next token and of those after each proposal."""
-        return [self.row, *(self._row_behind(proposed[:count]) for count in range(1, len(proposed) + 1))]
-
-    def _row_behind(self, proposed: Sequence[int]) -> DrawRow:
-        seen, generated = self.row.seen, self.row.generated
-        return dataclasses.replace(
-            self.row,
-            position=self.row.position + len(proposed),
-            seen=None if seen is None else np.concatenate((np.asarray(seen), np.asarray(proposed))),
-            generated=None if generated is None else generated.plus(proposed),
-        )
+        rows, seen, generated = [self.row], self.row.seen, self.row.generated
+        for count in range(1, len(proposed) + 1):
+            before = proposed[:count]
+            row = dataclasses.replace(
+                self.row,
+                position=self.row.position + count,
+                seen=None if seen is None else np.concatenate((np.asarray(seen), np.asarray(before))),
+                generated=None if generated is None else generated.plus(before),
+            )
+            rows.append(row)
+        return rows
 
 
 class Proposer(Protocol):
