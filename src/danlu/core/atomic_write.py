@@ -17,7 +17,12 @@ def sync_file(path: Path) -> None:
     """Return when the content of `path` is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        _sync(fd)
+        # macOS: fsync leaves the data in the drive's own cache; F_FULLFSYNC does not.
+        full = getattr(fcntl, "F_FULLFSYNC", None)
+        if full is None:
+            os.fsync(fd)
+        else:
+            fcntl.fcntl(fd, full)
     finally:
         os.close(fd)
 
@@ -47,12 +52,3 @@ def write_atomically(path: Path, content: bytes) -> None:
         unfinished.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)  # the renaming itself is not on the disk before
-
-
-def _sync(fd: int) -> None:
-    # macOS: fsync leaves the data in the drive's own cache; F_FULLFSYNC does not.
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is None:
-        os.fsync(fd)
-    else:
-        fcntl.fcntl(fd, full)

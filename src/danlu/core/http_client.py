@@ -137,10 +137,14 @@ class HTTPClient:
             connection.close()
         if status in GATEWAY_STATUSES:
             raise ConnectionLost(f"{self.url}: {method} {path} was answered with status {status}: the engine is gone")
-        value = _parsed(answer)
+        try:
+            value = json.loads(answer)
+        except (ValueError, RecursionError):  # not JSON, or so deep that nobody means it
+            value = answer.decode(errors="replace")
         if status >= 400:
             message = f"{self.url}: {method} {path}: status {status}: {_message(value)}"
-            raise RequestRefused(message, status, _seconds(response.headers.get("Retry-After")))
+            again = response.headers.get("Retry-After") or ""  # in seconds, or a date
+            raise RequestRefused(message, status, float(again) if again.strip().isdecimal() else None)
         return value
 
     def _read(
@@ -162,18 +166,6 @@ class HTTPClient:
         if response.length:  # of what Content-Length has promised
             raise http.client.IncompleteRead(bytes(content), response.length)
         return bytes(content)
-
-
-def _seconds(header: str | None) -> float | None:
-    """Retry-After in seconds; None where it is a date, or not there."""
-    return float(header) if header is not None and header.strip().isdecimal() else None
-
-
-def _parsed(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):  # not JSON, or so deep that nobody means it
-        return content.decode(errors="replace")
 
 
 def _message(value: Any) -> str:

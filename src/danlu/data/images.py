@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,29 +36,17 @@ PREFIXES = {"train": ("train",), "test": ("t10k", "test")}
 class Image:
     """One image with its label; steps of a classifier are counted in images."""
 
+    # As an item of training: one token with one target, its label; every image counts alike.
+    tokens: ClassVar[int] = 1
+    targets: ClassVar[int] = 1
+    weight: ClassVar[float] = 1.0
+    lengths: ClassVar[tuple[int, ...]] = (1,)
+
     pixels: np.ndarray  # [H, W] uint8
     label: int
     file: str
     number: int  # in the file, from 0
     source: str = ""  # short name of its folder or file (`data.sources.source_names`), for metrics
-
-    @property
-    def tokens(self) -> int:
-        return 1
-
-    @property
-    def targets(self) -> int:
-        """Its label."""
-        return 1
-
-    @property
-    def weight(self) -> float:
-        """Every image counts alike."""
-        return 1.0
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return (1,)
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -57,15 +57,11 @@ class TreeTable:
         facts = {name: np.concatenate([table.facts[name] for table in tables]) for name in tables[0].facts}
         return cls(_offsets(counts), np.concatenate([table.branches for table in tables]), facts)
 
-    def tree(self, number: int) -> tuple[Branch, ...]:
-        """The branches of a sample."""
-        part = self.branches[self.offsets[number] : self.offsets[number + 1]]
-        return tuple(Branch(*branch) for branch in part.tolist())
-
-    def facts_of(self, number: int) -> dict[str, np.ndarray]:
-        """The facts of a sample's branches."""
+    def given_to(self, sample: Sample, number: int) -> Sample:
+        """Sample `number` with its branches and facts."""
         part = slice(self.offsets[number], self.offsets[number + 1])
-        return {name: np.array(values[part]) for name, values in self.facts.items()}
+        branches = tuple(Branch(*branch) for branch in self.branches[part].tolist())
+        return replace(sample, branches=branches, facts={name: np.array(of[part]) for name, of in self.facts.items()})
 
     def arrays(self) -> Iterator[np.ndarray]:
         """Yields the arrays that a digest is made of."""
@@ -142,7 +138,7 @@ class SampleBlock:
     def sample(self, number: int) -> Sample:
         part = slice(self.offsets[number], self.offsets[number + 1])
         sample = Sample(self.tokens[part], self.palette["weight"][self.codes[part]], self.rows[number])
-        return sample if self.trees is None else with_tree(sample, self.trees, number)
+        return sample if self.trees is None else self.trees.given_to(sample, number)
 
     def reasons(self, number: int) -> np.ndarray:
         return self.palette["reason"][self.codes[self.offsets[number] : self.offsets[number + 1]]]
@@ -207,11 +203,6 @@ class Selection:
             is_from_store = self.store_numbers == number
             values[is_from_store] = getattr(store, name)[self.sample_numbers[is_from_store]]
         return values
-
-
-def with_tree(sample: Sample, trees: TreeTable, number: int) -> Sample:
-    """The sample with the branches and facts that `trees` has of it."""
-    return replace(sample, branches=trees.tree(number), facts=trees.facts_of(number))
 
 
 def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -39,7 +39,7 @@ from danlu.core.atomic_write import sync_file, sync_folder
 from danlu.core.errors import ResourceError
 from danlu.core.file_lock import AlreadyLocked, FileLock
 from danlu.core.types import Sample
-from danlu.data.samples import BRANCH, LABEL, SampleBlock, TreeTable, with_tree
+from danlu.data.samples import BRANCH, LABEL, SampleBlock, TreeTable
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class TokenStore:
         row = bytes(self._rows[self._row_offsets[number] : self._row_offsets[number + 1]])
         tokens = np.array(self._tokens[part], dtype=np.int32)  # a copy: the sample outlives the map's pages
         sample = Sample(tokens, self._palette["weight"][self._codes[part]], row.decode())
-        return sample if self._trees is None else with_tree(sample, self._trees, number)
+        return sample if self._trees is None else self._trees.given_to(sample, number)
 
     def reasons(self, number: int) -> np.ndarray:
         return self._palette["reason"][self._codes[self._offsets[number] : self._offsets[number + 1]]]

@@ -96,14 +96,6 @@ class DecodeBuffers:
             place += goes_on
         return rows if place == len(chunks) and len(rows) - place <= ENDED_SHARE * len(rows) else None
 
-    def layer(self, number: int, written: int) -> _Layer | None:
-        """The buffers of a layer, if the pass before this one left them as they should be."""
-        own = self._layers.get(number)
-        if own is None or own.written != written - 1:
-            return None
-        own.written = written
-        return own
-
     def empty(self, layer: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Returns uninitialised memory for the buffers of a layer, of this shape."""
         size = math.prod(shape)
@@ -111,11 +103,6 @@ class DecodeBuffers:
         if storage is None or storage.numel() < size:
             storage = self._storage[layer] = like.new_empty(size)
         return storage[:size].view(shape)
-
-    def keep(self, number: int, buffers: Tensor, written: int, value_width: int | None) -> _Layer:
-        """Takes new buffers of a layer."""
-        self._layers[number] = own = _Layer(buffers, written, value_width)
-        return own
 
     def index(self, numbers: np.ndarray) -> Tensor:
         """Numbers on the device."""
@@ -225,9 +212,11 @@ class DecodeRows:
 
     def _update(self, layer: int, new: Tensor, pool: tuple[Tensor, ...], value_width: int | None) -> _Layer:
         """The buffers of a layer, with the new tokens [kinds, Q, K, C]."""
-        own = self._buffers.layer(layer, self._number)
-        if own is None:
-            own = self._buffers.keep(layer, self._gathered(layer, pool), self._number, value_width)
+        layers = self._buffers._layers
+        own = layers.get(layer)
+        if own is None or own.written != self._number - 1:  # the pass before did not leave them as they should be
+            own = layers[layer] = _Layer(self._gathered(layer, pool), self._number, value_width)
+        own.written = self._number
         if self._same:
             own.buffers.select(3, self.tokens - 1).copy_(new)
         else:

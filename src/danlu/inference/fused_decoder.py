@@ -131,7 +131,10 @@ class FusedDecoder:
         """
         if rows.of_rows is not None:
             tokens, positions = tokens.index_select(0, rows.of_rows), positions.index_select(0, rows.of_rows)
-        cos, sin = self._rotations(positions)  # [Q, H + 2K, C]
+        # Half-split rotation is x cos + (-second half, first half) sin; values are multiplied by 1 and 0.
+        tables = rotary_tables(self._rope, positions, frequencies=self._frequencies)
+        cos, sin = (table.to(self._dtype).unsqueeze(1) for table in (tables.cos, tables.sin * self._signs))
+        cos, sin = torch.addcmul(self._unturned, cos, self._turned), sin * self._turned  # [Q, H + 2K, C]
         x = self._model.embed_tokens(tokens, self._dtype)  # [Q, D]
         count, heads, kv_heads, width = len(x), self._heads, self._kv_heads, self._width
         new = []
@@ -153,15 +156,6 @@ class FusedDecoder:
             kept, x = kept.index_select(2, rows.live), x.index_select(0, rows.live)
         pool.write_layers(kept)
         return self._norm(x)
-
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of each feature and of the one half a head further on: [Q, H + 2K, C] each.
-
-        Half-split rotation is x cos + (-second half, first half) sin; values are multiplied by 1 and 0.
-        """
-        tables = rotary_tables(self._rope, positions, frequencies=self._frequencies)
-        cos, sin = (table.to(self._dtype).unsqueeze(1) for table in (tables.cos, tables.sin * self._signs))
-        return torch.addcmul(self._unturned, cos, self._turned), sin * self._turned
 
 
 def _product(packed: PackedWeights, dtype: torch.dtype, *linears: Linear) -> Product | None:

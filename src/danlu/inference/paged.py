@@ -193,19 +193,13 @@ class _ByQuery:
 
     @cached_property
     def _expanded(self) -> _ExpandedBlocks:
-        return _ExpandedBlocks.of(self._queries, self.pool)
+        return _ExpandedBlocks(self._queries, self.pool)
 
 
 class _ExpandedBlocks:
     """Keys and values expanded from the stored entries of the blocks that queries read, each block once."""
 
-    def __init__(self, blocks: Tensor, positions: Tensor, over_blocks: _OverBlocks) -> None:
-        self._blocks = blocks  # [U] int64, in the pool
-        self._positions = positions  # [U * B] int64, of the tokens in their sequences
-        self.over_blocks = over_blocks  # of these blocks by their place among them
-
-    @classmethod
-    def of(cls, queries: Sequence[Query], pool: CachePool) -> _ExpandedBlocks:
+    def __init__(self, queries: Sequence[Query], pool: CachePool) -> None:
         places: dict[int, int] = {}  # of a block among these
         positions: list[int] = []
         renumbered = []
@@ -216,8 +210,10 @@ class _ExpandedBlocks:
                     places[number] = len(places)
                     positions.extend(range(index * pool.block, (index + 1) * pool.block))
             renumbered.append((tuple(places[number] for number in read), position))
-        over_blocks = _OverBlocks(renumbered, pool.block, pool.device)
-        return cls(pool.index(list(places)), pool.index(positions), over_blocks)
+        self._blocks = pool.index(list(places))  # [U] int64, in the pool
+        self._positions = pool.index(positions)  # [U * B] int64, of the tokens in their sequences
+        # Of these blocks by their place among them.
+        self.over_blocks = _OverBlocks(renumbered, pool.block, pool.device)
 
     def keys_and_values(self, expand: Expand, pool: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Expands stored entries [N, *lead, B, width] to keys [U, K, B, C] and values [U, K, B, W]."""

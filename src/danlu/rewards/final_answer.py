@@ -229,7 +229,8 @@ def _clause(said: str, *, numeric: bool) -> str | None:
     clause = clause[: end.start()] if end else clause
     clause = _HEDGES.sub("", clause).strip()
     if not numeric:
-        return _unworded(clause) or None
+        among_words = _last_formula(clause)  # that $x = 3$ holds
+        return (clause if among_words is None else among_words) or None
     if _RANGE.match(clause):
         return clause
     if "=" in clause:
@@ -244,12 +245,6 @@ def _clause(said: str, *, numeric: bool) -> str | None:
         return None
     place = clause.index(number)
     return clause[place:] if place == 0 or clause[:place].strip() in ("$", "€", "£") else number
-
-
-def _unworded(clause: str) -> str:
-    """A clause as a formula where it has one among words: "that $x = 3$ holds"."""
-    formula = _last_formula(clause)
-    return formula if formula is not None else clause
 
 
 def _is_prose(text: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from danlu.core.errors import ResourceError
 from danlu.core.http_client import ConnectionLost, HTTPClient, RequestRefused
 from danlu.core.prompt_template import PromptTemplate
-from danlu.rewards.protocol import Explains, JudgedAnswer, Verdict, is_null
+from danlu.rewards.protocol import LONGEST_SHOWN, Explains, JudgedAnswer, Verdict, is_null, shortened
 
 MOST_BYTES = 4 * 2**20
 """The most bytes of a server's reply; a mark takes some hundred, and reasons for it some thousands."""
@@ -26,7 +26,6 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 _ASK_AGAIN = (408, 409, 425, 429, 500)
 """Statuses of a server that may answer later; 502, 503 and 504 are lost connections."""
-_SHOWN_CHARACTERS = 200
 
 
 class NoMark(ResourceError):
@@ -106,7 +105,9 @@ class Judge(Explains):
         if "<think>" in said:
             raise NoMark(f"{self.url}: the judge's thoughts do not end: {_shown(said)}")
         if self.pattern is None:
-            text, where = _last_mark(said), "there is no number"
+            # The last number that is no bound of a scale.
+            numbers = re.findall(rf"(?<![\d.]){_NUMBER}", _BOUNDS.sub(" ", _EMPHASIS.sub("", said)))
+            text, where = numbers[-1] if numbers else None, "there is no number"
         else:
             matches = list(re.finditer(self.pattern, said, re.DOTALL))
             text = matches[-1].group(1) if matches else None
@@ -115,7 +116,7 @@ class Judge(Explains):
             mark = float(text or "")
         except ValueError:
             raise NoMark(f"{self.url}: {where} in what the judge says: {_shown(said)}") from None
-        why = f"the judge says: {said.strip()[-_SHOWN_CHARACTERS // 2 :]}"
+        why = f"the judge says: {said.strip()[-LONGEST_SHOWN // 2 :]}"
         if self.bounds is None:
             return Verdict.of(mark, text, why)
         low, high = self.bounds
@@ -135,12 +136,6 @@ _BOUNDS = re.compile(
     re.IGNORECASE,
 )
 """The bounds of a scale: "/10", "out of 10", "on a scale from 1 to 10", "(1-10)"."""
-
-
-def _last_mark(said: str) -> str | None:
-    """The last number that is no bound of a scale."""
-    numbers = re.findall(rf"(?<![\d.]){_NUMBER}", _BOUNDS.sub(" ", _EMPHASIS.sub("", said)))
-    return numbers[-1] if numbers else None
 
 
 def _plain(value: Any) -> Any:
@@ -171,5 +166,4 @@ def _content(value: Any, url: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return shortened(repr(value))

@@ -369,12 +369,8 @@ def _quantities(answer: str, reference: str) -> Match | None:
         number.is_percent and known is not None and known.name for number, known in ((first, other), (second, unit))
     ):
         return Match(False, "percent, and a unit")
-    equal = first.equals(second) or _equal_in_dozens(first, unit, second, other)
+    equal = first.equals(second) or first.value * _dozen(unit) == second.value * _dozen(other)
     return Match(equal, "equal numbers" if equal else f"other numbers: {answer}, {reference}")
-
-
-def _equal_in_dozens(first: Number, unit: Unit | None, second: Number, other: Unit | None) -> bool:
-    return first.value * _dozen(unit) == second.value * _dozen(other)
 
 
 def _dozen(unit: Unit | None) -> int:
