@@ -56,9 +56,9 @@ def test_texts_are_those_of_transformers(style: str, data: st.DataObject) -> Non
 
         if style == "gemma" and turns[0]["role"] == "system":
             with pytest.raises(DataError, match="System role not supported"):
-                tokenizer.apply_template(turns, row.tools, prompt)
+                tokenizer.template(bool(row.tools)).render(turns, row.tools, prompt)
         else:
-            assert tokenizer.apply_template(turns, row.tools, prompt) == expected()
+            assert tokenizer.template(bool(row.tools)).render(turns, row.tools, prompt) == expected()
 
 
 LANGUAGE = {

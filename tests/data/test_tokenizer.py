@@ -157,8 +157,8 @@ def test_a_template_for_tools_is_taken_for_tools(tmp_path: Path) -> None:
     turns, tools = [{"role": "user", "content": "Hi"}], [{"type": "function", "function": {"name": "look"}}]
     for given_tools in (None, tools):
         expected = oracle.apply_chat_template(turns, given_tools, tokenize=False)
-        assert tokenizer.apply_template(turns, given_tools) == expected
-    assert tokenizer.apply_template(turns, tools).startswith("tools: [")
+        assert tokenizer.template(bool(given_tools)).render(turns, given_tools) == expected
+    assert tokenizer.template(tools=True).render(turns, tools).startswith("tools: [")
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_the_date_counts_where_the_template_writes_it_and_nowhere_else(tmp_path:
         assert template_date(str(folder), None, "2026-11-22") != template_date(str(folder), None, "2026-11-23")
     prints = {tokenizer_fingerprint(str(plain), str(dated), day) for day in (None, "2026-11-22", "2026-11-23")}
     assert len(prints) == 3
-    texts = [load_tokenizer(str(plain), str(dated), day).apply_template([]) for day in ("2026-11-22", "2026-11-23")]
+    texts = [load_tokenizer(str(plain), str(dated), day).template().render([]) for day in ("2026-11-22", "2026-11-23")]
     assert texts == ["22", "23"]
 
 

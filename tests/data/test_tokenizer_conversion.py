@@ -200,7 +200,7 @@ def test_a_folder_with_only_a_tokenizer_model_is_a_tokenizer(shared_data: Path, 
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     again = load_tokenizer(str(folder))
     assert (again.adds_bos, again.pad_id) == (False, 0)
-    assert again.apply_template([{"role": "user", "content": "Hi"}]) == "Hi"
+    assert again.template().render([{"role": "user", "content": "Hi"}]) == "Hi"
 
 
 def test_a_cache_that_cannot_be_written_hinders_nothing(

@@ -101,8 +101,8 @@ def test_the_tokens_of_a_counted_prompt_are_no_prefix_and_of_another_they_are() 
         for answer in ("I think", "hello", "<think>\nHm.\n</think>\n\nhello", "\nThe quick", "23"):
             row = chat("Hi there", answer)
             found = counted(style, row)
-            ids = tokenizer.encode(tokenizer.apply_template(row["messages"]))
-            prompt = tokenizer.encode(tokenizer.apply_template(row["messages"][:1], add_generation_prompt=True))
+            ids = tokenizer.encode(tokenizer.template().render(row["messages"]))
+            prompt = tokenizer.encode(tokenizer.template().render(row["messages"][:1], prompt=True))
             assert (found.split_prompts + found.unlike_prompts == 0) == (ids[: len(prompt)] == prompt), (style, answer)
 
 

@@ -79,7 +79,7 @@ def test_a_changed_message_begins_a_branch(tokenizer, changed):
     prompt, tokens = ask(conversations, FIRST, "the left")
     second, _ = ask(conversations, changed, "right")
     assert second[: len(prompt) + len(tokens)] != (*prompt, *tokens)
-    assert list(second) == tokenizer.encode(tokenizer.apply_template(changed, None, True))
+    assert list(second) == tokenizer.encode(tokenizer.template().render(changed, prompt=True))
     first, other = conversations.segments()[0]
     assert (first.prompt, other.prompt) == (prompt, second)
     assert first.tokens == tuple(tokens) and all(other.drawn)
@@ -151,7 +151,7 @@ def test_calls_of_tools_are_known_again(tokenizer, tmp_path):
 
 
 def test_draws_follow_from_what_is_asked_and_how_often(tokenizer):
-    row_prompt = tuple(tokenizer.encode(tokenizer.apply_template(FIRST, None, True)))
+    row_prompt = tuple(tokenizer.encode(tokenizer.template().render(FIRST, prompt=True)))
 
     def numbers(*asked):
         conversations = conversations_with(tokenizer)

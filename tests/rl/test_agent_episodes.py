@@ -79,7 +79,7 @@ def play(tmp_path_factory):
     agents = AgentProcesses(AgentFunction.read(f"{file}:solve", {}))
     endpoint = AgentEndpoint("127.0.0.1", 0, SamplingOptions(), tokenizer)
     end = frozenset(tokenizer.end_of_turn_ids)
-    ids = tuple(tokenizer.encode(tokenizer.apply_template([{"role": "user", "content": "Which?"}], None, True)))
+    ids = tuple(tokenizer.encode(tokenizer.template().render([{"role": "user", "content": "Which?"}], prompt=True)))
 
     def play(*rows, samples=1, max_length=200, **section):
         engine = Engine(tokenizer)

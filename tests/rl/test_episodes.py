@@ -90,7 +90,7 @@ QUESTION = "Which door?"
 
 
 def prompt_of(tokenizer):
-    ids = tuple(tokenizer.encode(tokenizer.apply_template([{"role": "user", "content": QUESTION}], None, True)))
+    ids = tuple(tokenizer.encode(tokenizer.template().render([{"role": "user", "content": QUESTION}], prompt=True)))
     return Prompt(ids, {"number": 1}, QUESTION, "rows.jsonl:1")
 
 
@@ -309,7 +309,9 @@ def test_results_of_tools_are_turns_of_the_conversation_and_are_not_trained(toke
     rules = EpisodeRules(renderer, 4, 2000, False, 0)
     episodes = Episodes(EnvironmentWorkers(toolbox, count=1), rules, ALONE)
     turns = [{"role": "user", "content": QUESTION}]
-    prompt = Prompt(tuple(qwen.encode(qwen.apply_template(turns, schemas, True))), {}, QUESTION, "rows.jsonl:1")
+    prompt = Prompt(
+        tuple(qwen.encode(qwen.template(tools=True).render(turns, schemas, True))), {}, QUESTION, "rows.jsonl:1"
+    )
     assert '"name": "double"' in qwen.decode(list(prompt.tokens))
     try:
         request = Request(0, prompt.tokens, max_new_tokens=50)

@@ -189,11 +189,7 @@ def adapters_line(chat_adapters: ChatAdapters) -> str:
 
 def print_answer(conversation: Conversation, turn: str) -> None:
     """Asks a question and prints the answer as it is generated, with a remark on stderr where it was cut."""
-
-    def show(text: str) -> None:
-        echo(text, end="")
-
-    completion = conversation.ask(turn, show)
+    completion = conversation.ask(turn, lambda text: echo(text, end=""))
     echo("")
     if completion.finish == "length":
         print_status("(cut: --max-new-tokens)")

@@ -18,7 +18,7 @@ import numpy as np
 
 from danlu.core.errors import DataError
 from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
-from danlu.data.chat_template import ChatTemplate, Turn
+from danlu.data.chat_template import ChatTemplate
 from danlu.data.column_values import abbreviate
 from danlu.data.tokenizer_folder import broken_json, fast_tokenizer_folder, read_chat_template
 
@@ -255,15 +255,6 @@ class Tokenizer:
                 self._templates[name], self._pretrained.special_tokens_map, added, self._template_path, self._date
             )
         return self._compiled[name]
-
-    def apply_template(
-        self,
-        turns: Sequence[Turn],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """The text of a conversation, as transformers' `apply_chat_template(tokenize=False)` gives it."""
-        return self.template(bool(tools)).render(turns, tools, add_generation_prompt)
 
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,20 +227,11 @@ def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> Conve
         ]
     )
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in _llama3_specials()])
+    reserved = count()
+    names = (_LLAMA3_NAMED.get(at) or f"reserved_special_token_{next(reserved)}" for at in range(256))
+    fast.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False, special=True) for name in names])
     specials = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     return _with_bos(ConvertedTokenizer(fast, specials), adds_bos)
-
-
-def _llama3_specials() -> Iterable[str]:
-    """The 256 special tokens behind the ranks, in order."""
-    reserved = 0
-    for place in range(256):
-        if place in _LLAMA3_NAMED:
-            yield f"<|{_LLAMA3_NAMED[place]}|>"
-        else:
-            yield f"<|reserved_special_token_{reserved}|>"
-            reserved += 1
 
 
 def _merges(ranks: Mapping[Token, float]) -> list[tuple[Token, Token]]:

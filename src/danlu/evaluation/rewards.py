@@ -27,7 +27,7 @@ from danlu.evaluation.decoder import answered, opened_new
 from danlu.recipe import Recipe, load
 from danlu.recipe.from_arguments import recipe_from_arguments
 from danlu.recipe.sections import LengthReward, ModelReward, RewardLimits, RewardSection
-from danlu.recipe.sections.rollout import SAMPLING_KEYS
+from danlu.recipe.sections.rollout import SAMPLING_KEYS, Rollout
 from danlu.rewards.build import build_rewards, build_runner, check_columns, check_first_tests
 from danlu.rewards.protocol import JudgedAnswer, Reward
 from danlu.rewards.runner import RewardFailure, RewardPart, RewardRunner, RewardTable
@@ -93,20 +93,17 @@ class RewardFlags:
         values = {"stage": "rl", "model": "none", "output": ".", "data": data, "rollout": rollout, "rewards": given}
         flagged = recipe_from_arguments(values, self.overrides, verb="danlu eval", open_keys=KEYS)
         flagged = flagged.model_copy(update={"rewards": [*ready, *(flagged.rewards or ())], "reward_limits": limits})
-        self._check(flagged, context)
-        return flagged
-
-    def _check(self, recipe: Recipe, context: int | None) -> None:
-        labels = Counter(section.label for section in recipe.rewards or ())
+        labels = Counter(section.label for section in flagged.rewards or ())
         if twice := [label for label, count in labels.items() if count > 1]:
             raise RecipeError(f"--rewards: {twice[0]} is the name of two rewards. Give one a name: {{..., name: ...}}")
         if self.target is not None and self.target.expanduser().exists():
             raise RecipeError(f"--scores: {self.target} is there already. Name a new file, or remove it")
-        rollout = recipe.rollout
-        if self.column is None and rollout.samples > 1 and rollout.temperature == 0:
-            raise RecipeError(f"--samples: {rollout.samples} times the likeliest answer are one; add --temperature 1")
-        if self.column is None and context is not None and rollout.max_new_tokens >= context:
-            raise RecipeError(f"--max-new-tokens: {rollout.max_new_tokens} leave no room for a prompt in {context}")
+        sampling = flagged.rollout
+        if self.column is None and sampling.samples > 1 and sampling.temperature == 0:
+            raise RecipeError(f"--samples: {sampling.samples} times the likeliest answer are one; add --temperature 1")
+        if self.column is None and context is not None and sampling.max_new_tokens >= context:
+            raise RecipeError(f"--max-new-tokens: {sampling.max_new_tokens} leave no room for a prompt in {context}")
+        return flagged
 
 
 @dataclass(frozen=True)
@@ -152,18 +149,18 @@ def evaluate(
     with build_runner(parts, recipe.reward_limits) as runner:
         runner.start()
         if request is not None and options is not None and flags.column is None:
-            answers = drawn_answers(request.load(tokenizer, merged=True), prompts, recipe, options, flags.seed)
+            answers = drawn_answers(request.load(tokenizer, merged=True), prompts, recipe.rollout, options, flags.seed)
         model = None if request is None else str(request.resolved.given_path)
         evaluate_rollouts(runner, answers, flags, model=model)
 
 
 def drawn_answers(
-    loaded: LoadedModel, prompts: Sequence[Prompt], recipe: Recipe, options: EngineOptions, seed: int
+    loaded: LoadedModel, prompts: Sequence[Prompt], rollout: Rollout, options: EngineOptions, seed: int
 ) -> list[Answer]:
     """The model's answers, by prompt and sample."""
     from danlu.inference.request import Request, SamplingOptions
 
-    rollout, answers = recipe.rollout, list[Answer]()
+    answers = list[Answer]()
     sampling = SamplingOptions(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, seed=seed)
     requests = [
         Request(

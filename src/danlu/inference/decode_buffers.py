@@ -221,7 +221,11 @@ class DecodeRows:
             own.buffers.select(3, self.tokens - 1).copy_(new)
         else:
             kinds, _, heads, width = new.shape
-            own.buffers.view(-1, width).index_copy_(0, self._slots_of(kinds, heads), new.reshape(-1, width))
+            if (kinds, heads) not in self._slots:
+                first = np.arange(kinds * len(self._chunks) * heads) * self._capacity
+                places = first + np.tile(np.repeat(self._positions, heads), kinds)
+                self._slots[kinds, heads] = self._buffers.index(places)
+            own.buffers.view(-1, width).index_copy_(0, self._slots[kinds, heads], new.reshape(-1, width))
         return own
 
     def _gathered(self, layer: int, pool: tuple[Tensor, ...]) -> Tensor:
@@ -237,13 +241,6 @@ class DecodeRows:
         if not self._same:  # a short sequence does not see what a long one will have here, but 0 times NaN is NaN
             buffers[:, :, :, stop:] = 0
         return buffers
-
-    def _slots_of(self, kinds: int, heads: int) -> Tensor:
-        """[kinds*Q*K] int64: of buffers [kinds*Q*K*capacity, C] the row of each new token and head."""
-        if (kinds, heads) not in self._slots:
-            first = np.arange(kinds * len(self._chunks) * heads) * self._capacity
-            self._slots[kinds, heads] = self._buffers.index(first + np.tile(np.repeat(self._positions, heads), kinds))
-        return self._slots[kinds, heads]
 
     def _table_of(self, heads: int, block: int) -> Tensor:
         """[Q*K*n] int64: of blocks [N*K, B*C] those of each sequence and head, n of each, the last one repeated."""
