@@ -21,9 +21,8 @@ from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.score_head import required_score_head
 from danlu.core.errors import DataError, ModelError
 from danlu.core.output_folder import refuse_existing
-from danlu.data.padding_token import padding_token
 from danlu.data.tokenizer import load_tokenizer
-from danlu.data.tokenizer_export import end_of_turn_ids
+from danlu.data.tokenizer_export import end_of_turn_ids, padding_token
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import read_config

@@ -16,7 +16,7 @@ from danlu.assembly.parameters import TRAINED, VALUE, own_name
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task
-from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer
+from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer, padding_token
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
 from danlu.models.hf_folder import resolve_folder
 from danlu.models.saving import save
@@ -135,8 +135,6 @@ def write(
 
 def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:
     """The token with which transformers is to pad the result, so that it scores answers at their last token."""
-    from danlu.data.padding_token import padding_token
-
     token = padding_token(tokenizer_of(recipe), subject.model.config.eos_token_ids)
     if token is None:
         log.warning(
