@@ -11,8 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date as Date
-from typing import Any, NamedTuple
+from typing import Any
 
 from danlu.core.errors import DataError
 from danlu.data import resource_limits
@@ -20,41 +19,23 @@ from danlu.data.chat_template import ChatTemplate, Turn
 from danlu.data.worker_pool import WorkerPool
 
 
-class TemplateSource(NamedTuple):
-    """The source of a template; see `ChatTemplate`."""
-
-    source: str
-    special_tokens: tuple[tuple[str, Any], ...]
-    name: str
-    date: Date | None
-
-
-class _Rendering(NamedTuple):
-    """A conversation to be rendered; without turns, the question whether the template shows tools."""
-
-    template: TemplateSource
-    turns: Sequence[Turn] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    prompt: bool = False
-
-
 @dataclass(frozen=True)
-class _Render:
-    """The job of the process, for `WorkerPool`."""
+class _RenderJob:
+    """The job of the process, for `WorkerPool`: the arguments of a `ChatTemplate`, and of its `render`; without those,
+    whether the template shows tools."""
 
     memory_bytes: int
 
-    def start(self) -> Callable[[_Rendering], str | bool]:
+    def start(self) -> Callable[[tuple[Any, ...]], str | bool]:
         templates: dict[str, ChatTemplate] = {}
         resource_limits.MEMORY_BYTES = self.memory_bytes
 
-        def render(task: _Rendering) -> str | bool:
-            key = repr(task.template)
+        def render(task: tuple[Any, ...]) -> str | bool:
+            source, *conversation = task
+            key = repr(source)
             if key not in templates:
-                source, special_tokens, name, date = task.template
-                templates[key] = ChatTemplate(source, dict(special_tokens), (), name, date)
-            template = templates[key]
-            return template.takes_tools if task.turns is None else template.render(task.turns, task.tools, task.prompt)
+                templates[key] = ChatTemplate(*source)
+            return templates[key].render(*conversation) if conversation else templates[key].takes_tools
 
         return render
 
@@ -69,7 +50,7 @@ class TemplateProcess:
 
     def __init__(self, memory_bytes: int = resource_limits.MEMORY_BYTES) -> None:
         self._pool = WorkerPool(
-            _Render(memory_bytes), 1, ending=" by a chat template: shorten the conversation, or correct it"
+            _RenderJob(memory_bytes), 1, ending=" by a chat template: shorten the conversation, or correct it"
         )
         self._lock = threading.Lock()
 
@@ -81,22 +62,23 @@ class TemplateProcess:
         prompt: bool = False,
     ) -> str:
         """Renders as `ChatTemplate.render` does, and raises DataError as it does."""
-        text = self._run(_Rendering(_source_of(template), turns, tools, prompt))
+        text = self._run(template, turns, tools, prompt)
         assert isinstance(text, str), "conversations become texts"
         return text
 
     def takes_tools(self, template: ChatTemplate) -> bool:
         """Answers as `ChatTemplate.takes_tools` does."""
-        return self._run(_Rendering(_source_of(template))) is True
+        return self._run(template) is True
 
     def close(self) -> None:
         """Ends the process."""
         self._pool.close()
 
-    def _run(self, task: _Rendering) -> str | bool:
+    def _run(self, template: ChatTemplate, *conversation: Any) -> str | bool:
+        source = (template.source, template.special_tokens, (), template.name, template.date)
         try:
             with self._lock:
-                return self._pool.run(task)
+                return self._pool.run((source, *conversation))
         except RecursionError:
             raise DataError("the conversation is nested too deeply to be rendered") from None
 
@@ -105,7 +87,3 @@ class TemplateProcess:
 def template_process() -> TemplateProcess:
     """The one of this process. It ends with this one."""
     return TemplateProcess()
-
-
-def _source_of(template: ChatTemplate) -> TemplateSource:
-    return TemplateSource(template.source, tuple(template.special_tokens.items()), template.name, template.date)
