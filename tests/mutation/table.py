@@ -1585,16 +1585,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "inference/test_engine_adapters.py",
     ),
     Mutation(
-        "rl/prompt_rows.py",
+        "inference/prompt_rows.py",
         'if conversation.messages[-1].role == "assistant":',
         "if not conversation.messages:",
-        "rl/test_prompt_rows.py",
+        "inference/test_prompt_rows.py",
     ),
     Mutation(
-        "rl/answer_matching.py",
+        "evaluation/answer_matching.py",
         "_single_spaced(matches[-1]",
         "_single_spaced(matches[0]",
-        "rl/test_answer_matching.py",
+        "evaluation/test_answer_matching.py",
     ),
     Mutation(
         "inference/chat_adapters.py",

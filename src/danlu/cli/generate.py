@@ -26,9 +26,9 @@ from danlu.core.terminal import echo, escape_unencodable, print_status_early
 
 if TYPE_CHECKING:
     from danlu.inference.engine import RolloutEngine
+    from danlu.inference.prompt_rows import PromptRow
     from danlu.inference.request import Request
     from danlu.inference.resolve_model import ResolvedModel
-    from danlu.rl.prompt_rows import PromptRow
 
 
 @takes_flag_groups
@@ -83,8 +83,8 @@ def generate(
     options = sampling.options(resolved)
     engine_options = engine.options(resolved)
     from danlu.inference.load_engine import engine_of, with_room_for
+    from danlu.inference.prompt_rows import PromptRow, encode_rows
     from danlu.inference.request import Request
-    from danlu.rl.prompt_rows import PromptRow, encode_rows
 
     where = "--prompt" if file is None else str(file)
     rows = [PromptRow.of_text(given, where)] if isinstance(given, str) else given
@@ -163,7 +163,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> str | list[PromptRow]
     if file is None:
         return check_utf8(prompt or "", "--prompt")
     if has_rows(file):
-        from danlu.rl.prompt_rows import read_prompt_rows
+        from danlu.inference.prompt_rows import read_prompt_rows
 
         return read_prompt_rows(file)
     try:

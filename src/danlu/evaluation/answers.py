@@ -11,12 +11,12 @@ from typing import Any
 from danlu.core.errors import RecipeError
 from danlu.core.terminal import echo
 from danlu.data.sources import read_rows
+from danlu.evaluation.answer_matching import AnswerMatch, answered_rows
 from danlu.evaluation.decoder import AnswerSettings, Request, answered, opened_new
 from danlu.inference import request as engine_requests
 from danlu.inference.engine import EngineOptions
+from danlu.inference.prompt_rows import encode_rows
 from danlu.recipe.sections import Source
-from danlu.rl.answer_matching import AnswerMatch, answered_rows
-from danlu.rl.prompt_rows import encode_rows
 
 
 def evaluate_answers(request: Request, settings: AnswerSettings, options: EngineOptions) -> None:

@@ -12,7 +12,7 @@ from builders.tiny_world import write_rows
 
 from danlu.core.errors import DataError
 from danlu.data.sources import read_file_rows
-from danlu.rl.answer_matching import AnsweredRow, AnswerMatch, answered_rows
+from danlu.evaluation.answer_matching import AnsweredRow, AnswerMatch, answered_rows
 
 HELLO, HI = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
 

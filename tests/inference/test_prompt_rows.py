@@ -12,10 +12,10 @@ from builders.tiny_world import World
 from danlu.core.errors import DataError
 from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.load_model import load_chat_tokenizer
+from danlu.inference.prompt_rows import MAX_SHOWN_PROBLEMS, encode_rows, read_prompt_rows
 from danlu.inference.prompts import has_rows
 from danlu.models.config import ModelConfig
 from danlu.models.hf_folder import read_config
-from danlu.rl.prompt_rows import MAX_SHOWN_PROBLEMS, encode_rows, read_prompt_rows
 
 HELLO = {"role": "user", "content": "Hello"}
 BRIEF = {"role": "system", "content": "Be brief."}

@@ -10,7 +10,7 @@ from danlu.core.errors import DataError
 from danlu.data.messages import Conversation, turn_of
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Completion, Format, detect_format, parse_row
-from danlu.rl.prompt_rows import PromptRow, collect
+from danlu.inference.prompt_rows import PromptRow, collect
 
 
 @dataclass(frozen=True)
