@@ -15,7 +15,7 @@ import typer
 from danlu.core.terminal import print_status, printable
 
 if TYPE_CHECKING:
-    from danlu.demo.demo import Answered, Result, Tally
+    from danlu.demo.demo import Result, Tally
     from danlu.demo.demo_recipes import Place
 
 
@@ -59,8 +59,15 @@ def answer_lines(result: Result, colour: bool) -> Iterator[str]:
         yield ""
         yield heading
         for answered in result.shown:
-            if answered.question.held_out == held_out:
-                yield from _answer_lines(answered, colour)
+            if answered.question.held_out != held_out:
+                continue
+            *context, question = answered.question.messages
+            for message in context:
+                yield printable(f"  {message['role']}: {message['content']}")
+            verdict = _verdict(answered.is_right, answered.question.answer, colour)
+            yield f"  {question['content']}"
+            yield f"      before  {_short(answered.before)}"
+            yield f"      after   {_short(answered.after)}   ({verdict})"
     yield ""
     yield f"{'Right answers':32}{'before':>10}{'after':>12}"
     for name, tally in (("asked in the conversations", result.asked), ("only read, never asked", result.held_out)):
@@ -79,16 +86,6 @@ def answer_lines(result: Result, colour: bool) -> Iterator[str]:
 def _tally_line(name: str, tally: Tally) -> str:
     before, after = (f"{right}/{tally.of}" for right in (tally.before, tally.after))
     return f"{name:32}{before:>10}{after:>12}"
-
-
-def _answer_lines(answered: Answered, colour: bool) -> Iterator[str]:
-    *context, question = answered.question.messages
-    for message in context:
-        yield printable(f"  {message['role']}: {message['content']}")
-    verdict = _verdict(answered.is_right, answered.question.answer, colour)
-    yield f"  {question['content']}"
-    yield f"      before  {_short(answered.before)}"
-    yield f"      after   {_short(answered.after)}   ({verdict})"
 
 
 def _verdict(right: bool, answer: str, colour: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -94,6 +94,17 @@ class Sample:
     def documents(self) -> int:
         """The number of roots: virtual tokens are put before them, and attention is cut at them."""
         return sum(branch.parent < 0 for branch in self.branches) or 1
+
+    def rearranged(self, places: np.ndarray, branches: Sequence[Branch], numbers: np.ndarray | Sequence[int]) -> Sample:
+        """The tokens at some places, as other branches: each has the facts of the one with its number among the old."""
+        return replace(
+            self,
+            tokens=self.tokens[places],
+            weights=self.weights[places],
+            branches=tuple(branches),
+            columns={name: values[places] for name, values in self.columns.items()},
+            facts={name: values[numbers] for name, values in self.facts.items()},
+        )
 
 
 @dataclass(frozen=True)

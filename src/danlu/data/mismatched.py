@@ -80,11 +80,5 @@ def with_own_prompt(sample: Sample) -> Sample:
     places = np.r_[: answer.start, : prompt.stop, answer.start : answer.stop]
     root = Branch(-1, answer.start, answer.start + prompt.stop)
     copied = [*range(len(sample.branches) - 1), 0, len(sample.branches) - 1]
-    return replace(
-        sample,
-        tokens=sample.tokens[places],
-        weights=sample.weights[places],
-        branches=(*sample.branches[:-1], root, Branch(len(sample.branches) - 1, root.stop, len(places))),
-        columns={name: values[places] for name, values in sample.columns.items()},
-        facts={name: values[copied] for name, values in sample.facts.items()},
-    )
+    branches = (*sample.branches[:-1], root, Branch(len(sample.branches) - 1, root.stop, len(places)))
+    return sample.rearranged(places, branches, copied)

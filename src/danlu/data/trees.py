@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -65,12 +64,4 @@ def repeat_stem(sample: Sample) -> Sample:
         length = sum(map(len, own))
         repeated.append(Branch(renumbered.get(branch.parent, -1), end, end + length))
         end += length
-    places = np.concatenate(taken)
-    return replace(
-        sample,
-        tokens=sample.tokens[places],
-        weights=sample.weights[places],
-        branches=tuple(repeated),
-        columns={name: values[places] for name, values in sample.columns.items()},
-        facts={name: values[kept] for name, values in sample.facts.items()},
-    )
+    return sample.rearranged(np.concatenate(taken), repeated, kept)

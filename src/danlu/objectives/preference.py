@@ -394,14 +394,7 @@ def _with_branches(sample: Sample, wanted: np.ndarray) -> Sample:
         branches.append(Branch(int(numbers[parent]) if parent >= 0 else -1, end, end + stop - start))
         end += stop - start
     tokens = np.repeat(kept, [stop - start for _, start, stop in sample.branches])
-    return replace(
-        sample,
-        tokens=sample.tokens[tokens],
-        weights=sample.weights[tokens],
-        branches=tuple(branches),
-        columns={name: values[tokens] for name, values in sample.columns.items()},
-        facts={name: values[kept] for name, values in sample.facts.items()},
-    )
+    return sample.rearranged(tokens, branches, kept)
 
 
 def _of_samples(pack: Pack, function: Callable[[Sample], Sample]) -> Pack:

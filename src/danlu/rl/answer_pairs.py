@@ -61,17 +61,9 @@ def with_pair(item: Pack, pair: tuple[int, int] | None) -> Pack:
         Branch(-1 if place == 0 else 0, start, stop)
         for place, (start, stop) in enumerate(zip([0, *stops], stops, strict=False))
     ]
-    facts = {name: values[numbers] for name, values in sample.facts.items()}
+    cut = sample.rearranged(kept, branches, numbers)
     labels = [np.nan, CHOSEN, REJECTED][: len(numbers)]
-    cut = replace(
-        sample,
-        tokens=sample.tokens[kept],
-        weights=sample.weights[kept],
-        branches=tuple(branches),
-        columns={name: values[kept] for name, values in sample.columns.items()},
-        facts={**facts, LABEL: np.array(labels, np.float32)},
-    )
-    return Pack((cut,))
+    return Pack((replace(cut, facts={**cut.facts, LABEL: np.array(labels, np.float32)}),))
 
 
 def _of_answers(items: Sequence[Pack]) -> dict[str, float]:
