@@ -26,8 +26,7 @@ def evaluate_rewards(request: Request, target: Path | None) -> None:
     prepared = prepared_rows(spec)
     loaded = request.load(request.tokenizer())
     assert prepared.train is not None, "only a streaming data section has no samples"
-    rows = spec.packed(prepared.train, shuffle=False)
-    packs = [rows.at(number) for number in range(rows.packs_per_epoch)]
+    packs = list(spec.packed(prepared.train, shuffle=False).epoch())
     steps = loaded.model.config.task == "token-classification"
     summary = ScoreSummary(steps)
     with ExitStack() as closing_:

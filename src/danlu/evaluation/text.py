@@ -22,7 +22,6 @@ from danlu.recipe.rules import language_stage
 
 if TYPE_CHECKING:
     from danlu.inference.load_model import LoadedModel
-    from danlu.recipe.sections import Packing
     from danlu.training.evaluation import Scores
 
 MICRO_BATCH_TOKENS = 4096  # tokens per forward pass
@@ -38,11 +37,12 @@ def evaluate_text(request: Request) -> None:
     if length < 2:
         raise RecipeError("data.max_length: at least 2, as the first token of a piece has nothing before it")
     stage, tokenizer = language_stage(recipe, "this evaluation"), str(resolved.tokenizer_folder)
-    prepared = prepared_rows(DatasetSpec(section, stage, tokenizer, request.chat_template, seed=0))
+    spec = DatasetSpec(section, stage, tokenizer, request.chat_template, seed=0)
+    prepared = prepared_rows(spec)
     loaded = request.load(request.tokenizer())
     samples, statistics = prepared.train, prepared.statistics
     assert samples is not None, "only a streaming data section has no samples"
-    means = score(loaded, samples, section.packing, length)
+    means = score(loaded, spec.packed(samples, shuffle=False), length)
     row: dict[str, Any] = {
         "model": str(resolved.given_path),
         "data": request.data,
@@ -75,13 +75,12 @@ def evaluate_text(request: Request) -> None:
     print_notes(statistics, f"{length}{', all that the model sees' if length == context else ''}")
 
 
-def score(loaded: LoadedModel, samples: Selection, packing: Packing, length: int) -> Scores:
-    """Scores over every sample, once, in packs of `length` tokens."""
+def score(loaded: LoadedModel, packs: PackedDataset, length: int) -> Scores:
+    """Scores over every sample, once. length: tokens of a pack."""
     from danlu.stages.learner import DecoderLearner
     from danlu.training.evaluation import evaluate
     from danlu.training.progress import RowProgress
 
-    packs = PackedDataset(samples, packing, length, seed=0, shuffle=False)
     learner = DecoderLearner(
         model=loaded.model,
         model_forward=loaded.model,
