@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -58,6 +59,17 @@ class RolloutEngine(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def awake(engine: RolloutEngine) -> Iterator[None]:
+    """A context in which an engine that sleeps elsewhere answers with the policy's present weights."""
+    engine.wake()
+    try:
+        engine.update(engine.version + 1)
+        yield
+    finally:
+        engine.sleep()
 
 
 class EngineAdapters(Protocol):

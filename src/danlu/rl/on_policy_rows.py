@@ -23,7 +23,7 @@ from danlu.core.errors import DataError
 from danlu.core.line_log import LineLog
 from danlu.core.types import ROTARY_LENGTH, Pack, Sample
 from danlu.data.permutation import key
-from danlu.inference.engine import RolloutEngine
+from danlu.inference.engine import RolloutEngine, awake
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.stopping import Decode
 from danlu.parallel.phase import PHASE
@@ -173,12 +173,8 @@ class OnPolicyRows:
         if not requests:
             return []
         PHASE.begin("rollout")
-        self.engine.wake()
-        try:
-            self.engine.update(self.engine.version + 1)
+        with awake(self.engine):
             return self.engine.generate(requests)
-        finally:
-            self.engine.sleep()
 
     def _request(self, number: int, row: Sample) -> Request:
         settings, length = self.settings, prompt_tokens(row)

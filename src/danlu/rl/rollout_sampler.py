@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from danlu.data.prompts import Prompt, PromptOrder
-from danlu.inference.engine import RolloutEngine
+from danlu.inference.engine import RolloutEngine, awake
 from danlu.inference.episode import Episode, episode_metrics
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.inference.support import check_trainable
@@ -119,16 +119,17 @@ class Answered:
             tuple(self.steps[place] for place in index),
         )
 
-    def and_(self, other: Answered) -> Answered:
-        """Appends the answers of `other`."""
-        both_greedy = self.greedy_rewards is not None and other.greedy_rewards is not None
-        return Answered(
-            self.numbers + other.numbers,
-            self.prompts + other.prompts,
-            self.completions + other.completions,
-            np.concatenate([self.rewards, other.rewards]),
-            np.concatenate([self.greedy_rewards, other.greedy_rewards]) if both_greedy else None,  # type: ignore[list-item]
-            self.steps + other.steps,
+    @classmethod
+    def joined(cls, several: Sequence[Answered]) -> Answered:
+        """All of them, in their order."""
+        greedy = [each.greedy_rewards for each in several if each.greedy_rewards is not None]
+        return cls(
+            tuple(number for each in several for number in each.numbers),
+            tuple(prompt for each in several for prompt in each.prompts),
+            tuple(of_prompt for each in several for of_prompt in each.completions),
+            np.concatenate([each.rewards for each in several]),
+            np.concatenate(greedy) if greedy else None,
+            tuple(of_prompt for each in several for of_prompt in each.steps),
         )
 
 
@@ -179,13 +180,9 @@ class RolloutSampler:
         """A context in which the engine answers with the policy's present weights."""
         self._begin_rollout()
         start = time.perf_counter()
-        self.engine.wake()
-        try:
-            self.engine.update(self.engine.version + 1)
+        with awake(self.engine):
             self.times.hand_over = time.perf_counter() - start
             yield
-        finally:
-            self.engine.sleep()
 
     def close(self) -> None:
         """Closes the engines, the rewards and the episodes."""
@@ -243,24 +240,20 @@ class RolloutSampler:
 
     def _next_rollout(self) -> tuple[Answered, dict[str, float]]:
         settings, wanted = self.settings, self.settings.prompts
-        kept: Answered | None = None
-        without: Answered | None = None
-        asked = 0
+        kept, without = list[Answered](), list[Answered]()
+        asked, lacking = 0, wanted
         for _ in range(1 + settings.resample):
-            lacking = wanted - (0 if kept is None else len(kept.numbers))
-            if lacking == 0:
-                break
             answered = self._answer_next(lacking)
             asked += lacking
             signal = self._has_signal(answered)
             if settings.resample == 0:
                 signal = np.ones_like(signal)
-            some, rest = (answered.chosen(np.flatnonzero(which).tolist()) for which in (signal, ~signal))
-            kept = some if kept is None else kept.and_(some)
-            without = rest if without is None else without.and_(rest)
-        assert kept is not None and without is not None, "a rollout has prompts"
-        lacking = wanted - len(kept.numbers)
-        whole = kept.and_(without.chosen(range(lacking))) if lacking else kept
+            kept.append(answered.chosen(np.flatnonzero(signal).tolist()))
+            without.append(answered.chosen(np.flatnonzero(~signal).tolist()))
+            lacking = wanted - sum(len(some.numbers) for some in kept)
+            if lacking == 0:
+                break
+        whole = Answered.joined([*kept, Answered.joined(without).chosen(range(lacking))])
         no_signal = float((~self._has_signal(whole)).mean())
         return whole, {
             "prompts_asked": float(asked),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from danlu.assembly.parallelize import Placed
 from danlu.core.errors import DataError
 from danlu.inference.chat_tokenizer import ChatTokenizer
+from danlu.inference.engine import awake
 from danlu.inference.logprob_gap import rollout_gap
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.request import Request, SamplingOptions
@@ -40,12 +41,8 @@ def sampler(recipe: Recipe, placed: Placed) -> Generate | None:
             )
             for number, prompt in enumerate(prompts)
         ]
-        engine.wake()
-        engine.update(engine.version + 1)
-        try:
+        with awake(engine):
             completions = engine.generate(requests)
-        finally:
-            engine.sleep()
         rows = [(*request.prompt, *answer.tokens) for request, answer in zip(requests, completions, strict=True)]
         prompt_lengths = [len(request.prompt) for request in requests]
         trainer = policy_logprobs(
