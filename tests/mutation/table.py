@@ -1603,7 +1603,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "inference/test_chat_adapters.py",
     ),
     Mutation(
-        "stages/samples.py",
+        "inference/engine.py",
         "engine.update(engine.version + 1)",
         "engine.update(engine.version)",
         "stages/test_samples.py",
