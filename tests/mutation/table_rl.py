@@ -256,8 +256,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_rewards_of_greedy_answers_are_recorded_for_it",
     ),
     Mutation(
-        "rl/rollout_sampler.py",
-        "self.engine.update(self.engine.version + 1)",
+        "inference/engine.py",
+        "engine.update(engine.version + 1)",
         "pass",
         "rl/test_experience.py",
     ),
