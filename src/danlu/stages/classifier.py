@@ -1,4 +1,4 @@
-"""LeNet-5 as it is placed, learns and is written: the model of stage `classify`."""
+"""Stage `classify`: images with labels, and LeNet-5 as it is placed, learns and is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from danlu.core.types import (
     TokenLogprobs,
     Totals,
 )
-from danlu.data.images import Image, ImageBatch, collate_images
+from danlu.data.images import Image, ImageBatch, ImageSampler, collate_images, held_out, read_images
+from danlu.data.sources import reported_sources
 from danlu.models import lenet
 from danlu.models.hf_folder import resolve_folder
 from danlu.objectives.cross_entropy import CrossEntropy, logits_cross_entropy
@@ -46,6 +47,40 @@ from danlu.training.state import Generate, Run
 # Images that go through the model at once, where the recipe leaves it open: 10 MB of activations on any device.
 MAX_IMAGES_PER_MICRO_BATCH = 512
 OFFERED = frozenset({"cross_entropy", "logprobs"})
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """A `Reader`: images of the size that LeNet-5 takes."""
+
+    recipe: Recipe
+    items: str = "images"
+    counted: str = "images"
+
+    def read(self, stream: TextIO) -> StageData:
+        """All images into memory; nothing is shown, for that takes less than a second."""
+        section, seed = self.recipe.data, self.recipe.seed
+        train = read_images(section.train, side=lenet.SIDE, classes=lenet.CLASSES)
+        lines = [f"data: {len(train):,} images"]
+        if section.eval is None:
+            evaluation = None
+        elif isinstance(section.eval, list):
+            evaluation = read_images(section.eval, side=lenet.SIDE, classes=lenet.CLASSES)
+            lines.append(f"evaluation data: {len(evaluation):,} images")
+        else:
+            train, evaluation = held_out(train, section.eval, seed)
+            lines.append(f"evaluation data: {len(evaluation):,} of these images are held out")
+        images = ImageSampler(train, seed)
+        kept = None if evaluation is None else [evaluation.image(number) for number in range(len(evaluation))]
+        return StageData(images, images.per_epoch, kept, lines, sources=reported_sources(section))
+
+    def amount(self, items: int) -> str:
+        """The number of images, as text."""
+        return f"{items} images"
+
+    def targets(self, items: int) -> int:
+        """One label an image."""
+        return items
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ _LIKELIHOOD: dict[str, Any] = {
     "metrics": Part("likelihood:likelihood_metrics"),
 }
 STAGES: dict[str, Stage] = {
-    "classify": Stage(Part("image_reader:ImageReader"), Part("classifier:ClassifierBuilder"), **_LIKELIHOOD),
+    "classify": Stage(Part("classifier:ImageReader"), Part("classifier:ClassifierBuilder"), **_LIKELIHOOD),
     "distill": Stage(
         Part("reader:PackReader"),
         Part("distillation:DistillationBuilder"),

@@ -23,8 +23,8 @@ from danlu.recipe import Recipe
 from danlu.recipe.sections import Model
 from danlu.recipe.value import value_section, value_share
 from danlu.stages.frozen_models import check_frozen_model, frozen_config
-from danlu.stages.initial_score_head import first_score_head
 from danlu.stages.protocols import ModelSpec
+from danlu.stages.reward import first_score_head
 from danlu.training.trained_roles import TrainedRoles
 
 
