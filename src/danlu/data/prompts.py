@@ -111,12 +111,7 @@ def prompt_lines(name: str, statistics: Statistics) -> list[str]:
         f"{statistics.longest:,} at most"
     ]
     lines += [f"{name}: {count:,} of them {done}: {TOO_LONG}" for done, count in statistics.shortened.items()]
-    lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in statistics.dropped.items()]
-    lines += [f"{name}: {line}" for line in (*statistics.left_out_lines(), *statistics.unread_lines())]
-    if statistics.bad_rows:
-        plural = "row" if statistics.bad_rows == 1 else "rows"
-        lines.append(f"{name}: {statistics.bad_rows:,} bad {plural} skipped, the first: {statistics.bad_examples[0]}")
-    return lines
+    return lines + statistics.outcome_lines(name, (*statistics.left_out_lines(), *statistics.unread_lines()))
 
 
 class PromptOrder:

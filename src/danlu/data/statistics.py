@@ -138,6 +138,15 @@ class Statistics:
                 )
         return None
 
+    def outcome_lines(self, name: str, remarks: Iterable[str]) -> list[str]:
+        """Lines on the rows of `name`: those that were dropped, then `remarks`, and the bad ones last."""
+        lines = [f"{name}: {count:,} rows dropped: {reason}" for reason, count in self.dropped.items()]
+        lines += [f"{name}: {line}" for line in remarks]
+        if self.bad_rows:
+            plural = "row" if self.bad_rows == 1 else "rows"
+            lines.append(f"{name}: {self.bad_rows:,} bad {plural} skipped, the first: {self.bad_examples[0]}")
+        return lines
+
     def cut_lines(self) -> list[str]:
         """A line about answers that are cut before their end, where they are many; else none."""
         if not self.shortened or self.endless_answers < REPORTED_CUT_SHARE * self.answers or not self.endless_answers:

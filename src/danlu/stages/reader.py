@@ -254,10 +254,5 @@ def row_lines(name: str, statistics: Statistics) -> list[str]:
         lost = f"{statistics.lost_tokens:,} tokens are left out"
         total = statistics.shortened.total()
         lines.append(f"{name}: {total:,} rows are longer than data.max_length: {what}; {lost}")
-    lines += [f"{name}: {count:,} rows dropped: {reason}" for reason, count in statistics.dropped.items()]
-    more = (*statistics.cut_lines(), *statistics.template_lines(), *statistics.unread_lines())
-    lines += [f"{name}: {line}" for line in more]
-    if statistics.bad_rows:
-        plural = "row" if statistics.bad_rows == 1 else "rows"
-        lines.append(f"{name}: {statistics.bad_rows:,} bad {plural} skipped, the first: {statistics.bad_examples[0]}")
-    return lines
+    remarks = (*statistics.cut_lines(), *statistics.template_lines(), *statistics.unread_lines())
+    return lines + statistics.outcome_lines(name, remarks)
