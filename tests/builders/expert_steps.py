@@ -21,9 +21,8 @@ from danlu.stages.placed import PlacedDecoder
 from danlu.stages.step_budget import DecoderBudget
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.state import restore
-from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
-from danlu.verification.decoder_proxy import DecoderProxy
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import Proxy, ProxyTraining
+from danlu.verification.step_traffic import StepTraffic, measure_step_traffic
 from danlu.verification.trace import (
     LocalShards,
     StepTrace,
@@ -96,7 +95,7 @@ def _training(file: str, kind: str, micro: int, world: int | None, resumed: Path
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     config = experts_config(KINDS[kind], vocab_size=400)
     device = torch.device("cpu")
-    return ProxyTraining(recipe, DecoderProxy(config), _groups(layout), device, micro=micro, resumed=resumed)
+    return ProxyTraining(recipe, Proxy(config), _groups(layout), device, micro=micro, resumed=resumed)
 
 
 def exchanged(tokens_by_rank: Sequence[int], num_experts: int) -> dict[str, bool]:

@@ -13,8 +13,7 @@ from danlu.parallel.layout import layout_of
 from danlu.recipe import Recipe, load
 from danlu.training.loop import broken_weights, train_step
 from danlu.training.step import StepObserver, accumulate
-from danlu.verification.decoder_proxy import DecoderProxy
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import Proxy, ProxyTraining
 
 WEIGHT = "layers.1.mlp.up_proj.weight"
 
@@ -80,4 +79,4 @@ def _of_step(file: str, world: int) -> tuple[str, str, str]:
 
 def _learning(recipe: Recipe, world: int) -> ProxyTraining:
     ranks = groups_of(layout_of(recipe.parallel, world))
-    return ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    return ProxyTraining(recipe, Proxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)

@@ -24,8 +24,7 @@ from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.recipe import Recipe, load
-from danlu.verification.decoder_proxy import DecoderProxy
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.trace import Trace, trace_training
 
 LINEAR_ATTENTION: dict[str, Any] = {
@@ -118,7 +117,7 @@ def matrices_left(file: str) -> list[tuple[int, int]]:
     LayerPlacer.layer_loaded = layer_loaded  # type: ignore[method-assign]
     recipe = load(Path(file)).recipe
     ranks = groups_of(layout_of(recipe.parallel, torch.distributed.get_world_size()))
-    ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
+    ProxyTraining(recipe, Proxy(config_of(recipe)), ranks, torch.device("cpu"), micro=1)
     return found
 
 
@@ -133,7 +132,7 @@ def _see(
     recipe = load(Path(file)).recipe
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     ranks = groups_of(layout)
-    learning = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
+    learning = ProxyTraining(recipe, Proxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
     if rounded:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

@@ -25,8 +25,7 @@ from danlu.training.pipedream import train_turn
 from danlu.training.state import Run
 from danlu.training.step import accumulate
 from danlu.training.trained_roles import RoleGradients
-from danlu.verification.decoder_proxy import DecoderProxy
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.trace import LocalShards, local_shards
 
 TURN, STEPS = 6, 8
@@ -82,7 +81,7 @@ def _see(file: str, packs: int) -> Turns:
 
 def _run(recipe: Recipe, ranks: Ranks, packs: int) -> tuple[Run, ProxyTraining]:
     micro = -(-packs // ranks.layout.data)
-    training = ProxyTraining(recipe, DecoderProxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
+    training = ProxyTraining(recipe, Proxy(config_of(recipe)), ranks, torch.device("cpu"), micro=micro)
     run = training.run(packs_of(packs))
     # What counts activations detaches saved weights in a run's first micro-batches: versions are kept without it too.
     run.learner = replace(run.learner, activations=None)

@@ -24,8 +24,7 @@ from danlu.stages import builder
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.roles import FrozenDecoder
 from danlu.stages.table import STAGES
-from danlu.verification.decoder_proxy import DecoderProxy
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import Proxy, ProxyTraining
 from danlu.verification.role_proxies import with_columns
 from danlu.verification.trace import Trace, trace_training
 
@@ -64,7 +63,7 @@ def _see(recipe: Recipe, world: int | None) -> Trace:
     layout = Layout() if world == 1 else layout_of(recipe.parallel, torch.distributed.get_world_size())
     items = items_of(recipe)
     first = items[0].samples[0]
-    proxy = DecoderProxy(
+    proxy = Proxy(
         replace(config_of(recipe), task=STAGES[recipe.stage].task(recipe)),
         empty=empty_like(first) if first.branches or first.columns else EMPTY_PACK,
     )

@@ -12,9 +12,8 @@ from builders.parallel_steps import config_of, steps_of
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.recipe import load
-from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
-from danlu.verification.decoder_proxy import DecoderProxy
-from danlu.verification.proxy import ProxyTraining
+from danlu.verification.proxy import Proxy, ProxyTraining
+from danlu.verification.step_traffic import StepTraffic, measure_step_traffic
 
 
 def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
@@ -27,7 +26,7 @@ def sendings(files: Mapping[str, str]) -> dict[str, StepTraffic]:
         layout = layout_of(recipe.parallel, dist.get_world_size())
         if layout not in ranks:
             ranks[layout] = ranks_of(layout, "cpu")
-        proxy = DecoderProxy(config_of(recipe))
+        proxy = Proxy(config_of(recipe))
         training = ProxyTraining(recipe, proxy, ranks[layout], torch.device("cpu"), micro=2)
         traffic[name] = measure_step_traffic(training, steps_of(1, 5)[0])
     return traffic

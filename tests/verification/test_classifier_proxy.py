@@ -11,7 +11,7 @@ from danlu.data.images import Image
 from danlu.parallel.layout import Layout
 from danlu.recipe import Recipe, load
 from danlu.verification.classifier_proxy import prepare_proxy, synthetic_images
-from danlu.verification.proxy_model import EPS
+from danlu.verification.proxy_recipe import EPS
 
 
 def recipe(folder: Path, images: Path) -> Recipe:

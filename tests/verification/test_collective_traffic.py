@@ -14,7 +14,7 @@ from builders.tiny_world import World
 
 from danlu.parallel.collective_traffic import CollectiveTraffic, table
 from danlu.recipe import sections
-from danlu.verification.collective_traffic import StepTraffic
+from danlu.verification.step_traffic import StepTraffic
 
 pytestmark = pytest.mark.distributed
 

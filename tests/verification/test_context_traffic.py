@@ -12,7 +12,7 @@ from builders.step_traffic_worker import sendings
 from builders.tiny_world import CONFIG, World
 
 from danlu.parallel.collective_traffic import CollectiveTraffic, table
-from danlu.verification.collective_traffic import StepTraffic
+from danlu.verification.step_traffic import StepTraffic
 
 pytestmark = pytest.mark.distributed
 

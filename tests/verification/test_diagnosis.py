@@ -18,8 +18,8 @@ from danlu.parallel.layout import Layout
 from danlu.recipe import load
 from danlu.verification.comparison import compare
 from danlu.verification.data import synthetic_packs
-from danlu.verification.decoder_proxy import DecoderProxy
 from danlu.verification.diagnosis import Case, diagnose
+from danlu.verification.proxy import Proxy
 from danlu.verification.trace import ItemGradient, StepTrace, Trace
 from danlu.verification.workers import Task, Traces
 
@@ -37,7 +37,7 @@ def case(tmp_path: Path, shares: list[float] | None = None, layout: Layout = LAY
         {**recipe.model.config, "vocab_size": 400, "tie_word_embeddings": tied}  # type: ignore[dict-item]
     )
     packs = synthetic_packs(recipe, PACKS)
-    task = Task(recipe, DecoderProxy(config), layout, [packs, packs], [], 2, "cpu")
+    task = Task(recipe, Proxy(config), layout, [packs, packs], [], 2, "cpu")
     generator = torch.Generator().manual_seed(0)
     by_item = [{name: _normal(shape, generator) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in packs]
     reference = _trace(_summed(by_item, [1.0] * PACKS))

@@ -14,7 +14,7 @@ from builders.tiny_world import CONFIG, World
 from danlu.parallel.collective_traffic import table
 from danlu.parallel.schedules import placement
 from danlu.planning.traffic import messages_by_stage
-from danlu.verification.collective_traffic import StepTraffic
+from danlu.verification.step_traffic import StepTraffic
 
 DEEP = {**CONFIG, "num_hidden_layers": 4}
 MODELS: dict[str, dict[str, Any]] = {

@@ -30,17 +30,14 @@ from danlu.parallel.layout import Layout, problems
 from danlu.recipe import Recipe, load, sections
 from danlu.recipe.sections import Parallel
 from danlu.verification.proxy_model import (
-    EPS,
-    LEAST_RATE,
     MAX_LENGTH,
     WINDOW,
     proxy_config,
-    proxy_optimizer,
-    proxy_recipe,
     rope_trained_at,
     staged_ropes,
     trained_length,
 )
+from danlu.verification.proxy_recipe import EPS, LEAST_RATE, proxy_optimizer, proxy_recipe
 from danlu.verification.role_proxies import write_model
 
 LARGE: dict[str, dict[str, Any]] = {

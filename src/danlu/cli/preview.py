@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from danlu.data.prepare import DatasetSpec
     from danlu.data.preview import PreviewRow
     from danlu.data.tokenizing import TokenizerInfo
-    from danlu.report.preview_text import PreviewWriter
+    from danlu.report.preview_text import PlainWriter
 
 
 def preview(
@@ -145,7 +145,7 @@ def _summary(
         progress.close()
 
 
-def _write_model_and_memory(out: PreviewWriter, recipe: Recipe, tokenizer: TokenizerInfo | None) -> None:
+def _write_model_and_memory(out: PlainWriter, recipe: Recipe, tokenizer: TokenizerInfo | None) -> None:
     # Here: it loads torch, seconds in which all the rest can be read.
     from danlu.run.memory_preview import preview_lines, preview_parameters
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from danlu.core.terminal import printable
 from danlu.core.types import Pack
@@ -34,36 +34,18 @@ COLOURS = {
 }
 
 
-class PreviewWriter(Protocol):
-    """Writes the parts of a preview to a terminal or a file.
-
-    `heading` begins a section and `title` a row; `line` is a line of text, after a label where one is given; `legend`
-    explains colours and signs; `tokens` shows a sample's tokens, at most `max_tokens` of them.
-    """
-
-    def heading(self, text: str) -> None: ...
-
-    def title(self, text: str) -> None: ...
-
-    def line(self, text: str, label: str = "") -> None: ...
-
-    def tokens(self, sample: PreviewSample, max_tokens: int | None) -> None: ...
-
-    def legend(self, reasons: Iterable[Reason]) -> None: ...
-
-
-def preview_writer(stream: TextIO) -> PreviewWriter:
+def preview_writer(stream: TextIO) -> PlainWriter:
     """A writer with colours on a terminal that has them, unless NO_COLOR is set; else one of plain lines."""
     # Here, not above: plain lines are written without it.
     from rich.console import Console
 
     console = Console(file=stream, highlight=False, soft_wrap=True)
     if console.color_system is not None and not console.no_color:
-        return ColouredWriter(console)
+        return ColouredWriter(stream, console)
     return PlainWriter(stream)
 
 
-def write_rows(out: PreviewWriter, rows: Sequence[PreviewRow], data: Data, max_tokens: int | None) -> None:
+def write_rows(out: PlainWriter, rows: Sequence[PreviewRow], data: Data, max_tokens: int | None) -> None:
     """Writes rows token by token.
 
     Args:
@@ -85,7 +67,7 @@ def write_rows(out: PreviewWriter, rows: Sequence[PreviewRow], data: Data, max_t
             out.line(f"… {content.quantity(more, 'sample')} of this row not shown (--tokens 0 shows all)")
 
 
-def write_summary(out: PreviewWriter, overview: DatasetSummary, recipe: Recipe) -> None:
+def write_summary(out: PlainWriter, overview: DatasetSummary, recipe: Recipe) -> None:
     """Writes the first packed sequences, and the counts over everything."""
     if (packed := overview.train.packed) is not None:
         out.heading(content.describe_packs(packed, recipe.data))
@@ -103,7 +85,7 @@ def write_summary(out: PreviewWriter, overview: DatasetSummary, recipe: Recipe) 
         out.line(warning, "note")
 
 
-def _write_counts(out: PreviewWriter, entry: content.CountLine) -> None:
+def _write_counts(out: PlainWriter, entry: content.CountLine) -> None:
     """A line of the counts, its examples and its histogram as bars."""
     if entry.value:
         out.line(entry.value, entry.label)
@@ -139,82 +121,80 @@ def bar(pack: Pack, capacity: int) -> str:
 
 
 class PlainWriter:
-    """Lines that can be read, searched and compared without colours: a line for each run of tokens of one reason."""
+    """Writes the parts of a preview as lines that can be read, searched and compared without colours."""
+
+    section_mark = "== "  # in front of a section's heading
+    borders = f"{BORDER} between tokens"  # how tokens are told apart, for the legend
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def heading(self, text: str) -> None:
-        self._write(f"\n== {text}")
+        """Begins a section."""
+        self._write((f"\n{self.section_mark}{text}", "bold"))
 
     def title(self, text: str) -> None:
-        self._write(f"\n{text}")
+        """Begins a row."""
+        self._write(("\n", ""), (text, "bold underline"))
 
     def line(self, text: str, label: str = "") -> None:
-        self._write(f"  {label:<15}{text}" if label else f"  {text}")
+        """Writes a line of text, after a label where one is given."""
+        self._write((f"  {label:<15}" if label else "  ", "cyan"), (text, ""))
 
     def legend(self, reasons: Iterable[Reason]) -> None:
-        self._write(f"  label mask: {content.TRAINED_LEGEND}; {content.CONTEXT_LEGEND}")
+        """Explains colours and signs."""
+        self._write(("  label mask: ", ""), (content.TRAINED_LEGEND, "reverse"), (f"; {content.CONTEXT_LEGEND}", ""))
         for reason in reasons:
-            self._write(f"  {f'[{reason.label}]':<13} {content.REASON_DESCRIPTIONS[reason]}")
+            self._write(
+                (f"  {self._reason_mark(reason)}", COLOURS[reason]), (f" {content.REASON_DESCRIPTIONS[reason]}", "")
+            )
         signs = ", ".join(f"{sign} {meaning}" for sign, meaning in content.VISIBLE_SIGNS.items())
-        self._write(f"  {BORDER} between tokens, {signs}, ‹E9› a byte or character that cannot be shown")
-        self._write(f"  {content.FIRST_TOKEN_LEGEND}")
+        self._write((f"  {self.borders}, {signs}, ‹E9› a byte or character that cannot be shown", "dim"))
+        self._write((f"  {content.FIRST_TOKEN_LEGEND}", "dim"))
 
     def tokens(self, sample: PreviewSample, max_tokens: int | None) -> None:
+        """Shows a sample's tokens, at most `max_tokens` of them: a line for each run of tokens of one reason."""
         runs = list(content.token_runs(sample, max_tokens))
         width = max(len(run.state) for run in runs)
         for run in runs:
             if run.omitted:
-                self._write(f"    … {content.quantity(run.omitted, 'token')} not shown (--tokens 0 shows all)")
+                self._write((f"    {describe_omitted(run)}", ""))
             if run.branch:
-                self._write(f"   {run.branch}")
-            start = f"    {run.state:<{width}}  {f'[{run.reason.label}]':<13} "
+                self._write((f"   {run.branch}", ""))
+            start = f"    {run.state:<{width}}  {self._reason_mark(run.reason)} "
             line: list[str] = []
             for text in sample.texts[run.start : run.stop]:
                 line.append(content.visible_text(text).replace(BORDER, f"\\{BORDER}"))
                 if "\n" in text:
-                    self._write(start + BORDER.join(line))
+                    self._write((start + BORDER.join(line), ""))
                     line = []
             if line:
-                self._write(start + BORDER.join(line))
+                self._write((start + BORDER.join(line), ""))
 
-    def _write(self, line: str) -> None:
-        self._stream.write(f"{printable(line)}\n")
+    def _reason_mark(self, reason: Reason) -> str:
+        return f"{f'[{reason.label}]':<13}"
+
+    def _write(self, *parts: tuple[str, str]) -> None:
+        """Writes a line of (text, style in colours) parts."""
+        self._stream.write(f"{''.join(printable(text) for text, _ in parts)}\n")
 
 
-class ColouredWriter:
+class ColouredWriter(PlainWriter):
     """Text as it reads, in the colours of the reasons: filled where it is trained, every second token underlined."""
 
-    def __init__(self, console: Console) -> None:
+    section_mark = ""
+    borders = "every second token is underlined"
+
+    def __init__(self, stream: TextIO, console: Console) -> None:
+        super().__init__(stream)
         self._console = console
 
-    def heading(self, text: str) -> None:
-        self._write((f"\n{text}", "bold"))
-
-    def title(self, text: str) -> None:
-        self._write(("\n", ""), (text, "bold underline"))
-
-    def line(self, text: str, label: str = "") -> None:
-        self._write((f"  {label:<15}" if label else "  ", "cyan"), (text, ""))
-
-    def legend(self, reasons: Iterable[Reason]) -> None:
-        self._write(("  label mask: ", ""), (content.TRAINED_LEGEND, "reverse"), (f"; {content.CONTEXT_LEGEND}", ""))
-        for reason in reasons:
-            self._write((f"  {reason.label:<11}", COLOURS[reason]), (f" {content.REASON_DESCRIPTIONS[reason]}", ""))
-        signs = ", ".join(f"{sign} {meaning}" for sign, meaning in content.VISIBLE_SIGNS.items())
-        self._write(
-            (f"  every second token is underlined, {signs}, ‹E9› a byte or character that cannot be shown", "dim")
-        )
-        self._write((f"  {content.FIRST_TOKEN_LEGEND}", "dim"))
-
     def tokens(self, sample: PreviewSample, max_tokens: int | None) -> None:
+        """Shows a sample's tokens as text, at most `max_tokens` of them."""
         parts: list[tuple[str, str]] = []
         for run in content.token_runs(sample, max_tokens):
             if run.omitted:
-                parts.append(
-                    (f"\n… {content.quantity(run.omitted, 'token')} not shown (--tokens 0 shows all)\n", "dim")
-                )
+                parts.append((f"\n{describe_omitted(run)}\n", "dim"))
             if run.branch:
                 parts.append((f"{chr(10) if run.start else ''}{run.branch}\n", "bold"))
             if run.weight not in (0, 1):
@@ -227,7 +207,15 @@ class ColouredWriter:
                     parts.append(("\n", ""))  # without the style, which would fill the rest of the line
         self._write(*parts)
 
+    def _reason_mark(self, reason: Reason) -> str:
+        return f"{reason.label:<11}"
+
     def _write(self, *parts: tuple[str, str]) -> None:
         from rich.text import Text
 
         self._console.print(Text.assemble(*((printable(text), style) for text, style in parts)))
+
+
+def describe_omitted(run: content.TokenRun) -> str:
+    """Formats the tokens before a run that are left out: `… 40 tokens not shown (--tokens 0 shows all)`."""
+    return f"… {content.quantity(run.omitted, 'token')} not shown (--tokens 0 shows all)"

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from danlu.core.errors import DataError
-from danlu.core.shard_box import BoxValue
 from danlu.data.images import Image, ImageSampler, read_images
 from danlu.models import lenet
-from danlu.models.layer_spec import LayerSpec
-from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.layout import Layout
-from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.stages.classifier import ClassifierBuilder, ClassifierExporter, PlacedClassifier
-from danlu.stages.table import STAGES
-from danlu.training.run_folder import Start
-from danlu.verification.collective_traffic import data_parallel_traffic
-from danlu.verification.proxy import MicroBatches, PreparedProxy, ProxyTraining
-from danlu.verification.proxy_model import proxy_optimizer
-
-
-@dataclass(frozen=True)
-class ClassifierProxy:
-    """A `Proxy`: the classifier itself."""
-
-    has_tied_head: bool = False
-    has_norms: bool = False
-    has_files: bool = True
-    layer_kinds: Sequence[LayerSpec] = ()
-
-    def trains_experts(self, recipe: Recipe) -> bool:
-        return False
-
-    def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedClassifier:
-        start = None if resumed is None else Start(resumed, ())
-        return ClassifierBuilder(recipe, STAGES["classify"]).place_policy(ranks, device, start)
-
-    def write(self, placed: PlacedClassifier, target: Path, value: BoxValue | None, *, writes: bool) -> None:
-        ClassifierExporter(placed).write(target, value, writes=writes)
-
-    def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-        return data_parallel_traffic(training, micro_batches, gathered=torch.float32)
+from danlu.verification.proxy import PreparedProxy, Proxy
+from danlu.verification.proxy_recipe import proxy_optimizer
 
 
 def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> PreparedProxy:
@@ -64,7 +30,7 @@ def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, f
     parameters = sum(parameter.numel() for parameter in lenet.LeNet5().parameters())
     return PreparedProxy(
         recipe=recipe.model_copy(update={"optimizer": optimizer}),
-        proxy=ClassifierProxy(),
+        proxy=Proxy(config=None),
         items=items,
         parameters=parameters,
         item_name="images",

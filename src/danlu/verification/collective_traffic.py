@@ -4,9 +4,8 @@ predict."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from danlu.adapters.adapter import Adapter
 from danlu.adapters.lora import LowRank
 from danlu.adapters.mora import Mora
 from danlu.adapters.slot import Slot
-from danlu.core.types import Item
 from danlu.data.batch import pad_to_bucket
 from danlu.memory.recompute import Plan
 from danlu.models.decoder import Decoder, Layer
@@ -26,7 +24,6 @@ from danlu.models.modules import Linear
 from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.expert import Exchange, expert_names, mixtures_of
 from danlu.parallel.tensor import LINEAR_AXES
-from danlu.parallel.traffic_counter import TrafficCounter
 from danlu.planning.traffic import (
     RowExchange,
     TensorStep,
@@ -44,34 +41,6 @@ from danlu.training.learner import StepItems
 from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 
-@dataclass(frozen=True)
-class StepTraffic:
-    """The traffic of one process in a step: one entry for each collective, group and purpose."""
-
-    counted: list[CollectiveTraffic]
-    predicted: list[CollectiveTraffic]
-
-
-def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> StepTraffic:
-    """Counts one step, like all others of a run.
-
-    Only forward and backward passes and the sums of gradients: the numbers computed may be meaningless (under
-    `fake_process_group`), so nothing is clipped or updated.
-    """
-    with TrafficCounter(training.ranks.layout) as traffic:
-        _forward_and_backward(training, items)
-    predicted = training.proxy.expected_traffic(training, list(_micro_batches(training, items)))
-    return StepTraffic(traffic.counted(), predicted)
-
-
-def _forward_and_backward(training: ProxyTraining, items: Sequence[Item]) -> None:
-    learner = training.learner
-    step_items = StepItems(items, learner.micro_batches(items), learner.totals(items), step=1)
-    Executor(learner, step_items).run(learner.parallel.actions(len(step_items.micro_batches)))
-    for _, parameter in training.placed.parameters():
-        parameter.grad = None
-
-
 def _forward(training: ProxyTraining, micro_batches: MicroBatches) -> None:
     """The forward passes of micro-batches, as an evaluation makes them."""
     learner = training.learner
@@ -81,12 +50,6 @@ def _forward(training: ProxyTraining, micro_batches: MicroBatches) -> None:
     step_items = StepItems(items, own, learner.totals(items))
     for actions, _ in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
         Executor(learner, step_items).run(actions)
-
-
-def _micro_batches(training: ProxyTraining, items: Sequence[Item]) -> Iterator[list[tuple[int, Any]]]:
-    """This process's micro-batches of a step; the last ones are empty where other ranks have more items."""
-    for numbers in training.learner.micro_batches(items):
-        yield [(number, items[number]) for number in numbers]
 
 
 def data_parallel_traffic(

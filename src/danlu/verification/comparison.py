@@ -20,8 +20,8 @@ from danlu.core.shard_box import ShardBox
 from danlu.numerics.relative_error import relative_error, worst_error
 from danlu.recipe.sections import Optimizer
 from danlu.report.verification import EXACT, Check, Module
-from danlu.verification.proxy_model import EPS
-from danlu.verification.trace import AverageTrace, LocalShards, SpoiledStep, StepTrace, Trace, assemble
+from danlu.verification.proxy_recipe import EPS
+from danlu.verification.trace import AverageTrace, LocalShards, SpoiledStep, StepTrace, assemble
 from danlu.verification.workers import Traces
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
@@ -139,8 +139,7 @@ def _compared(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
     by_rank, reference, perturbed = traces.by_rank, traces.reference, traces.perturbed
     metrics = _Metrics(rounding)
     initial = assemble([reference.initial_weights])[0]
-    for name, value in initial.items():
-        yield _tensor("first weights", "first weights", name, [trace.initial_weights for trace in by_rank], value, 0.0)
+    yield from _tensors("first weights", "first weights", [trace.initial_weights for trace in by_rank], initial)
     previous = initial
     for number, (step, perturbed_step) in enumerate(zip(reference.steps, perturbed.steps, strict=True), 1):
         if number > len(by_rank[0].steps):  # the layout met numbers that are not finite here
@@ -160,7 +159,8 @@ def _compared(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
         yield from metrics.compared("evaluation", own, reference.evaluation_metrics, perturbed.evaluation_metrics)
     if not by_rank[0].hit_non_finite:
         averages = [trace.average for trace in by_rank]
-        yield from _averages("average of the last step", averages, reference.average, perturbed.average, rounding)
+        label, kind = "average of the last step", "moving average"
+        yield from _averages(label, kind, averages, [reference.average], perturbed.average, rounding)
         counters = [trace.counters for trace in by_rank]
         yield from _counters("after the last step", "counters", counters, reference.counters)
     for doing in ("saving", "exporting"):
@@ -251,22 +251,25 @@ def _metric_error(value: float, reference: float) -> float:
 
 def _averages(
     label: str,
+    kind: str,
     by_rank: Sequence[AverageTrace | None],
-    reference: AverageTrace | None,
+    reference: Sequence[AverageTrace | None],
     perturbed: AverageTrace | None,
     rounding: _Rounding,
 ) -> Iterator[ComparedTensor]:
-    """Compares the moving average of the layout with one process's."""
-    if reference is None or perturbed is None:
+    """Compares the moving average of the weights, where there is one.
+
+    reference: of the processes that have all of it together. perturbed: as the run has it that differs by rounding;
+    None: the average is compared exactly.
+    """
+    own, expected = ([average for average in averages if average is not None] for averages in (by_rank, reference))
+    if not expected:
         return
-    own = [average for average in by_rank if average is not None]
     updates = [float(average.updates) for average in own] or [math.nan]
-    yield _number(f"updates of the {label}", "moving average", updates, float(reference.updates), 0.0)
-    values = assemble([reference.weights])[0]
-    allowed = rounding.weights(assemble([perturbed.weights])[0], values)
-    shards = [average.weights for average in own]
-    for name, value in values.items():
-        yield _tensor(label, "moving average", name, shards, value, allowed[name])
+    yield _number(f"updates of the {label}", kind, updates, float(expected[0].updates), 0.0)
+    values = assemble([average.weights for average in expected])[0]
+    allowed = {} if perturbed is None else rounding.weights(assemble([perturbed.weights])[0], values)
+    yield from _tensors(label, kind, [average.weights for average in own], values, allowed)
 
 
 def _counters(
@@ -307,18 +310,16 @@ def _step(
         yield _counts(f"expert counts of {label}", name, [step.expert_counts[name] for step in by_rank], counts)
     gradients = assemble([reference.gradients])[0]
     allowed = rounding.gradients(assemble([perturbed.gradients])[0], gradients, is_first_step=label == "step 1")
-    shards = [step.gradients for step in by_rank]
-    for name, value in gradients.items():
-        yield _tensor(f"gradients of {label}", "gradients", name, shards, value, allowed[name])
+    yield from _tensors(f"gradients of {label}", "gradients", [step.gradients for step in by_rank], gradients, allowed)
     norm = max([rounding.number(perturbed.grad_norm, reference.grad_norm), *allowed.values()])
     norms, clipped = [step.grad_norm for step in by_rank], [step.clipped_norm for step in by_rank]
     yield _number(f"norm of {label}", "gradient norm", norms, reference.grad_norm, norm)
     yield _number(f"clipped norm of {label}", "clipped norm", clipped, reference.clipped_norm, norm)
     weights = assemble([reference.weights])[0]
     allowed = rounding.weights(assemble([perturbed.weights])[0], weights)
-    shards = [step.weights for step in by_rank]
-    for name, value in weights.items():
-        yield _tensor(f"weights of {label}", "weights", name, shards, value, allowed[name], previous.get(name))
+    yield from _tensors(
+        f"weights of {label}", "weights", [step.weights for step in by_rank], weights, allowed, previous
+    )
 
 
 def _resumed(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
@@ -345,41 +346,21 @@ def _resumed(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
         if any(trace.problems.get("loading") for trace in traced):
             yield _number(f"loading {label}", "loading", [math.nan] * len(traced), 0.0, 0.0)
             return
-        for name, value in saved.items():
-            yield _tensor(f"weights of {label}", "saved weights, loaded", name, loaded, value, 0.0)
-        yield from _loaded_average(f"average of {label}", traced, [trace.average for trace in saved_by])
+        yield from _tensors(f"weights of {label}", "saved weights, loaded", loaded, saved)
+        averages = [trace.loaded_average for trace in traced]
+        was = [trace.average for trace in saved_by]
+        yield from _averages(f"average of {label}", "saved average, loaded", averages, was, None, rounding)
         counters = [trace.loaded_counters for trace in traced]
         yield from _counters(f"of {label}", "saved counters, loaded", counters, reference.counters)
         kind = "a step after resuming"
         if not stepped:
             yield _number(f"a step of {label}", kind, [math.nan], reference.next_step.loss, 0.0)
             return
-        for name, value in after.items():
-            yield _tensor(f"a step of {label}", kind, name, stepped, value, allowed[name], saved[name])
-        averages = [trace.resumed_average for trace in traced]
-        yield from _averages(
-            f"average after a step of {label}",
-            averages,
-            reference.next_average,
-            traces.perturbed.next_average,
-            rounding,
-        )
+        yield from _tensors(f"a step of {label}", kind, stepped, after, allowed, saved)
+        label, averages = f"average after a step of {label}", [trace.resumed_average for trace in traced]
+        next_average, by_rounding = [reference.next_average], traces.perturbed.next_average
+        yield from _averages(label, "moving average", averages, next_average, by_rounding, rounding)
     yield from _exported(traces)
-
-
-def _loaded_average(
-    label: str, traced: Sequence[Trace], saved: Sequence[AverageTrace | None]
-) -> Iterator[ComparedTensor]:
-    """The moving average as a checkpoint brought it back, which is the one that was saved."""
-    was = [average for average in saved if average is not None]
-    if not was:
-        return
-    now = [trace.loaded_average for trace in traced if trace.loaded_average is not None]
-    updates = [float(average.updates) for average in now] or [math.nan]
-    yield _number(f"updates of the {label}", "saved average, loaded", updates, float(was[0].updates), 0.0)
-    shards = [average.weights for average in now]
-    for name, value in assemble([average.weights for average in was])[0].items():
-        yield _tensor(label, "saved average, loaded", name, shards, value, 0.0)
 
 
 def _exported(traces: Traces) -> Iterator[ComparedTensor]:
@@ -395,6 +376,21 @@ def _exported(traces: Traces) -> Iterator[ComparedTensor]:
             yield ComparedTensor(stage, kind, name, math.inf, EXACT, torch.zeros_like(there), there)
         else:
             yield _tensor(stage, kind, name, [{name: (ShardBox.full(value.shape), written)}], value, 0.0)
+
+
+def _tensors(
+    stage: str,
+    kind: str,
+    shards_by_rank: Sequence[LocalShards],
+    reference: Mapping[str, Tensor],
+    allowed: Mapping[str, float] | None = None,
+    previous: Mapping[str, Tensor] | None = None,
+) -> Iterator[ComparedTensor]:
+    """Compares each tensor of the reference; exactly, unless errors are allowed."""
+    for name, value in reference.items():
+        own_allowed = allowed[name] if allowed else 0.0
+        before = None if previous is None else previous.get(name)
+        yield _tensor(stage, kind, name, shards_by_rank, value, own_allowed, before)
 
 
 def _tensor(

@@ -19,7 +19,6 @@ from danlu.data.prepare import DatasetSpec, prepare
 from danlu.data.samples import Samples
 from danlu.recipe import Recipe
 from danlu.recipe.rules import is_local
-from danlu.recipe.sections.base import RowType
 from danlu.stages.reader import dataset_spec
 from danlu.stages.tree_reader import Trees
 from danlu.verification.synthetic_rollouts import synthetic_rollouts
@@ -67,9 +66,17 @@ def proxy_data(recipe: Recipe, count: int) -> ProxyData:
             return _own_data(recipe, count)
         except DanluError as error:
             reason = f"the recipe's cannot be used ({str(error).splitlines()[0]})"
-    packs = (
-        synthetic_packs(recipe, count) if recipe.row_type is None else _synthetic_rows(recipe, recipe.row_type, count)
-    )
+    if recipe.row_type is None:
+        packs = synthetic_packs(recipe, count)
+    else:
+        packs = synthetic_trees(
+            recipe.row_type,
+            count,
+            max_length=recipe.data.max_length,
+            vocab_size=SYNTHETIC_VOCAB_SIZE,
+            seed=recipe.seed,
+            mismatched=recipe.needs_mismatched,
+        )
     return ProxyData(packs, None, f"synthetic data, for {reason}")
 
 
@@ -96,22 +103,6 @@ def packed_rows(recipe: Recipe, spec: DatasetSpec, samples: Samples) -> PackedDa
         return spec.packed(samples)
     longest_shared = longest_shared_path(recipe.data, recipe.model, recipe.adapter)
     return Trees(spec.packed(spec.samples(samples)), longest_shared)
-
-
-def needs_mismatched(recipe: Recipe) -> bool:
-    """Whether each row has a branch more: another answer to its prompt."""
-    return any(term.needs_mismatched for term in recipe.answer_terms)
-
-
-def _synthetic_rows(recipe: Recipe, row_type: RowType, count: int) -> list[Pack]:
-    return synthetic_trees(
-        row_type,
-        count,
-        max_length=recipe.data.max_length,
-        vocab_size=SYNTHETIC_VOCAB_SIZE,
-        seed=recipe.seed,
-        mismatched=needs_mismatched(recipe),
-    )
 
 
 def fold_tokens(packs: list[Pack], vocab_size: int) -> list[Pack]:

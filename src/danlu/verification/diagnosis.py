@@ -30,7 +30,6 @@ from danlu.recipe.sections import AdapterOff, PreferenceTerm
 from danlu.report.verification import Finding
 from danlu.verification.causes import CAUSES, NOT_REPLAYED, OTHER_VERSION, WHERE_CUT
 from danlu.verification.comparison import ComparedTensor, Comparison
-from danlu.verification.proxy import norms_all_heads
 from danlu.verification.role_proxies import has_frozen_models
 from danlu.verification.routes import is_of_experts, is_of_router
 from danlu.verification.trace import ItemGradient, LocalShards, assemble
@@ -181,7 +180,7 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
         if case.has_routes:
             causes.append(NOT_REPLAYED)
         if case.layout.tensor > 1:
-            if norms_all_heads(case.task.proxy):
+            if case.task.proxy.norms_all_heads:
                 causes.append("norms over all queries and keys that have the mean square of one rank's heads")
             causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
         if case.layout.context > 1:

@@ -1,34 +1,45 @@
-"""The interface of a verification to the kind of model that a recipe trains. All else is the same for all kinds.
+"""The small model of a verification as all of its processes have it, and its training on the processes of a layout.
 
-`decoder_proxy.py` answers for decoders on packs of tokens, `classifier_proxy.py` for classifiers of images.
+`decoder_proxy.py` prepares decoders and packs of tokens, `classifier_proxy.py` classifiers and images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from danlu.adapters.peft_folder import write_adapter
 from danlu.assembly.optimizer import optimizer_of
+from danlu.assembly.parallelize import place, subject_of
+from danlu.assembly.parameters import TRAINED
 from danlu.core.shard_box import BoxValue
-from danlu.core.types import Item
-from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.core.types import Item, Pack
+from danlu.data.batch import EMPTY_PACK
+from danlu.models.config import ModelConfig
+from danlu.models.layer_spec import LayerSpec
+from danlu.models.rope_config import Rope
+from danlu.models.saving import save
 from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.ema import Ema
-from danlu.parallel.collective_traffic import CollectiveTraffic
 from danlu.parallel.comm import ALONE, new_group
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Schedule
+from danlu.recipe.sections import Model, Schedule
 from danlu.recipe.sections import Watch as WatchSection
+from danlu.stages.builder import placed_decoder
+from danlu.stages.classifier import ClassifierBuilder, ClassifierExporter, PlacedClassifier
+from danlu.stages.placed import PlacedDecoder
 from danlu.stages.protocols import PlacedModel
 from danlu.stages.table import STAGES
+from danlu.training.checkpoints.loading import read_group
 from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.data_loader import DataLoader
 from danlu.training.executor import AnyLearner
+from danlu.training.run_folder import Start
 from danlu.training.signals import StopRequest
 from danlu.training.state import Cadence, Run
 from danlu.training.watch import Watch
@@ -40,51 +51,87 @@ _FP16_SCALE = 1024.0  # at first; small enough that none of the few steps overfl
 _CONSTANT = Schedule(kind="constant", warmup=0)  # a warm-up would make the first steps too small to see
 
 
-class Proxy(Protocol):
+@dataclass(frozen=True)
+class Proxy:
     """Facts of the shrunken model that all processes of a verification know, in addition to the recipe; pickled to each
     of them."""
 
-    @property
-    def has_tied_head(self) -> bool: ...  # its head is its embedding
+    config: ModelConfig | None  # of a decoder; None: a classifier of images
+    vocab_size: int | None = None
+    """Texts that adapters start from are encoded as bytes modulo this; None: by the recipe's tokenizer."""
+    has_files: bool = True  # a config.json can say its model, so that a result can be written
+    empty: Pack = EMPTY_PACK  # an item without targets, with the columns and facts of the others
+    staged_ropes: Mapping[int, tuple[Rope, ...]] = field(default_factory=dict)  # as of `Decoder`
 
     @property
-    def has_norms(self) -> bool: ...  # it has parameters of one dimension that tensor parallelism does not cut
+    def layer_kinds(self) -> Sequence[LayerSpec]:
+        """The layers of a decoder that differ from each other."""
+        return () if self.config is None else self.config.kinds
 
     @property
-    def has_files(self) -> bool: ...  # a config.json can say its model, so that a result can be written
+    def has_tied_head(self) -> bool:
+        """Whether its head is its embedding."""
+        return self.config is not None and self.config.tie_word_embeddings
 
     @property
-    def layer_kinds(self) -> Sequence[LayerSpec]: ...  # the layers that differ from each other; none of no decoder
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return self.config is not None and self.config.has_experts
 
-    def trains_experts(self, recipe: Recipe) -> bool:
-        """Whether experts have trained parameters: their own, or those of an adapter that sits on them."""
-        ...
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether any layer norms all of its queries, and all of its keys, together."""
+        return any(getattr(kind.mixer, "qk_norm", None) == "full" for kind in self.layer_kinds)
 
     def place(self, recipe: Recipe, ranks: Ranks, device: torch.device, resumed: Path | None) -> PlacedModel:
         """The model on the processes of a layout; resumed: a checkpoint that will be loaded into it."""
-        ...
+        stage = STAGES[recipe.stage]
+        if self.config is None:
+            start = None if resumed is None else Start(resumed, ())
+            return ClassifierBuilder(recipe, stage).place_policy(ranks, device, start)
+        subject = subject_of(
+            recipe,
+            self.config,
+            device,
+            saved=None if resumed is None or recipe.adapter is None else read_group(resumed, "model"),
+            resumed=resumed is not None,
+            encode=lambda text: self._encoded(text, recipe.model),
+            ranks=ranks,
+        )
+        placed = place(subject, recipe, ranks, device, resumed=resumed is not None)
+        placed.subject.model.staged_ropes = self.staged_ropes
+        decoder = placed_decoder(recipe, stage, placed, self.config, device, resumed=resumed is not None)
+        return replace(decoder, empty=self.empty)
 
-    def write(self, placed: Any, target: Path, value: BoxValue | None, *, writes: bool) -> None:
+    def write(self, placed: PlacedModel, target: Path, value: BoxValue | None, *, writes: bool) -> None:
         """Writes the weights of the model that `place` has placed as a run ends with them, without a tokenizer.
 
         value, writes: as `Exporter.write` has them.
         """
-        ...
+        if isinstance(placed, PlacedClassifier):
+            ClassifierExporter(placed).write(target, value, writes=writes)
+            return
+        assert isinstance(placed, PlacedDecoder), "the other kind of model"
+        adapters = placed.placed.subject.adapters
+        if adapters is None:
+            save(placed.model, target, value=value, writes=writes)
+            return
+        if writes:
+            target.mkdir(parents=True, exist_ok=True)
+        write_adapter(adapters, TRAINED, target, base="base", base_fingerprint=None, value=value, writes=writes)
 
-    def expected_traffic(self, training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
-        """Predicts the traffic of this process in a step of these micro-batches, by the formulas of
-        `planning.traffic`."""
-        ...
+    def _encoded(self, text: str, model: Model) -> list[int]:
+        """Token ids of a text that prompt tuning starts from."""
+        if self.vocab_size is not None:
+            return [byte % self.vocab_size for byte in text.encode()]
+        # transformers, seconds and hundreds of MiB that only such a recipe needs.
+        from danlu.data.tokenizer import load_tokenizer
+        from danlu.inference.chat_tokenizer import ChatTokenizer
 
-
-def has_experts(proxy: Proxy) -> bool:
-    """Whether any layer has experts."""
-    return any(isinstance(kind.feed, Experts) for kind in proxy.layer_kinds)
-
-
-def norms_all_heads(proxy: Proxy) -> bool:
-    """Whether any layer norms all of its queries, and all of its keys, together."""
-    return any(getattr(kind.mixer, "qk_norm", None) == "full" for kind in proxy.layer_kinds)
+        named = model.tokenizer or model.path
+        return ChatTokenizer(load_tokenizer(str(named), model.chat_template, model.chat_template_date)).encode_prompt(
+            text
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from danlu.adapters.adapter_config import AdapterFolder, adapter_stack, open_adapter, resolve_adapter
 from danlu.adapters.peft_folder import section_of, write_adapter
-from danlu.adapters.targets import by_pattern, choose, select, unmatched
+from danlu.adapters.targets import by_pattern, select, unmatched
 from danlu.assembly.base_model import Base, find_base
 from danlu.assembly.frozen_base import adapter_sites, adapters_of
 from danlu.core.errors import RecipeError
@@ -19,7 +19,7 @@ from danlu.core.layer_types import Site
 from danlu.models.config import ModelConfig
 from danlu.models.initialize import named_generator
 from danlu.models.loading import load, meta_decoder
-from danlu.recipe import Recipe, sections
+from danlu.recipe import sections
 
 RANK = 4  # of low-rank adapters
 WIDTH = 8  # of bottlenecks and projections
@@ -85,18 +85,6 @@ def proxy_adapter_folders(
             written[adapter.path.resolve()] = target
             kinds.append(section.kind)
     return [str(written[resolve_adapter(path).resolve()]) for path in paths], " and ".join(kinds)
-
-
-def adapted_sites(recipe: Recipe, config: ModelConfig) -> list[Site]:
-    """The sites of a model of this config that the adapter which a recipe trains sits on.
-
-    Raises ModelError and RecipeError for an adapter that does not fit the model.
-    """
-    adapters = adapters_of(meta_decoder(config))
-    section: Any = recipe.adapter
-    if isinstance(section, sections.Continue):
-        section = section_of(adapters, open_adapter(resolve_adapter(recipe.model.adapters[-1])))
-    return choose(adapters.sites, section, check_ranks=False)
 
 
 def _named(folder: AdapterFolder) -> str:

@@ -1,7 +1,7 @@
-"""A recipe with a shrunken model: small in every size, the same in everything that decides how a layout shards it.
+"""The config of a shrunken model: small in every size, the same in everything that decides how a layout shards it.
 
-It keeps the family with its norms, biases, ties, windows and caps, whether and how often each size divides by the
-layout's degrees, the kind of adapter, packing, objective and optimizer. The result runs in seconds on a laptop.
+It keeps the family with its norms, biases, ties, windows and caps, and whether and how often each size divides by the
+layout's degrees. The result runs in seconds on a laptop.
 """
 
 from __future__ import annotations
@@ -9,44 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from danlu.assembly.frozen_base import stored_quantization
 from danlu.core.types import Pack
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import CONFIG
 from danlu.models.layer_spec import Dense, Feed, LayerSpec, Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling, Rope
 from danlu.parallel.layout import Layout
-from danlu.planning.activation_memory import ActivationPlan, activation_bytes
-from danlu.planning.pipeline_split import num_chunks
-from danlu.planning.precision import DTYPES
-from danlu.recipe import Recipe, sections
-from danlu.verification.proxy_adapters import RANK, proxy_adapter_folders, proxy_section
-from danlu.verification.role_proxies import BLOCK, proxy_reference, small_blocks, write_model
-from danlu.verification.value_proxies import proxy_value
 
 MAX_LENGTH = 128  # tokens of a pack
 WINDOW = 24  # tokens, of sliding attention
 VOCAB_SIZE = 256
+BLOCK = 32  # numbers, of quantized weights: the smallest block in 4 bits
 EXPERTS, TOP_K, GROUPS = 8, 2, 4
 LENGTH_OF_ROUTES = 48
 """Tokens of a pack of a model with experts: with fewer tokens more seeds have no two experts of almost one score."""
 CANDIDATES = 6
 """Times as many items of a model with experts, from which those are chosen that rounding routes alike."""
-EPS = 1e-4
-"""Adam's eps, where the step is gradient / (size + eps): with the usual 1e-8, a gradient that is zero but for rounding
-moves its weight by a whole learning rate, this way in one layout and that way in another. Clipped ones are about 5e-4.
-"""
-CLIPPING = 0.1
-"""The limit of the global norm: that of a small model is 0.2 to 3, which the usual 1.0 would often leave alone."""
-LEAST_RATE = 2e-4  # learning rate: with less, as of most stages, a wrong weight decay is no larger than rounding
-_STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
 _FIRST_STAGE = 2**20  # key of the first stage of lengths
-_BUDGET_SHARE = 0.7
-"""The budget's share of the estimated activations of a micro-batch: with 0.6 of them a small Gemma 2 has no plan, with
-all of them a small Llama recomputes nothing."""
 
 
 def proxy_config(
@@ -285,107 +265,3 @@ def _sample_layers(layers: tuple[LayerSpec, ...], count: int) -> tuple[LayerSpec
     if len(set(first)) == len(set(layers)):
         return first
     return tuple(layers[place * (len(layers) - 1) // max(1, count - 1)] for place in range(count))
-
-
-def proxy_recipe(
-    recipe: Recipe, config: ModelConfig, layout: Layout, folder: Path, length: int
-) -> tuple[Recipe, ModelConfig, list[str]]:
-    """Returns the recipe with a small model; where it starts from folders, of a model or adapters, small ones are
-    written.
-
-    Args:
-        config: of the large model.
-        folder: where those are written.
-        length: as `trained_length`.
-
-    Returns (the recipe, the config of its model, notes of differences from the recipe apart from sizes).
-    Raises ModelError for weights that are stored in a way that danlu does not read.
-    """
-    optimizer, notes = proxy_optimizer(recipe.optimizer)
-    section, stored = recipe.quantization, None
-    if recipe.model.path is not None:
-        stored = _stored_quantization(recipe.model.path)
-        if stored is not None:
-            section = stored
-            notes.append(f"the base is stored in {stored.kind}: a small one is packed when it is loaded")
-    deep = recipe.memory.recompute.kind in ("every", "planned")
-    pipeline = recipe.parallel.pipeline
-    if isinstance(pipeline.split, list):
-        pipeline = pipeline.model_copy(update={"split": "even"})
-        notes.append("parallel.pipeline.split: even, for the small model has few layers")
-    chunks = num_chunks(pipeline)
-    small = proxy_config(
-        config,
-        layout,
-        quantized=section is not None,
-        deep=deep,
-        least_layers=max(2, chunks),
-        trained_length=length,
-    )
-    if any(rope.follows_length or rope.temperature is not None for rope in small.ropes):
-        notes.append(f"rotations by length as of a model that was trained at {length} tokens")
-    changes: dict[str, object] = {
-        "parallel": recipe.parallel.model_copy(update={"pipeline": pipeline}),
-        "adapter": None if recipe.adapter is None else proxy_section(recipe.adapter, config, small),
-        "quantization": small_blocks(section),
-        "optimizer": optimizer,
-        "memory": _small_budget(recipe, small, layout),
-        "data": recipe.data.model_copy(update={"max_length": min(recipe.data.max_length, MAX_LENGTH)}),
-    }
-    if recipe.model.path is not None or recipe.stage in _STAGES_THAT_READ_THE_POLICY:
-        write_model(small, folder / "model", recipe.seed)
-        start: dict[str, object] = {"path": str(folder / "model"), "preset": None, "config": None}
-        if recipe.model.adapters:
-            start["adapters"], kinds = proxy_adapter_folders(
-                recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed
-            )
-            notes.append(f"adapters of the same kinds as in model.adapters, with numbers of their own: {kinds}")
-        changes["model"] = recipe.model.model_copy(update=start)
-    reference, reference_notes = proxy_reference(recipe, small, folder)
-    value, value_notes = proxy_value(recipe, config, small, folder)
-    changes |= {**reference, **value}
-    notes += [*reference_notes, *value_notes]
-    return recipe.model_copy(update=changes), small, notes
-
-
-def _stored_quantization(path: str) -> sections.QuantizationSection | None:
-    """The section that would quantize a base as it is stored; None for plain weights. Raises ModelError."""
-    folder = Path(path).expanduser()
-    return stored_quantization(folder) if (folder / CONFIG).is_file() else None
-
-
-def _small_budget(recipe: Recipe, small: ModelConfig, layout: Layout) -> sections.Memory:
-    """Sets a memory budget for planned recompute with which some activations are recomputed and some kept."""
-    memory, micro, cut = recipe.memory, recipe.batch.micro, layout.tensor
-    if memory.recompute.kind != "planned":
-        return memory
-    assert isinstance(micro, int), "the recipe's rules ask for it"
-    local_width = small.hidden_size // (cut if recipe.parallel.sequence else 1)
-    lengths, element_bytes = [min(recipe.data.max_length, MAX_LENGTH)] * micro, DTYPES[recipe.precision].itemsize
-    activations = activation_bytes(
-        replace(small, hidden_size=local_width), lengths, element_bytes, ActivationPlan(tensor=cut)
-    )
-    kept = _BUDGET_SHARE * activations.kept / 2**30
-    return memory.model_copy(update={"recompute": memory.recompute.model_copy(update={"budget": kept})})
-
-
-def proxy_optimizer(section: sections.Optimizer) -> tuple[sections.Optimizer, list[str]]:
-    """Returns a section with blocks and ranks that fit small matrices, `eps` and learning rate above the rounding of
-    gradients and weights.
-
-    Returns (the section, notes of differences from the recipe apart from sizes).
-    """
-    given = getattr(section, "eps", None)
-    match section:
-        case sections.AdamW8bit():
-            section = section.model_copy(update={"block": 32, "smallest": min(section.smallest, 256)})
-        case sections.GaLore():
-            section = section.model_copy(update={"rank": min(section.rank, RANK), "update_every": 2})
-    changes, notes = dict[str, float](), list[str]()
-    if given is not None and given < EPS:
-        changes["eps"] = EPS
-        notes.append(f"optimizer.eps {EPS:g}, so that rounding alone turns no update round")
-    if section.learning_rate < LEAST_RATE:
-        changes["learning_rate"] = LEAST_RATE
-        notes.append(f"optimizer.learning_rate {LEAST_RATE:g}, so that an update is larger than rounding")
-    return section.model_copy(update=changes), notes

@@ -1,4 +1,5 @@
-"""Models of other roles in a verification: small ones in their place, and the columns that they would fill."""
+"""Models of other roles than the policy in a verification: small ones in their place, and the columns that they would
+fill."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 
+from danlu.assembly.frozen_base import stored_quantization
+from danlu.assembly.parameters import VALUE
+from danlu.core.errors import RecipeError
 from danlu.core.types import Pack, Sample
 from danlu.data.batch import collate, pad_to_bucket
 from danlu.models.attend import attend_for
@@ -16,20 +20,30 @@ from danlu.models.config import ModelConfig
 from danlu.models.initialize import initialize, named_generator
 from danlu.models.loading import build
 from danlu.models.saving import save
+from danlu.parallel.layout import Layout, problems
 from danlu.parallel.ranks import Ranks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.reference import resolve_reference
 from danlu.recipe.sections import Cached, Fp4, Frozen, Int4, Int8, Model, Nf4, QuantizationSection
+from danlu.recipe.teachers import teachers_of
+from danlu.recipe.value import value_adapter, value_share
 from danlu.stages.columns import all_answers
+from danlu.stages.distillation import resolved_teacher
 from danlu.stages.frozen_models import place_frozen
 from danlu.stages.preference import REFERENCE
 from danlu.stages.protocols import ColumnSpec, ModelSpec, Stage
 from danlu.stages.roles import FrozenDecoder
+from danlu.verification.proxy_adapters import proxy_adapter_folders, proxy_section
+from danlu.verification.proxy_model import BLOCK, proxy_config
 
-BLOCK, GROUP = 32, 16  # of quantized weights: the smallest in 4 bits, and of integers
+GROUP = 16  # numbers, of weights that are quantized to integers
 _PERTURBATION = 0.1  # standard deviation that is put on norms and biases, which otherwise are all alike
 _MOVES_EVERY = 2  # steps at most, so that a moving reference moves in a verification
+_MOST_WARMUP = 1  # steps at most, so that the policy moves in a verification
+_LOGIT_SCALE = 10.0
+"""Random weights say nearly the same of every token: a divergence between two such models is lost in rounding."""
+_MOST_OTHER_ROWS = 16  # by which the embeddings of teacher and policy differ, where they do
 
 
 def write_model(
@@ -78,6 +92,83 @@ def proxy_reference(recipe: Recipe, config: ModelConfig, folder: Path) -> tuple[
             return {"reference": section}, ["the cached reference is another small model than the policy"]
         case section:
             return {"reference": section}, []
+
+
+def proxy_value(
+    recipe: Recipe, config: ModelConfig, small: ModelConfig, folder: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns (changes of the recipe, notes).
+
+    config, small: of the large policy and of the small one, which is in `folder`. Where the recipe names the start of
+    the value model, a small one is written there: an adapter of the same kind, or a model with the policy's sizes.
+    """
+    section, share = recipe.value, value_share(recipe)
+    if section is None or share in (None, "policy"):
+        return {}, []
+    changes: dict[str, Any] = {}
+    notes = []
+    if section.warmup > _MOST_WARMUP:
+        changes["warmup"] = _MOST_WARMUP
+        notes.append(f"the policy is held for {_MOST_WARMUP} step, not {section.warmup}")
+    if section.adapter is not None:
+        own = value_adapter(recipe)
+        changes["adapter"] = None if own is None else proxy_section(own, config, small)
+    if section.model is not None and share == "base":
+        (changes["model"],), kind = proxy_adapter_folders(
+            [section.model], config, folder / "model", folder / VALUE, seed=recipe.seed + 2
+        )
+        notes.append(f"values start from a {kind} adapter with numbers of its own")
+    elif section.model is not None:
+        write_model(small, folder / VALUE, recipe.seed + 2)
+        changes["model"] = str(folder / VALUE)
+        notes.append("values start from another small model than the policy")
+    return {"value": section.model_copy(update=changes)}, notes
+
+
+def proxy_teachers(
+    recipe: Recipe, config: ModelConfig, small: ModelConfig, layout: Layout, folder: Path, length: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns (changes of the recipe, notes): a small model in place of each teacher, with weights of its own.
+
+    It keeps the properties that `proxy_config` keeps, a width of its own, quantization and adapters, and whether the
+    embedding has more or fewer rows than the policy's.
+
+    Args:
+        config: of the large policy; `small` of the small one.
+        folder: where the models are written.
+        length: as `proxy_model.trained_length`.
+
+    Raises RecipeError for a teacher that the layout cannot shard, DanluError for one that cannot be read.
+    """
+    teachers, notes = [], []
+    for number, (role, teacher) in enumerate(teachers_of(recipe).items()):
+        seed, own = recipe.seed + 1 + number, folder / role
+        resolved = resolved_teacher(teacher)
+        large = resolved.config
+        if wrong := list(problems(recipe.parallel, large)):
+            raise RecipeError([f"{role} ({teacher.model}): {problem}" for problem in wrong])
+        quantization = teacher.quantization or stored_quantization(resolved.folder)
+        shape = proxy_config(
+            large,
+            layout,
+            quantized=quantization is not None,
+            other_width=None if large.hidden_size == config.hidden_size else small.hidden_size,
+            trained_length=length,
+        )
+        other_rows = max(-_MOST_OTHER_ROWS, min(large.vocab_size - config.vocab_size, _MOST_OTHER_ROWS))
+        shape = replace(shape, vocab_size=small.vocab_size + other_rows)
+        # Nothing reads the tokenizer, but a folder without one is no teacher.
+        write_model(shape, own, seed, logit_scale=_LOGIT_SCALE, tokenizer_from=resolved.tokenizer_folder)
+        model, adapters = str(own), ""
+        if resolved.stacks:
+            top = str(resolved.stacks[0][-1].path)
+            (model,), kinds = proxy_adapter_folders([top], large, own, folder / f"{role}-adapters", seed=seed)
+            adapters = f", with adapters of the same kinds: {kinds}"
+        notes.append(f"{role} is a small model with weights of its own{adapters}")
+        top_k = None if teacher.top_k is None else min(teacher.top_k, small.vocab_size // 4)
+        changes = {"model": model, "quantization": small_blocks(quantization), "top_k": top_k}
+        teachers.append(teacher.model_copy(update=changes))
+    return ({"teacher": teachers} if teachers else {}), notes
 
 
 def has_frozen_models(recipe: Recipe) -> bool:

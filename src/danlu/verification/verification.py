@@ -23,8 +23,8 @@ from danlu.verification import classifier_proxy, decoder_proxy
 from danlu.verification.comparison import TOLERANCES, compare, has_blockwise_state, sign_flip_distance
 from danlu.verification.diagnosis import Case, diagnose
 from danlu.verification.fault import faults_of_module
-from danlu.verification.proxy import Proxy, has_experts
-from danlu.verification.proxy_model import CLIPPING
+from danlu.verification.proxy import Proxy
+from danlu.verification.proxy_recipe import CLIPPING
 from danlu.verification.routes import LEAST_MARGIN
 from danlu.verification.workers import Task, fake_world_traffic, run_task, with_clear_routes
 
@@ -102,7 +102,7 @@ def _task_with_clear_routes(recipe: Recipe, options: Options, folder: Path) -> t
         of_seed = folder / str(seed)
         of_seed.mkdir()
         task, about = _task(recipe.model_copy(update={"seed": seed}), options, of_seed)
-        if not has_experts(task.proxy):
+        if not task.proxy.has_experts:
             return task, about
         clear = with_clear_routes(task)
         if clear is not None and clear[1] >= LEAST_MARGIN / 2:  # chosen one by one: rounding is another in a batch
@@ -163,7 +163,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
         held_out=items[-held_out:],
         micro=micro,
         device=_device(recipe, layout),
-        candidates=candidates if has_experts(prepared.proxy) else (),
+        candidates=candidates if prepared.proxy.has_experts else (),
         trace_items=per_step * prepared.parameters <= _MAX_TRACED_NUMBERS,
         measure_traffic=options.traffic,
         reshards=not has_blockwise_state(prepared.recipe.optimizer),

@@ -37,11 +37,11 @@ from danlu.recipe import Recipe
 from danlu.training.checkpoints.loading import load_checkpoint
 from danlu.training.state import Run, restore
 from danlu.verification.clear_routes import ClearItems
-from danlu.verification.collective_traffic import StepTraffic, measure_step_traffic
 from danlu.verification.exported import exported_tensors
 from danlu.verification.fault import load_fault, replaced
 from danlu.verification.pipedream import replay_turn, trace_turn
 from danlu.verification.proxy import Proxy, ProxyTraining
+from danlu.verification.step_traffic import StepTraffic, measure_step_traffic
 from danlu.verification.trace import (
     TakeSteps,
     Trace,
@@ -148,8 +148,8 @@ def _run(task: Task, roles: Sequence[tuple[str, int]]) -> dict[tuple[str, int], 
 def _run_processes(folder: Path, roles: Sequence[tuple[str, int]], timeout_s: float) -> None:
     """Starts the processes, and ends them when all are done, when one has failed, or when time is up."""
     server = multiprocessing.get_context("forkserver")
-    proxies = ["danlu.verification.classifier_proxy", "danlu.verification.decoder_proxy"]
-    server.set_forkserver_preload([__name__, *proxies, "torch.distributed.fsdp", "torch.nn.parallel"])
+    preloaded = [__name__, "danlu.verification.decoder_proxy"]
+    server.set_forkserver_preload([*preloaded, "torch.distributed.fsdp", "torch.nn.parallel"])
     processes: list[Any] = [server.Process(target=_work, args=(folder, *role), daemon=True) for role in roles]
     try:
         with _safe_path():

@@ -21,7 +21,7 @@ from danlu.parallel.layout import Layout
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
 from danlu.verification.fault import Fault, replaced
-from danlu.verification.proxy import Proxy, has_experts
+from danlu.verification.proxy import Proxy
 
 
 def _changed(change: Callable[[Batch, Share], Batch]) -> AbstractContextManager[None]:
@@ -117,7 +117,7 @@ def _balance_of_one_share(recipe: Recipe, ranks: Ranks) -> AbstractContextManage
 
 def _balances_documents(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     balances = recipe.router is not None and recipe.router.balance in ("bias", "sequence") and recipe.router.sequence
-    return layout.context > 1 and has_experts(proxy) and bool(balances)
+    return layout.context > 1 and proxy.has_experts and bool(balances)
 
 
 def _is_cut(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:

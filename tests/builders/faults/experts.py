@@ -10,21 +10,26 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from danlu.adapters.adapter_config import open_adapter, resolve_adapter
+from danlu.adapters.peft_folder import section_of
+from danlu.adapters.targets import choose
+from danlu.assembly.frozen_base import adapters_of
 from danlu.core.dtensor import local_tensor
 from danlu.models import load_balancing, router_replay
 from danlu.models.decoder import Decoder
 from danlu.models.experts import Router
 from danlu.models.load_balancing import Balancer, Balancing, BatchTokens
+from danlu.models.loading import meta_decoder
 from danlu.optim.build import Optimizers
 from danlu.parallel import parallel_context
 from danlu.parallel.comm import Group
 from danlu.parallel.layout import Layout
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
-from danlu.recipe import Recipe
+from danlu.recipe import Recipe, sections
 from danlu.recipe.routing_replay import replays_routes
 from danlu.verification.fault import Fault, replaced
-from danlu.verification.proxy import Proxy, has_experts
+from danlu.verification.proxy import Proxy
 from danlu.verification.routes import balanced_alone, is_of_experts
 
 
@@ -151,32 +156,43 @@ def _idle_expert_without_gradient(recipe: Recipe, ranks: Ranks) -> AbstractConte
     return replaced(Optimizers, "step", step)
 
 
+def trains_experts(recipe: Recipe, proxy: Proxy) -> bool:
+    """Whether experts have trained parameters: their own, or those of an adapter that sits on them."""
+    if recipe.adapter is None or proxy.config is None:
+        return proxy.has_experts
+    adapters = adapters_of(meta_decoder(proxy.config))
+    section: Any = recipe.adapter
+    if isinstance(section, sections.Continue):
+        section = section_of(adapters, open_adapter(resolve_adapter(recipe.model.adapters[-1])))
+    return any(site.experts is not None for site in choose(adapters.sites, section, check_ranks=False))
+
+
 def _distributes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.expert > 1 and proxy.trains_experts(recipe)
+    return layout.expert > 1 and trains_experts(recipe, proxy)
 
 
 def _sums_experts_apart(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     """Whether experts' gradients are summed over ranks that are fewer than those of the buckets."""
     copies = layout.data * layout.context // layout.expert
-    return layout.expert > 1 and copies > 1 and recipe.parallel.shard == "none" and proxy.trains_experts(recipe)
+    return layout.expert > 1 and copies > 1 and recipe.parallel.shard == "none" and trains_experts(recipe, proxy)
 
 
 def _has_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return has_experts(proxy)
+    return proxy.has_experts
 
 
 def _trains_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return proxy.trains_experts(recipe)
+    return trains_experts(recipe, proxy)
 
 
 def _decays_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return proxy.trains_experts(recipe) and getattr(recipe.optimizer, "weight_decay", 0.0) > 0
+    return trains_experts(recipe, proxy) and getattr(recipe.optimizer, "weight_decay", 0.0) > 0
 
 
 def _has_balance_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     router = recipe.router
     has_loss = router is not None and bool(router.z or router.sequence or router.balance == "step")
-    return has_experts(proxy) and recipe.adapter is None and has_loss
+    return proxy.has_experts and recipe.adapter is None and has_loss
 
 
 def _has_balance_loss_on_tensor_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
@@ -184,15 +200,15 @@ def _has_balance_loss_on_tensor_ranks(recipe: Recipe, layout: Layout, proxy: Pro
 
 
 def _counts_on_data_ranks(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.data > 1 and has_experts(proxy)
+    return layout.data > 1 and proxy.has_experts
 
 
 def _recomputes_experts(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return recipe.memory.recompute.kind in ("full", "every") and has_experts(proxy)
+    return recipe.memory.recompute.kind in ("full", "every") and proxy.has_experts
 
 
 def _replays_routes(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return recipe.stage == "rl" and has_experts(proxy) and replays_routes(recipe)
+    return recipe.stage == "rl" and proxy.has_experts and replays_routes(recipe)
 
 
 FAULTS: dict[str, Fault] = {

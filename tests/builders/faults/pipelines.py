@@ -25,7 +25,7 @@ from danlu.training import step as step_module
 from danlu.training.learner import MicroStep
 from danlu.training.state import Run
 from danlu.verification.fault import Fault, replaced
-from danlu.verification.proxy import Proxy, has_experts
+from danlu.verification.proxy import Proxy
 
 
 def _without_sum_over_stages(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
@@ -138,7 +138,7 @@ def _has_dropout_in_stages(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool
 
 def _has_router_loss(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
     balances = recipe.router is not None and recipe.router.balance in ("sequence", "step")
-    return layout.pipeline > 1 and has_experts(proxy) and balances and recipe.adapter is None
+    return layout.pipeline > 1 and proxy.has_experts and balances and recipe.adapter is None
 
 
 FAULTS: dict[str, Fault] = {

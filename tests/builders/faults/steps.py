@@ -37,7 +37,7 @@ from danlu.training.executor import AnyLearner
 from danlu.training.learner import Activation, MicroStep
 from danlu.verification import trace
 from danlu.verification.fault import Fault, replaced
-from danlu.verification.proxy import Proxy, norms_all_heads
+from danlu.verification.proxy import Proxy
 from danlu.verification.role_proxies import has_frozen_models
 
 _OTHER = 1.5  # what the weights of a model are multiplied by where they are to differ
@@ -353,7 +353,11 @@ def _is_sharded(recipe: Recipe, layout: Layout) -> bool:
 
 
 def _has_partial_norm_gradients(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return proxy.has_norms and recipe.adapter is None and (recipe.parallel.sequence or _is_sharded(recipe, layout))
+    return (
+        proxy.config is not None
+        and recipe.adapter is None
+        and (recipe.parallel.sequence or _is_sharded(recipe, layout))
+    )
 
 
 def _is_cut(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
@@ -391,7 +395,7 @@ def _keeps_gathered_parameters(recipe: Recipe, layout: Layout, proxy: Proxy) -> 
 
 
 def _cuts_norms(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
-    return layout.tensor > 1 and norms_all_heads(proxy)
+    return layout.tensor > 1 and proxy.norms_all_heads
 
 
 def _has_tied_head(recipe: Recipe, layout: Layout, proxy: Proxy) -> bool:
