@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,13 +60,10 @@ def preview(
     if loaded.recipe.stage == "rl" and html is not None:
         raise RecipeError("--html: a page shows what is trained on, and stage rl draws it. Use --json, or leave it out")
     with loaded.naming_places():
-        if loaded.recipe.stage == "rl":
-            _preview_prompts(loaded.recipe, rows, row or (), tokens or None, as_json=as_json)
-        else:
-            _preview_rows(loaded.recipe, recipe.name, rows, row or (), packs, tokens or None, html, as_json=as_json)
+        _preview(loaded.recipe, recipe.name, rows, row or (), packs, tokens or None, html, as_json=as_json)
 
 
-def _preview_rows(
+def _preview(
     recipe: Recipe,
     name: str,
     rows: int,
@@ -77,36 +74,28 @@ def _preview_rows(
     *,
     as_json: bool,
 ) -> None:
-    """Shows rows, packed sequences and totals; also of data that a run refuses, which is raised at the end.
+    """Shows rows, then packed sequences and totals, or the fate of all prompts; also of data that a run refuses, which
+    is raised at the end.
 
     name: of the recipe's file, for the page.
     """
     from danlu.assembly.recipe_adapters import check_without_weights, max_sample_length
-    from danlu.data.prepare import DatasetSpec
     from danlu.data.preview import render_examples
     from danlu.report import preview_json
     from danlu.report.preview_page import PAGE, page
     from danlu.report.preview_text import preview_writer, write_rows, write_summary
 
-    model = recipe.model
-    check_without_weights(model, recipe.adapter)
-    spec = DatasetSpec(
-        data=recipe.data,
-        stage=language_stage(recipe, "danlu preview"),
-        tokenizer_path=model.tokenizer or model.path or "",
-        chat_template=model.chat_template,
-        seed=recipe.seed,
-        date=_date(recipe),
-        row_type=recipe.row_type,
-        needs_mismatched=recipe.needs_mismatched,
-    )
+    check_without_weights(recipe.model, recipe.adapter)
+    spec = _dataset_spec(recipe)
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
     shown = render_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)
-    sys.stdout.flush()  # tokenising the rest may take minutes
-    summary, refused = _summary(
-        spec, max_sample_length(model, recipe.adapter, recipe.long_context, recipe.data.max_length), packs, shown
-    )
+    sys.stdout.flush()  # reading the rest may take minutes
+    if recipe.stage == "rl":
+        _show_prompts(recipe, out, shown, as_json=as_json)
+        return
+    positions = max_sample_length(recipe.model, recipe.adapter, recipe.long_context, recipe.data.max_length)
+    summary, refused = _summary(spec, positions, packs, shown)
     if refused is not None:
         out.heading("a run refuses this data: what follows counts all rows, as far as they can be read")
     write_summary(out, summary, recipe)
@@ -121,6 +110,29 @@ def _preview_rows(
         (print_status if as_json else echo)(f"\nwritten to {html}")
     if refused is not None:
         raise refused
+
+
+def _dataset_spec(recipe: Recipe) -> DatasetSpec:
+    from danlu.data.prepare import DatasetSpec
+
+    model = recipe.model
+    tools: tuple[Mapping[str, Any], ...] = ()
+    if recipe.stage == "rl":
+        from danlu.rewards.environments.build import tool_schemas
+
+        tools = tool_schemas(recipe.environment)
+    return DatasetSpec(
+        data=recipe.data,
+        stage="rl" if recipe.stage == "rl" else language_stage(recipe, "danlu preview"),
+        tokenizer_path=model.tokenizer or model.path or "",
+        chat_template=model.chat_template,
+        seed=recipe.seed,
+        date=_date(recipe),
+        row_type=recipe.row_type,
+        needs_mismatched=recipe.needs_mismatched,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        tools=tools,
+    )
 
 
 def _summary(
@@ -157,34 +169,10 @@ def _write_model_and_memory(out: PlainWriter, recipe: Recipe, tokenizer: Tokeniz
         out.line(line.removeprefix("memory "))
 
 
-def _preview_prompts(
-    recipe: Recipe, rows: int, places: Sequence[str], max_tokens: int | None, *, as_json: bool
-) -> None:
-    """Shows prompts as the policy receives them, and the fate of all rows."""
-    from danlu.assembly.recipe_adapters import check_without_weights
-    from danlu.data.prepare import DatasetSpec
-    from danlu.data.preview import render_examples
+def _show_prompts(recipe: Recipe, out: PlainWriter, shown: Sequence[PreviewRow], *, as_json: bool) -> None:
+    """Shows the fate of all prompts."""
     from danlu.report import preview_json
-    from danlu.report.preview_text import preview_writer, write_rows
-    from danlu.rewards.environments.build import tool_schemas
-
-    model = recipe.model
-    check_without_weights(model, recipe.adapter)
-    spec = DatasetSpec(
-        data=recipe.data,
-        stage="rl",
-        tokenizer_path=model.tokenizer or model.path or "",
-        chat_template=model.chat_template,
-        seed=recipe.seed,
-        date=_date(recipe),
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        tools=tool_schemas(recipe.environment),
-    )
-    out = preview_writer(io.StringIO() if as_json else sys.stdout)
-    shown = render_examples(spec, rows=rows, places=places) if rows or places else []
-    write_rows(out, shown, recipe.data, max_tokens)
-    sys.stdout.flush()  # reading the rest may take minutes, and what it needs loads torch
-    from danlu.stages.prompt_reader import PromptReader
+    from danlu.stages.prompt_reader import PromptReader  # loads torch
 
     lines = PromptReader(recipe).read(sys.stderr).lines
     out.heading("prompts")
