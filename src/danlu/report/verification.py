@@ -34,6 +34,11 @@ class Check:
         within = math.isfinite(self.error) and self.error <= self.allowed
         return "copies differ" if self.copies_differ and within else format_error(self.error)
 
+    @property
+    def errors(self) -> tuple[str, str]:
+        """The error and the allowed one, as text."""
+        return self.error_text, format_error(self.allowed)
+
 
 @dataclass(frozen=True)
 class Module:
@@ -48,6 +53,11 @@ class Module:
     def holds(self) -> bool:
         """Whether its gradients and its weights are the same."""
         return self.gradients.holds and self.weights.holds
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row of a table: the worst relative errors over steps and the allowed ones."""
+        return self.name, f"{self.parameters:,}", *self.gradients.errors, *self.weights.errors
 
 
 @dataclass(frozen=True)
@@ -127,10 +137,7 @@ def modules_table(modules: Sequence[Module]) -> Table:
     """The worst relative error over steps and the allowed one, by module."""
     table = _table("module", "parameters", "gradients", "allowed", "weights", "allowed", "")
     for module in modules:
-        gradients = module.gradients.error_text, format_error(module.gradients.allowed)
-        weights = module.weights.error_text, format_error(module.weights.allowed)
-        cells = module.name, f"{module.parameters:,}", *gradients, *weights
-        table.add_row(*cells, "" if module.holds else "WRONG", style=None if module.holds else "red")
+        table.add_row(*module.cells, "" if module.holds else "WRONG", style=None if module.holds else "red")
     return table
 
 
@@ -138,7 +145,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
     """The compared quantities of the model as a whole: loss, gradient norm, all gradients and weights."""
     table = _table("compared", "worst error", "allowed", "", "at")
     for check in checks:
-        cells = check.what, check.error_text, format_error(check.allowed), "" if check.holds else "WRONG", check.where
+        cells = check.what, *check.errors, "" if check.holds else "WRONG", check.where
         table.add_row(*cells, style=None if check.holds else "red")
     return table
 

@@ -25,14 +25,6 @@ POLL_S = 0.2  # between looks at the log of the run under way
 MAX_LOG_LINES = 12  # of a failed run's log, in the message about it
 
 
-class Process(Protocol):
-    """A running process: the part of `subprocess.Popen` that is used."""
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-
 class StudyObserver(Protocol):
     """Is called as runs are skipped, started, print something and end."""
 
@@ -65,7 +57,7 @@ class Outcome:
         return self.signal is not None and self.finished < self.total
 
 
-def launch(run: PlannedRun) -> Process:
+def launch(run: PlannedRun) -> subprocess.Popen[bytes]:
     """Starts `danlu train` of the run's recipe; its output is appended to its log.
 
     The process has a group of its own, so that Ctrl-C reaches it once: through `SignalForwarder`.
@@ -86,7 +78,7 @@ class SignalForwarder:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._child: Process | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
@@ -102,7 +94,7 @@ class SignalForwarder:
         """Whether a signal has been received."""
         return self.received is not None
 
-    def forward_to(self, child: Process | None) -> None:
+    def forward_to(self, child: subprocess.Popen[bytes] | None) -> None:
         """Forwards signals to this process from now on, and at once the one that came while it was being started."""
         self._child = child
         if child is not None and self.received is not None:
@@ -154,7 +146,7 @@ def run(plan: Plan, observer: StudyObserver) -> Outcome:
     return Outcome(finished, len(plan.runs), tuple(failed), forwarder.received, stopped_in)
 
 
-def _follow(child: Process, log: Path, start: int, observer: StudyObserver) -> int:
+def _follow(child: subprocess.Popen[bytes], log: Path, start: int, observer: StudyObserver) -> int:
     """Waits for the end of a process and reports its log from byte `start` on; returns its exit code."""
     with log.open("rb") as output:
         output.seek(start)

@@ -7,14 +7,13 @@ compute different things. So a verification takes weights and data with which th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from danlu.models.experts import Router, RowOrder
+from danlu.verification.fault import replaced
 from danlu.verification.proxy import ProxyTraining
 
 LEAST_MARGIN = 1e-4
@@ -28,21 +27,15 @@ class RoutingMargin:
     def __init__(self) -> None:
         self.least = math.inf
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """A context in which every router of this process is watched."""
-        watched_class: Any = Router
         original = Router.chosen
 
         def chosen(router: Router, scores: Tensor) -> Tensor:
             self._watch(router, scores)
             return original(router, scores)
 
-        watched_class.chosen = chosen
-        try:
-            yield
-        finally:
-            watched_class.chosen = original
+        return replaced(Router, "chosen", chosen)
 
     def _watch(self, router: Router, scores: Tensor) -> None:
         spec = router.spec
@@ -61,20 +54,14 @@ class RoutingMargin:
             self.least = min(self.least, float(margins.min()))
 
 
-@contextmanager
-def balanced_alone() -> Iterator[None]:
+def balanced_alone() -> AbstractContextManager[None]:
     """A context in which the weighted products give routers no gradient: they have that of the balancing loss alone."""
-    watched_class: Any = RowOrder
     original = RowOrder.weighted_sum
 
     def weighted_sum(order: RowOrder, rows: Tensor, weights: Tensor) -> Tensor:
         return original(order, rows, weights.detach() + 0 * weights)
 
-    watched_class.weighted_sum = weighted_sum
-    try:
-        yield
-    finally:
-        watched_class.weighted_sum = original
+    return replaced(RowOrder, "weighted_sum", weighted_sum)
 
 
 def expert_counts(training: ProxyTraining) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -215,7 +215,8 @@ def _work(folder: Path, role: str, rank: int) -> None:
         task: Task = pickle.loads((folder / "task").read_bytes())  # noqa: S301 - written by our own process
         if task.recipe.numerics == "exact":
             batch_invariant.enable()
-        with _setting(task):
+        # Of all processes, those without an injected fault too: the setting in which the fault can show.
+        with nullcontext() if task.fault is None else load_fault(task.fault).setting():
             result = _ROLES[role](task, folder, rank)
         done = _file(folder, role, rank)
         torch.save(result, done.with_suffix(".part"))
@@ -226,32 +227,103 @@ def _work(folder: Path, role: str, rank: int) -> None:
     os._exit(0)
 
 
+@dataclass(frozen=True)
+class _Side:
+    """The layout or one process with the whole model, which builds its training again for each checkpoint."""
+
+    task: Task
+    recipe: Recipe
+    ranks: Ranks
+    device: torch.device
+    folder: Path  # of its checkpoints
+
+    @classmethod
+    def alone(cls, task: Task, folder: Path) -> _Side:
+        """One process, in the arithmetic of the layout's."""
+        return cls(task, reference_recipe(task.recipe), Ranks(), torch.device(task.device), folder)
+
+    def training(self, resumed: Path | None = None) -> ProxyTraining:
+        return ProxyTraining(
+            self.recipe, self.task.proxy, self.ranks, self.device, micro=self.task.micro, resumed=resumed
+        )
+
+    def start(self) -> tuple[ProxyTraining, Run]:
+        training = self.training()
+        return training, training.run(self.task.steps, self.folder)
+
+    def trace(self, training: ProxyTraining, run: Run) -> Trace:
+        """The steps that are compared, and the evaluation after them."""
+        return trace_training(training, run, len(self.task.steps) - 1, self.task.held_out, self._take_steps())
+
+    def take_next(self, training: ProxyTraining, run: Run, trace: Trace) -> None:
+        """The step after those that were compared, of one process from the state in memory."""
+        (trace.next_step,) = self._take_steps()(training, run, 1)
+        trace.next_average = trace_average(training, run)
+
+    def resume(self, checkpoint: Path, trace: Trace, result: Path | None = None) -> tuple[ProxyTraining, Run] | None:
+        """Builds everything again, as another start of the program would, and takes a step from a checkpoint.
+
+        result: the folder that the checkpoint is exported to first. Returns None where it could not be loaded, which
+        the trace records.
+        """
+        training = self.training(resumed=checkpoint)
+        run = training.run(self.task.steps)
+        if _tried(trace, "loading", lambda: restore(run, checkpoint)) is None:
+            return None
+        if result is not None:
+            trace.exported = exported_tensors(training, run, result)
+        trace_resumed_step(training, run, trace, self._take_steps())
+        return training, run
+
+    def exported_from(self, checkpoint: Path, result: Path) -> Mapping[str, Tensor] | None:
+        """Exports the weights of a checkpoint, without the optimizer's state."""
+        training = self.training(resumed=checkpoint)
+        run = training.run(self.task.steps)
+        averages = {} if run.ema is None else {"ema": run.ema.state_tensors()}
+        load_checkpoint(checkpoint, {"model": run.learner.weights(), **averages})
+        if run.ema is not None:
+            run.ema.updates = 1  # so that the average is taken for one
+        return exported_tensors(training, run, result)
+
+    def _take_steps(self) -> TakeSteps:
+        """The function that takes steps: one after the other; with PipeDream a turn, which one process replays.
+
+        With stages one parameter is without gradient up to the checkpoint, which then records it (`Optimizers`).
+        """
+        section = self.task.recipe.parallel.pipeline
+        if self.task.layout.pipeline == 1:
+            return trace_steps
+        if not section.updates_each_micro_batch:
+            return partial(trace_steps, withheld_until=len(self.task.steps) - 1)
+        return partial(replay_turn, section=section) if self.ranks.alone else trace_turn
+
+
 def _layout_rank(task: Task, folder: Path, rank: int) -> Result:
     """One process of the layout."""
     device = _init_process_group(task, folder, rank)
     ranks = ranks_of(task.layout, device.type)
+    side = _Side(task, task.recipe, ranks, device, folder / "layout")
     fault = nullcontext() if task.fault is None else load_fault(task.fault).inject(task.recipe, ranks)
     with small_thresholds(), fault:
-        training, run = _start(task, task.recipe, ranks, device, folder / "layout")
-        trace = trace_training(training, run, len(task.steps) - 1, task.held_out, _take_steps(task, ranks))
+        training, run = side.start()
+        trace = side.trace(training, run)
         path = None if trace.hit_non_finite else _tried(trace, "saving", lambda: save_checkpoint(run))
         if ranks.leads:
             _publish(folder / f"layout-{_CHECKPOINT}", path)
         if path is None:
             return trace, None
         trace.exported = _tried(trace, "exporting", lambda: exported_tensors(training, run, folder / "layout-result"))
-        side = "reference" if task.reshards else "layout"
-        checkpoint = _await(folder / f"{side}-{_CHECKPOINT}", task.timeout_s)
+        saved_by = "reference" if task.reshards else "layout"
+        checkpoint = _await(folder / f"{saved_by}-{_CHECKPOINT}", task.timeout_s)
         assert checkpoint is not None, "both sides have got so far"
         if not trace.problems:
-            resumed = _resume(task, task.recipe, ranks, device, checkpoint, trace)
+            resumed = side.resume(checkpoint, trace)
             if resumed is not None and not trace.hit_non_finite:
                 trace.spoiled = spoiled_step(*resumed)
         if trace.problems or not task.measure_traffic:
             return trace, None
     # With the thresholds of training.
-    training = ProxyTraining(task.recipe, task.proxy, ranks, device, micro=task.micro)
-    return trace, measure_step_traffic(training, task.steps[0])
+    return trace, measure_step_traffic(side.training(), task.steps[0])
 
 
 @contextmanager
@@ -279,48 +351,33 @@ def _tried(trace: Trace, doing: str, work: Callable[[], T]) -> T | None:
 def _fake_world(task: Task, folder: Path, rank: int) -> Result:
     """Rank 0 of the layout, without the others."""
     with fake_process_group(task.layout.world):
-        ranks = ranks_of(task.layout, "cpu")
-        training = ProxyTraining(task.recipe, task.proxy, ranks, torch.device("cpu"), micro=task.micro)
-        return Trace(), measure_step_traffic(training, task.steps[0])
+        side = _Side(task, task.recipe, ranks_of(task.layout, "cpu"), torch.device("cpu"), folder)
+        return Trace(), measure_step_traffic(side.training(), task.steps[0])
 
 
 def _reference(task: Task, folder: Path, rank: int) -> Result:
-    """One process with the whole model, in the arithmetic of the layout's."""
-    recipe, device = reference_recipe(task.recipe), torch.device(task.device)
-    training, run = _start(task, recipe, Ranks(), device, folder / "reference")
+    """One process with the whole model."""
+    side = _Side.alone(task, folder / "reference")
+    training, run = side.start()
     item_gradients = gradients_by_item(training, task.steps[0]) if task.trace_items else []
-    by_balance = {} if recipe.router is None else balance_gradients(training, task.steps[0])
-    take = _take_steps(task, training.ranks)
-    trace = trace_training(training, run, len(task.steps) - 1, task.held_out, take)
+    by_balance = {} if side.recipe.router is None else balance_gradients(training, task.steps[0])
+    trace = side.trace(training, run)
     trace.item_gradients, trace.balance_gradients = item_gradients, by_balance
     _publish(folder / f"reference-{_CHECKPOINT}", save_checkpoint(run))
-    _take_next(training, run, trace, take)
+    side.take_next(training, run, trace)
     checkpoint = _await(folder / f"{'layout' if task.reshards else 'reference'}-{_CHECKPOINT}", task.timeout_s)
     if checkpoint is not None:
         result = folder / "reference-result"
         if not task.reshards:
             layouts = _await(folder / f"layout-{_CHECKPOINT}", task.timeout_s)
-            trace.exported = None if layouts is None else _exported_from(task, recipe, device, layouts, result)
-        _resume(task, recipe, Ranks(), device, checkpoint, trace, result if task.reshards else None)
+            trace.exported = None if layouts is None else side.exported_from(layouts, result)
+        side.resume(checkpoint, trace, result if task.reshards else None)
     return trace, None
-
-
-def _exported_from(
-    task: Task, recipe: Recipe, device: torch.device, checkpoint: Path, folder: Path
-) -> Mapping[str, Tensor] | None:
-    """Exports the weights of a checkpoint on one process, without the optimizer's state."""
-    training = ProxyTraining(recipe, task.proxy, Ranks(), device, micro=task.micro, resumed=checkpoint)
-    run = training.run(task.steps)
-    averages = {} if run.ema is None else {"ema": run.ema.state_tensors()}
-    load_checkpoint(checkpoint, {"model": run.learner.weights(), **averages})
-    if run.ema is not None:
-        run.ema.updates = 1  # so that the average is taken for one
-    return exported_tensors(training, run, folder)
 
 
 def _routes(task: Task, folder: Path, rank: int) -> Result:
     """The reference, which chooses items with clear routes."""
-    training, run = _start(task, reference_recipe(task.recipe), Ranks(), torch.device(task.device), folder / "routes")
+    training, run = _Side.alone(task, folder / "routes").start()
     clear = ClearItems(training, run, task.candidates)
     compared = clear.of_steps(len(task.steps) - 1)
     held_out = None if compared is None else clear.of_evaluation(len(task.held_out))
@@ -332,37 +389,12 @@ def _routes(task: Task, folder: Path, rank: int) -> Result:
 
 def _perturbed(task: Task, folder: Path, rank: int) -> Result:
     """The reference with initial weights that differ by rounding; without checkpoints."""
-    recipe = reference_recipe(task.recipe)
-    training, run = _start(task, recipe, Ranks(), torch.device(task.device), folder / "perturbed")
-    perturb_weights(training, PERTURBATION, recipe.seed)
-    take = _take_steps(task, training.ranks)
-    trace = trace_training(training, run, len(task.steps) - 1, task.held_out, take)
-    _take_next(training, run, trace, take)
+    side = _Side.alone(task, folder / "perturbed")
+    training, run = side.start()
+    perturb_weights(training, PERTURBATION, side.recipe.seed)
+    trace = side.trace(training, run)
+    side.take_next(training, run, trace)
     return trace, None
-
-
-def _take_next(training: ProxyTraining, run: Run, trace: Trace, take: TakeSteps) -> None:
-    """The step after those that were compared, of one process from the state in memory."""
-    (trace.next_step,) = take(training, run, 1)
-    trace.next_average = trace_average(training, run)
-
-
-def _take_steps(task: Task, ranks: Ranks) -> TakeSteps:
-    """The function that takes steps: one after the other; with PipeDream a turn, which one process replays.
-
-    With stages one parameter is without gradient up to the checkpoint, which then records it (`Optimizers`).
-    """
-    section = task.recipe.parallel.pipeline
-    if task.layout.pipeline == 1:
-        return trace_steps
-    if not section.updates_each_micro_batch:
-        return partial(trace_steps, withheld_until=len(task.steps) - 1)
-    return partial(replay_turn, section=section) if ranks.alone else trace_turn
-
-
-def _setting(task: Task) -> AbstractContextManager[None]:
-    """The setting of all processes, those without the fault too, in which an injected fault can show."""
-    return nullcontext() if task.fault is None else load_fault(task.fault).setting()
 
 
 _ROLES = {
@@ -377,35 +409,6 @@ _ROLES = {
 def reference_recipe(recipe: Recipe) -> Recipe:
     """The recipe without the verified features: one process, all memory."""
     return recipe.model_copy(update={"parallel": type(recipe.parallel)(), "memory": type(recipe.memory)()})
-
-
-def _start(task: Task, recipe: Recipe, ranks: Ranks, device: torch.device, folder: Path) -> tuple[ProxyTraining, Run]:
-    training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro)
-    return training, training.run(task.steps, folder)
-
-
-def _resume(
-    task: Task,
-    recipe: Recipe,
-    ranks: Ranks,
-    device: torch.device,
-    checkpoint: Path,
-    trace: Trace,
-    result: Path | None = None,
-) -> tuple[ProxyTraining, Run] | None:
-    """Builds everything again, as another start of the program would, and takes a step from a checkpoint.
-
-    result: the folder that the checkpoint is exported to first. Returns None where it could not be loaded, which the
-    trace records.
-    """
-    training = ProxyTraining(recipe, task.proxy, ranks, device, micro=task.micro, resumed=checkpoint)
-    run = training.run(task.steps)
-    if _tried(trace, "loading", lambda: restore(run, checkpoint)) is None:
-        return None
-    if result is not None:
-        trace.exported = exported_tensors(training, run, result)
-    trace_resumed_step(training, run, trace, _take_steps(task, ranks))
-    return training, run
 
 
 def _init_process_group(task: Task, folder: Path, rank: int) -> torch.device:
