@@ -42,8 +42,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- verifications see what surrounds a step
     Mutation(
         "verification/comparison.py",
-        'yield _number(f"updates of the {label}", "saved average, loaded", updates, float(was[0].updates), 0.0)',
-        'yield _number(f"updates of the {label}", "saved average, loaded", updates, updates[0], 1e9)',
+        'yield _number(f"updates of the {label}", kind, updates, float(expected[0].updates), 0.0)',
+        'yield _number(f"updates of the {label}", kind, updates, updates[0], 1e9)',
         "verification/test_comparison.py",
         only="count_anew",
     ),
