@@ -11,7 +11,7 @@ import pytest
 from builders.study_folders import write_run, write_study
 
 from danlu.core.errors import ResourceError
-from danlu.report import study_results
+from danlu.report import run_record
 from danlu.report.study_results import RunSummary, Study, read_study
 from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 from danlu.training import run_folder, summary
@@ -20,7 +20,7 @@ from danlu.training import run_folder, summary
 
 
 def test_file_names_are_those_of_the_run_folder() -> None:
-    assert (study_results.METRICS, study_results.SUMMARY) == (run_folder.METRICS, summary.SUMMARY)
+    assert (run_record.METRICS, run_record.SUMMARY) == (run_folder.METRICS, summary.SUMMARY)
 
 
 @pytest.fixture

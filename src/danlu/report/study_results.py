@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import stdev
-from typing import Any
 
 from danlu.core.errors import ResourceError
 from danlu.recipe.parameter_grid import SEED, Combination
+from danlu.report.run_record import METRICS, SUMMARY, lines_of
 
 STUDY = "study.json"
-# Of a run folder (docs/checkpoints.md).
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ def _read_run(folder: Path, run: Combination) -> RunResult:
     """A run's losses from its metrics, and its summary once it is finished."""
     losses: dict[int, float] = {}  # a step that a rewind went through twice counts as it was in the end
     evaluations: dict[int, float] = {}
-    for line in _metrics(folder / METRICS):
+    for line in filter(None, lines_of(folder / METRICS)):
         if "loss" in line:
             losses[line["step"]] = float(line["loss"])
         elif "eval_loss" in line:
@@ -217,9 +214,3 @@ def read_summary(run: Path) -> RunSummary:
 def _finite_or_not(value: float | str | None) -> float | None:
     """ "nan" and "inf", which JSON has no numbers for, as floats."""
     return None if value is None else float(value)
-
-
-def _metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl; the last may be unfinished while the run writes."""
-    if file.is_file():
-        yield from map(json.loads, file.read_bytes().rpartition(b"\n")[0].splitlines())
