@@ -94,9 +94,9 @@ def _verdict(right: bool, answer: str, colour: bool) -> str:
     return f"\033[{32 if right else 31}m{verdict}\033[0m" if colour else verdict
 
 
-def _short(text: str, width: int = 68) -> str:
+def _short(text: str) -> str:
     line = printable(" ".join(text.split()))
-    return line if len(line) <= width else f"{line[: width - 3]}..."
+    return line if len(line) <= 68 else f"{line[:65]}..."
 
 
 def next_lines(place: Place, danlu: str) -> Iterator[str]:

@@ -257,12 +257,12 @@ def _compare_sums(place: Place) -> list[AnsweredSum]:
     ]
 
 
-def _chosen_sums(sums: list[AnsweredSum], count: int = 4) -> tuple[AnsweredSum, ...]:
+def _chosen_sums(sums: list[AnsweredSum]) -> tuple[AnsweredSum, ...]:
     """The first sums of each kind that there is: right only after, wrong after, right both times."""
     kinds = ([], [], [])  # type: tuple[list[AnsweredSum], ...]
     for each in sums:
         kinds[1 if not each.is_right else 2 if each.was_right else 0].append(each)
-    return tuple([*kinds[0][:2], *kinds[1][:1], *kinds[2]][:count])
+    return tuple([*kinds[0][:2], *kinds[1][:1], *kinds[2]][:4])
 
 
 def _answers(run_folder: Path, asked: Sequence[tuple[Message, ...]], longest: int) -> list[str]:

@@ -79,8 +79,8 @@ def equal(answer: str, reference: str) -> bool:
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float = LONGEST_S) -> Iterator[None]:
-    """Raises TooLate after so much of the process's time, in the main thread; elsewhere nothing can be interrupted."""
+def time_limit() -> Iterator[None]:
+    """Raises TooLate after LONGEST_S of the process's time, in the main thread: no other can be interrupted."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,7 +89,7 @@ def time_limit(seconds: float = LONGEST_S) -> Iterator[None]:
         raise TooLate
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
     try:
         yield
     finally:
