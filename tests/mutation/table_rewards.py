@@ -688,8 +688,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rewards/programs/session.py",
-        "        if _judge(self._kind, starts=False) is None:",
-        "        if _judge(self._kind, starts=False) is not None:",
+        "        if judge is None or judge.has_ended:",
+        "        if judge is not None and not judge.has_ended:",
         "rewards/test_programs.py",
         only="ends_its_process",
     ),

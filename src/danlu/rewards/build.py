@@ -75,7 +75,7 @@ def check_functions(parts: Sequence[RewardPart], limits: RewardLimits) -> None:
     Raises RecipeError with the errors that they raise, ResourceError where the process ends or takes too long.
     """
     functions = [part.reward for part in parts if isinstance(part.reward, UserFunction)]
-    workers = RewardWorkers(functions, count=1, timeout_s=limits.timeout_s)
+    workers = RewardWorkers(dict(enumerate(functions)), count=1, timeout_s=limits.timeout_s)
     try:
         workers.start()
     finally:

@@ -94,12 +94,13 @@ class RewardRunner:
     def __init__(self, parts: Sequence[RewardPart], *, timeout_s: float = 60.0, workers: int | None = None) -> None:
         self.parts, self.timeout_s = tuple(parts), timeout_s
         self.workers = workers or min(usable_cores(), MOST_AUTOMATIC_WORKERS)
-        self._of_workers = [number for number, part in enumerate(parts) if _needs_worker(part.reward)]
-        self._workers = RewardWorkers(
-            [parts[number].reward for number in self._of_workers],
-            count=self.workers,
-            timeout_s=timeout_s,
-        )
+        # A user's function, a regular expression and formulas may hang: they can take exponential time.
+        rewards = {
+            number: part.reward
+            for number, part in enumerate(parts)
+            if isinstance(part.reward, UserFunction | Pattern | Mathematical)
+        }
+        self._workers = RewardWorkers(rewards, count=self.workers, timeout_s=timeout_s)
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -172,7 +173,7 @@ class RewardRunner:
         """Returns the outcomes of rewards called in this thread, by the number of the part."""
         outcomes = {}
         for number, part in enumerate(self.parts):
-            if number not in threaded and number not in self._of_workers:
+            if number not in threaded and number not in self._workers.rewards:
                 call = call_on_each if isinstance(part.reward, Exact | Numeric | Length) else call_on_batch
                 outcomes[number] = call(part.reward, answers)
         return outcomes
@@ -180,21 +181,20 @@ class RewardRunner:
     def _score_in_workers(self, answers: Sequence[JudgedAnswer]) -> dict[int, list[Outcome]]:
         """Returns the outcomes of rewards called in worker processes, by the number of the part."""
         tasks: list[Task] = []
-        outcomes: dict[int, list[Outcome]] = {number: [Outcome(np.nan)] * len(answers) for number in self._of_workers}
-        for index, number in enumerate(self._of_workers):
-            reward = self.parts[number].reward
-            if self._workers.takes_batch(index):  # first: the longest
-                tasks.insert(0, Task(index, tuple(range(len(answers)))))
+        outcomes = {number: [Outcome(np.nan)] * len(answers) for number in self._workers.rewards}
+        for number, reward in self._workers.rewards.items():
+            if number in self._workers.with_batches:  # first: the longest
+                tasks.insert(0, Task(number, tuple(range(len(answers)))))
                 continue
             for place, answer in enumerate(answers):
                 decided = decided_at_once(reward.decide, answer) if isinstance(reward, Mathematical) else None
                 if decided is None:
-                    tasks.append(Task(index, (place,)))
+                    tasks.append(Task(number, (place,)))
                 else:
                     outcomes[number][place] = decided
         for task, of_task in self._workers.run(tasks, answers) if answers else ():
             for place, outcome in zip(task.numbers, of_task, strict=True):
-                outcomes[self._of_workers[task.reward]][place] = outcome
+                outcomes[task.reward][place] = outcome
         return outcomes
 
     def _table(self, outcomes: dict[int, list[Outcome]], count: int) -> RewardTable:
@@ -209,13 +209,6 @@ class RewardRunner:
                 if outcome.verdict is not None:
                     table.verdicts[answer, number] = outcome.verdict
         return table
-
-
-def _needs_worker(reward: Reward) -> bool:
-    """Whether the reward may hang: a user's function, a regular expression or formulas, which can take exponential
-    time.
-    """
-    return isinstance(reward, UserFunction | Pattern | Mathematical)
 
 
 def _threads_of(reward: Reward) -> int:

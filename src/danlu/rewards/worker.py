@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,9 +38,7 @@ class Call:
 def serve() -> None:
     """The loop of a process, which ends when its input does."""
     caller = Caller()
-    rewards = caller.load(
-        _load, lambda loaded: [isinstance(each, FunctionReward) and each.takes_batch for each in loaded]
-    )
+    rewards = caller.load(_load, report=_with_batches)
     while True:
         call: Call = caller.receive()
         with _cpu_limit(call.cpu_limit_s):
@@ -48,14 +46,14 @@ def serve() -> None:
         caller.reply([asdict(each) for each in outcomes])
 
 
-def _load(rewards: Sequence[Reward]) -> list[Reward]:
+def _load(rewards: Mapping[int, Reward]) -> dict[int, Reward]:
     """The rewards, ready to be called. Raises RecipeError with the problems of all of them."""
-    loaded, problems = list[Reward](), list[str]()
-    for reward in rewards:
+    loaded, problems = dict[int, Reward](), list[str]()
+    for number, reward in rewards.items():
         try:
             if isinstance(reward, Mathematical):
                 symbolic.prepare()
-            loaded.append(reward.load() if isinstance(reward, UserFunction) else reward)
+            loaded[number] = reward.load() if isinstance(reward, UserFunction) else reward
         except RecipeError as error:
             problems += error.problems
         except ImportError as error:
@@ -63,6 +61,11 @@ def _load(rewards: Sequence[Reward]) -> list[Reward]:
     if problems:
         raise RecipeError(problems)
     return loaded
+
+
+def _with_batches(rewards: Mapping[int, Reward]) -> list[int]:
+    """The numbers of the rewards that take many answers at once."""
+    return [number for number, each in rewards.items() if isinstance(each, FunctionReward) and each.takes_batch]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,18 @@ class Task:
 
 
 class RewardWorkers:
-    """Processes that call rewards, started when there is work for them and started again when they had to be ended."""
+    """Processes that call rewards, started when there is work for them and started again when they had to be ended.
 
-    def __init__(self, rewards: Sequence[Reward], *, count: int, timeout_s: float) -> None:
-        self._rewards, self._count, self._timeout_s = list(rewards), count, timeout_s
-        files = dict.fromkeys(str(each.path) for each in rewards if isinstance(each, UserFunction))
+    rewards: by the caller's numbers. with_batches: the numbers of those that are called with all answers at once, as
+    `start` has found.
+    """
+
+    def __init__(self, rewards: Mapping[int, Reward], *, count: int, timeout_s: float) -> None:
+        self.rewards, self._count, self._timeout_s = rewards, count, timeout_s
+        files = dict.fromkeys(str(each.path) for each in rewards.values() if isinstance(each, UserFunction))
         loading = f"rewards: loading {', '.join(files) or 'them'}"
-        self._pool = CallPool(START, self._rewards, count=count, timeout_s=timeout_s, loading=loading)
-        self._takes_batch = [False] * len(rewards)
+        self._pool = CallPool(START, rewards, count=count, timeout_s=timeout_s, loading=loading)
+        self.with_batches: list[int] = []
 
     def start(self) -> None:
         """Starts the first process and waits until it has loaded users' functions; nothing where there are none, or
@@ -40,12 +44,8 @@ class RewardWorkers:
 
         Raises RecipeError with the problems of all of them, ResourceError where the process ends or takes too long.
         """
-        if any(isinstance(reward, UserFunction) for reward in self._rewards):
-            self._takes_batch = self._pool.start() or self._takes_batch
-
-    def takes_batch(self, reward: int) -> bool:
-        """Whether a reward is to be called with all answers at once, as `start` has found."""
-        return self._takes_batch[reward]
+        if any(isinstance(reward, UserFunction) for reward in self.rewards.values()):
+            self.with_batches = self._pool.start() or self.with_batches
 
     def run(self, tasks: Sequence[Task], answers: Sequence[JudgedAnswer]) -> Iterator[tuple[Task, list[Outcome]]]:
         """Yields the outcomes of each task, as they come.
@@ -67,15 +67,15 @@ class RewardWorkers:
     def _call(self, task: Task, answers: Sequence[JudgedAnswer]) -> PoolCall:
         cpu_limit_s = self._timeout_s * usable_cores() + 1.0  # more than a call can use within its time
         request = Call(task.reward, [answers[number] for number in task.numbers], cpu_limit_s)
-        place = task.reward % self._count if self.takes_batch(task.reward) else None
-        if isinstance(self._rewards[task.reward], Mathematical):
+        place = self.with_batches.index(task.reward) % self._count if task.reward in self.with_batches else None
+        if isinstance(self.rewards[task.reward], Mathematical):
             return PoolCall(task, request, place, processor_limit_s=LONGEST_COMPARISON_S)
         return PoolCall(task, request, place, group=task.reward)
 
     def _outcomes(self, task: Task, reply: Any, answers: Sequence[JudgedAnswer]) -> list[Outcome]:
         if not isinstance(reply, Failed):
             return [_outcome(**each) for each in reply]
-        reward = self._rewards[task.reward]
+        reward = self.rewards[task.reward]
         if reply.is_late and isinstance(reward, Mathematical):
             return [outcome_of(reward.late(answers[number])) for number in task.numbers]
         return [Outcome(math.nan, reply.reason)] * len(task.numbers)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 from danlu.core.errors import ResourceError
 from danlu.rewards.programs.judge import START_S
@@ -120,7 +120,8 @@ class _Program:
 
     def _silence(self, session: socket.socket) -> tuple[str, str]:
         """Returns the outcome where the judge's process for a test ended without a verdict."""
-        if _judge(self._kind, starts=False) is None:
+        judge = _judges.get((os.getpid(), self._kind))
+        if judge is None or judge.has_ended:
             return "not started", "the judge has ended"
         return "failed", "the test ended the process that ran it"
 
@@ -143,20 +144,14 @@ _judges: dict[tuple[int, str], Sandbox] = {}
 _judges_lock = threading.Lock()
 
 
-@overload
-def _judge(kind: str) -> Sandbox: ...
-@overload
-def _judge(kind: str, *, starts: Literal[False]) -> Sandbox | None: ...
-
-
-def _judge(kind: str, *, starts: bool = True) -> Sandbox | None:
-    """The judge of this process, started where there is none (any more) and `starts`."""
+def _judge(kind: str) -> Sandbox:
+    """The judge of this process, started where there is none (any more)."""
     key = (os.getpid(), kind)
     with _judges_lock:
         judge = _judges.get(key)
         if judge is not None and judge.has_ended:
             _judges.pop(key).end()
             judge = None
-        if judge is None and starts:
+        if judge is None:
             judge = _judges[key] = Sandbox(kind, JUDGE, Limits(JUDGE_MEMORY_MIB), is_shared_limit=False)
         return judge
