@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from danlu.report.study_results import Study
     from danlu.study.plan import Plan, PlannedRun
-    from danlu.study.runner import Outcome
 
 
 def study(
@@ -57,7 +56,9 @@ def study(
     with _console(plan, verbose) as console:
         outcome = run(plan, console)
     if outcome.stopped:
-        _print_stopped(outcome)
+        where = f" in {outcome.stopped_in}" if outcome.stopped_in is not None else ""
+        finished = f"{outcome.finished} of {outcome.total} are finished"
+        print_status(f"stopped{where}; {finished}, and the same command goes on from there")
         assert outcome.signal is not None
         raise typer.Exit(128 + outcome.signal)
     results = read_study(plan.folder)
@@ -66,13 +67,6 @@ def study(
     if outcome.failed:
         print_status(f"failed: {', '.join(outcome.failed)}; the same command tries again")
         raise typer.Exit(DanluError.exit_code)
-
-
-def _print_stopped(outcome: Outcome) -> None:
-    """Says in which run the study was stopped, and that the same command goes on."""
-    where = f" in {outcome.stopped_in}" if outcome.stopped_in is not None else ""
-    finished = f"{outcome.finished} of {outcome.total} are finished"
-    print_status(f"stopped{where}; {finished}, and the same command goes on from there")
 
 
 def _report(results: Study, folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -93,7 +93,7 @@ class _Rendering:
         ]
 
     def _shows(self, passage: str, key: str, placeholder: str) -> bool:
-        if not _is_in(passage, self.text, self._squeezed):
+        if not self._contains(passage):
             return False
         if key == "tool_calls" or (
             len(passage) >= _CERTAIN_LENGTH and self.text.count(passage) >= self._all_texts.count(passage)
@@ -102,8 +102,13 @@ class _Rendering:
         # It may be a word of the template's, or of another text: a placeholder within it cannot be.
         return self._marked is None or placeholder in self._marked
 
-    def _squeezed(self) -> str:
-        return self._without_spaces
+    def _contains(self, passage: str) -> bool:
+        """Whether a text stands in it: as it is, as JSON or Python write it within a string, or spaced otherwise."""
+        if passage in self.text:
+            return True
+        escaped = [json.dumps(passage, ensure_ascii=False)[1:-1], json.dumps(passage)[1:-1], repr(passage)[1:-1]]
+        escaped.append(json.dumps(escaped[0], ensure_ascii=False)[1:-1])  # JSON within a string of JSON
+        return any(_SPACES.sub("", form) in self._without_spaces for form in (passage, *escaped))
 
     @cached_property
     def _without_spaces(self) -> str:
@@ -149,15 +154,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _strings(inner)
-
-
-def _is_in(passage: str, text: str, squeezed: Callable[[], str]) -> bool:
-    """Whether a text stands in another: as it is, as JSON or Python write it within a string, or spaced otherwise."""
-    if passage in text:
-        return True
-    escaped = [json.dumps(passage, ensure_ascii=False)[1:-1], json.dumps(passage)[1:-1], repr(passage)[1:-1]]
-    escaped.append(json.dumps(escaped[0], ensure_ascii=False)[1:-1])  # JSON within a string of JSON
-    return any(_SPACES.sub("", form) in squeezed() for form in (passage, *escaped))
 
 
 def _with_placeholders(turn: Turn, number: int) -> Turn:
