@@ -22,6 +22,7 @@ from danlu.models.decoder import Decoder, Layer
 from danlu.models.experts import Experts, MoE
 from danlu.models.modules import Linear
 from danlu.parallel.collective_traffic import CollectiveTraffic
+from danlu.parallel.comm import Group
 from danlu.parallel.expert import Exchange, expert_names, mixtures_of
 from danlu.parallel.tensor import LINEAR_AXES
 from danlu.planning.traffic import (
@@ -33,6 +34,7 @@ from danlu.planning.traffic import (
     expert_traffic,
     tensor_traffic,
 )
+from danlu.recipe import Recipe
 from danlu.recipe.sections import Bottleneck
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.placed import PlacedDecoder
@@ -41,9 +43,8 @@ from danlu.training.learner import StepItems
 from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 
-def _forward(training: ProxyTraining, micro_batches: MicroBatches) -> None:
+def _forward(learner: DecoderLearner, micro_batches: MicroBatches) -> None:
     """The forward passes of micro-batches, as an evaluation makes them."""
-    learner = training.learner
     items = [item for micro_batch in micro_batches for _, item in micro_batch]
     numbers = iter(range(len(items)))
     own = [[next(numbers) for _ in micro_batch] for micro_batch in micro_batches]
@@ -82,26 +83,23 @@ def data_parallel_traffic(
 
 def decoder_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
     """Predicts the traffic of a decoder's data ranks and tensor ranks by `planning.traffic`."""
-    placed, layout = training.placed, training.ranks.layout
-    assert isinstance(placed, PlacedDecoder), "that of a decoder"
+    learner, placed, layout = training.learner, training.placed, training.ranks.layout
+    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
     gathered = placed.dtype if placed.placed.subject.adapters is None else torch.float32
-    model = placed.placed.subject.model
-    experts = expert_names(model)
-    traffic = data_parallel_traffic(training, micro_batches, gathered=gathered, experts=experts)
+    model, plan = learner.model, placed.placed.plan
+    traffic = data_parallel_traffic(training, micro_batches, gathered=gathered, experts=expert_names(model))
     if layout.tensor > 1:
-        traffic += tensor_traffic(_tensor_step(training, micro_batches), layout, training.recipe.parallel)
+        step = _tensor_step(training.recipe, training.ranks.tensor, learner, plan, micro_batches)
+        traffic += tensor_traffic(step, layout, training.recipe.parallel)
     if layout.expert > 1:
-        exchanges = _row_exchanges(training, micro_batches)
+        exchanges = _row_exchanges(learner, plan, micro_batches)
         element_bytes = placed.dtype.itemsize
         traffic += expert_traffic(exchanges, layout, hidden_size=model.config.hidden_size, element_bytes=element_bytes)
     return traffic
 
 
-def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list[RowExchange]:
+def _row_exchanges(learner: DecoderLearner, plan: Plan, micro_batches: MicroBatches) -> list[RowExchange]:
     """Counts the rows that this rank exchanges in each layer with experts, by a forward pass; all ranks make it."""
-    learner, placed = training.learner, training.placed
-    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
-    model, plan = learner.model, placed.placed.plan
     rows: Counter[tuple[int, str]] = Counter()
 
     def count(layer: int, experts: Experts) -> None:
@@ -111,14 +109,14 @@ def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list
         rows[layer, "sent"] += sum(exchange.sends) - exchange.sends[here]
         rows[layer, "received"] += sum(exchange.receives) - exchange.receives[here]
 
-    mixtures = {int(name): moe for name, layer in model.layers.items() for moe in mixtures_of(layer)}
+    mixtures = {int(name): moe for name, layer in learner.model.layers.items() for moe in mixtures_of(layer)}
     with ExitStack() as hooks, torch.no_grad():
         for layer, moe in mixtures.items():
             handle = moe.experts.register_forward_hook(lambda experts, *_, layer=layer: count(layer, experts))
             hooks.callback(handle.remove)
-        _forward(training, micro_batches)
+        _forward(learner, micro_batches)
     learner.parallel.reshard()
-    first_with_gradient, _ = first_half_with_gradient(training)
+    first_with_gradient, _ = first_half_with_gradient(learner.model)
     exchanges = []
     for place, (entry, gives_input) in enumerate(zip(plan, gives_inputs(plan), strict=True)):
         if entry.layer in mixtures:
@@ -140,9 +138,9 @@ def _row_exchanges(training: ProxyTraining, micro_batches: MicroBatches) -> list
     return exchanges
 
 
-def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> TensorStep:
-    learner, placed = training.learner, training.placed
-    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
+def _tensor_step(
+    recipe: Recipe, tensor_ranks: Group, learner: DecoderLearner, plan: Plan, micro_batches: MicroBatches
+) -> TensorStep:
     config = learner.model.config
     tokens = targets = 0
     for micro_batch in micro_batches:
@@ -153,10 +151,9 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
     partial: Counter[int] = Counter()  # numbers of gradients that tensor ranks sum, by the size of the group
     for reduce_group, name in learner.parallel.partial_gradients:
         parameter = learner.parallel.local_parameters[name].local
-        if parameter.requires_grad and set(reduce_group.ranks) <= set(training.ranks.tensor.ranks):
+        if parameter.requires_grad and set(reduce_group.ranks) <= set(tensor_ranks.ranks):
             partial[reduce_group.size] += parameter.numel()
-    plan = placed.placed.plan
-    first_with_gradient, trained_between = first_half_with_gradient(training)
+    first_with_gradient, trained_between = first_half_with_gradient(learner.model)
     # Recomputing a layer in full gathers its input anyway; elsewhere it is gathered again where a gradient takes it.
     keeping = [half for place, entry in enumerate(plan) if entry.kind != "full" for half in (2 * place, 2 * place + 1)]
     regions = decoder_regions(
@@ -164,7 +161,7 @@ def _tensor_step(training: ProxyTraining, micro_batches: MicroBatches) -> Tensor
         first_with_gradient=first_with_gradient,
         trained_between=trained_between,
         gathered_again=[n for n in keeping if n >= first_with_gradient and _needs_input(learner.model, n)],
-        to_the_end=any(kind.norms != "pre" for kind in config.kinds) or isinstance(training.recipe.adapter, Bottleneck),
+        to_the_end=any(kind.norms != "pre" for kind in config.kinds) or isinstance(recipe.adapter, Bottleneck),
         has_embedding=learner.model.chunks.has_first,
         has_head=learner.model.chunks.has_last,
     )
@@ -208,7 +205,7 @@ def takes_input(module: nn.Module, linear: nn.Module) -> bool:
 
 
 def _row_norms(model: Decoder, plan: Plan) -> int:
-    """`plan.traffic.TensorStep.row_norms` of a micro-batch."""
+    """`planning.traffic.TensorStep.row_norms` of a micro-batch."""
     numbers = 0
     for entry, gives_input in zip(plan, gives_inputs(plan), strict=True):
         runs = 1 + (entry.kind == "full") + gives_input
@@ -225,7 +222,7 @@ def _row_norms(model: Decoder, plan: Plan) -> int:
 
 
 def head_norms(model: Decoder, plan: Plan, first_with_gradient: int) -> int:
-    """`plan.traffic.TensorStep.head_norms` of one token."""
+    """`planning.traffic.TensorStep.head_norms` of one token."""
     numbers = 0
     for place, (entry, gives_input) in enumerate(zip(plan, gives_inputs(plan), strict=True)):
         layer = model.layers[str(entry.layer)]
@@ -246,14 +243,12 @@ def gives_inputs(plan: Plan) -> list[bool]:
     return [entry.segment is not None and entry.layer != last_layers[entry.segment] for entry in plan]
 
 
-def first_half_with_gradient(training: ProxyTraining) -> tuple[int, bool]:
-    """`first_with_gradient` and `trained_between` of `plan.traffic.decoder_regions`, of the layers that are here."""
-    learner = training.learner
-    assert isinstance(learner, DecoderLearner), "that of a decoder"
-    chunks = learner.model.chunks
+def first_half_with_gradient(model: Decoder) -> tuple[int, bool]:
+    """`first_with_gradient` and `trained_between` of `planning.traffic.decoder_regions`, of the layers here."""
+    chunks = model.chunks
     if not chunks.has_first:
         return 0, False  # what comes from another stage always has a gradient
-    trained = [name for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def any_in(prefix: str) -> bool:
         return any(name.startswith(prefix) for name in trained)

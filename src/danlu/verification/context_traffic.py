@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from danlu.memory.recompute import Plan
 from danlu.models.decoder import Layer
 from danlu.models.layer_spec import Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.parallel.collective_traffic import CollectiveTraffic
-from danlu.parallel.layout import attention_heads
+from danlu.parallel.layout import Layout, attention_heads
 from danlu.planning.traffic import ContextLayer, TokenTensor, context_traffic, document_load_traffic
 from danlu.stages.learner import DecoderLearner
 from danlu.stages.placed import PlacedDecoder
@@ -21,14 +22,16 @@ from danlu.verification.proxy import MicroBatches, ProxyTraining
 
 def context_ranks_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
     """The traffic of this process to other context ranks; nothing where there are none."""
-    layout, learner = training.ranks.layout, training.learner
+    layout, learner, placed = training.ranks.layout, training.learner, training.placed
     if layout.context == 1:
         return []
-    assert isinstance(learner, DecoderLearner), "that of a decoder"
+    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
     batches = [learner.collate([item for _, item in micro_batch]) for micro_batch in micro_batches]
     rows = [[sum(run.tokens for run in share.chunks) for share in batch.shares] for batch in batches]
     groups = learner.context
-    traffic = list(context_traffic(_layers(training), rows, layout, groups.index, groups.transport))
+    traffic = list(
+        context_traffic(_layers(learner, placed.placed.plan, layout), rows, layout, groups.index, groups.transport)
+    )
     if learner.balancer is not None and learner.balancer.balancing.sequence:
         runs = ([run.document for share in batch.shares for run in share.runs] for batch in batches)
         documents = sum(max(numbers, default=-1) + 2 for numbers in runs)  # and what fills each share up
@@ -37,11 +40,9 @@ def context_ranks_traffic(training: ProxyTraining, micro_batches: MicroBatches) 
     return traffic
 
 
-def _layers(training: ProxyTraining) -> list[ContextLayer]:
-    learner, placed = training.learner, training.placed
-    assert isinstance(learner, DecoderLearner) and isinstance(placed, PlacedDecoder), "those of a decoder"
-    model, plan = learner.model, placed.placed.plan
-    first, _ = first_half_with_gradient(training)
+def _layers(learner: DecoderLearner, plan: Plan, layout: Layout) -> list[ContextLayer]:
+    model = learner.model
+    first, _ = first_half_with_gradient(model)
     places = {entry.layer: place for place, entry in enumerate(plan)}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -57,7 +58,7 @@ def _layers(training: ProxyTraining) -> list[ContextLayer]:
         prefix = f"layers.{entry.layer}.attention."
         own = [name.removeprefix(prefix) for name in trained if name.startswith(prefix)]
         mixer = model.config.layers[entry.layer].mixer
-        traffic = _layer_traffic(training, mixer, own, input_has_gradient=2 * places[entry.layer] >= first)
+        traffic = _layer_traffic(learner, layout, mixer, own, input_has_gradient=2 * places[entry.layer] >= first)
         # Layers of a segment but the last run once more for the input of the next, if that has a backward pass.
         again = gives_input and makes_gradients(last_layers[entry.segment])
         if entry.kind == "full":
@@ -85,14 +86,12 @@ def _saves_output(layer: Layer) -> bool:
 
 
 def _layer_traffic(
-    training: ProxyTraining, mixer: Mixer, trained: Sequence[str], *, input_has_gradient: bool
+    learner: DecoderLearner, layout: Layout, mixer: Mixer, trained: Sequence[str], *, input_has_gradient: bool
 ) -> ContextLayer:
     """Returns a layer's tensors that a forward pass without recomputation sends, and which of them have a gradient.
 
     trained: names of its attention's trained parameters. input_has_gradient: whether its input has one.
     """
-    learner, layout = training.learner, training.ranks.layout
-    assert isinstance(learner, DecoderLearner), "that of a decoder"
 
     def tensor(width: int, *makers: str, element_bytes: int = learner.dtype.itemsize) -> TokenTensor:
         """makers: prefixes of the names of the parameters that make the tensor."""
