@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import ModelError
-from danlu.models.config import ModelConfig
+from danlu.models.config import ModelConfig, same_rotation, with_rotation_of
 from danlu.models.hf_folder import CONFIG, fingerprint, read_config, read_json, resolve_folder
 
 if TYPE_CHECKING:
@@ -94,8 +94,6 @@ def rotated_by(config: ModelConfig, adapters: Sequence[AdapterFolder]) -> ModelC
     for adapter in adapters:
         if adapter.rotation_folder is None:
             continue
-        from danlu.models.config import same_rotation, with_rotation_of
-
         rotated = with_rotation_of(base, read_config(adapter.rotation_folder))
         upon = {path.resolve() for path in adapter.below}
         if last is not None and last.path.resolve() not in upon and not same_rotation(config, rotated):
@@ -110,8 +108,6 @@ def rotated_by(config: ModelConfig, adapters: Sequence[AdapterFolder]) -> ModelC
 
 def check_same_rotation(config: ModelConfig, stacks: Sequence[Sequence[AdapterFolder]]) -> None:
     """Raises ModelError for stacks of adapters that could not share one base in memory, since it has one rotation."""
-    from danlu.models.config import same_rotation
-
     first_config = None
     for stack in stacks:
         rotated = rotated_by(config, stack)

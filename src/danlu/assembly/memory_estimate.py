@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from danlu.core.errors import ModelError, RecipeError
 from danlu.memory.available_memory import available_bytes, host_memory_bytes
 from danlu.memory.recompute import Kind, LayerPlan
 from danlu.models.attention_kernels import kernels_of
-from danlu.models.chunks import Chunks
+from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Mixer
 from danlu.objectives.linear_cross_entropy import workspace_bytes
@@ -36,15 +36,13 @@ from danlu.planning.activation_memory import (
     least_weight_bytes,
     slack_of,
 )
+from danlu.planning.memory_advice import advice
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.device_map import ByHand, named_devices
 from danlu.recipe.sections import Parallel
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.units import format_bytes
-
-if TYPE_CHECKING:
-    from danlu.models.chunks import DeviceMap
 
 # More tokens at once make CPU steps no faster (measured from 1024 to 8192), only larger.
 MAX_CPU_TOKENS = 4096
@@ -167,8 +165,6 @@ class MemoryEstimate:
             offloaded = format_bytes(self.offloaded_bytes)
             lines.append(f"memory expected{each}: {offloaded} more wait where memory.offload says")
         if available is not None and self.parts.total > available:
-            from danlu.planning.memory_advice import advice
-
             what_to_set = advice(self.recipe, vars(self.parts), device_type=self.device_type, micro=self.micro)
             lines.append(
                 f"memory: {format_bytes(self.parts.total)}{each} are more than the {format_bytes(available)} that are "

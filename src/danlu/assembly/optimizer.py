@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
 
 from danlu.assembly.parameters import VALUE, role_of
-from danlu.optim.adamw import StatePages, TensorSpecs
+from danlu.memory.pages import paged_state
 from danlu.optim.build import Optimizers, build
 from danlu.recipe import Recipe
 from danlu.recipe.value import value_adapter
@@ -36,16 +37,11 @@ def optimizer_of(
     own_folder = getattr(recipe.optimizer, "folder", None)
     in_memorys = own_folder is None and memory.folder is not None and "optimizer" in memory.offload
 
-    def paged(specs: Mapping[nn.Parameter, TensorSpecs], folder: str | None) -> StatePages:
-        from danlu.memory.pages import paged_state
-
-        return paged_state(specs, folder, field="memory.folder" if in_memorys else "optimizer.folder")
-
     return build(
         parameters,
         recipe.optimizer,
         rate_of=None if ratio == values_ratio == objective_rate == 1 else rate_of,
         offload="optimizer" in memory.offload and (device.type == "cuda" or memory.folder is not None),
         folder=memory.folder,
-        paged_state=paged,
+        paged_state=partial(paged_state, field="memory.folder" if in_memorys else "optimizer.folder"),
     )

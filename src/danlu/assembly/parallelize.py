@@ -19,9 +19,11 @@ from danlu.assembly.devices import device_map_of, layer_by_layer, loading_device
 from danlu.assembly.parameters import kept_whole
 from danlu.core.errors import RecipeError
 from danlu.memory import recompute
+from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.hf_folder import resolve_folder
+from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
 from danlu.parallel import data, tensor
 from danlu.parallel.expert import ExpertDistributor, expert_names
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from danlu.adapters.adapter_set import AdapterSet
     from danlu.assembly.base_model import Base
     from danlu.assembly.frozen_base import Adapted
-    from danlu.models.chunks import DeviceMap
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,6 @@ def subject_of(
         return Subject(build(config, device=device))
     if recipe.model.path is not None:
         return Subject(load(resolve_folder(recipe.model.path), device=device, config=config))
-    from danlu.models.initialize import initialize
-
     model = build(config, device=device)
     initialize(model, recipe.seed)
     return Subject(model)
@@ -354,7 +353,5 @@ def fill(local: Mapping[str, LocalParameter], config: ModelConfig, path: str | N
         targets = {name: (parameter.local, parameter.box) for name, parameter in local.items()}
         load_boxes(resolve_folder(path), config, targets)
         return
-    from danlu.models.initialize import initial_value
-
     for name, parameter in local.items():
         parameter.local.copy_(initial_value(config, name, parameter.box, seed))

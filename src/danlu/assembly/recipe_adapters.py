@@ -15,6 +15,7 @@ from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
 from danlu.models.hf_folder import find_config, ignored_settings, read_config, resolve_folder, tensors_fingerprint
 from danlu.models.hf_layout import config_sites
+from danlu.models.presets import from_scratch
 from danlu.recipe import sections
 
 if TYPE_CHECKING:
@@ -96,8 +97,6 @@ def base_config(model: sections.Model) -> ModelConfig:
 def _config_of(model: sections.Model) -> ModelConfig:
     if model.path is not None:
         return base_config(model)
-    from danlu.models.presets import from_scratch
-
     return from_scratch(model, vocab_size=1)
 
 

@@ -36,6 +36,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
 from danlu.models.chunks import layer_spans
 from danlu.models.decoder import Decoder, Layer
 from danlu.recipe.sections import Recompute
@@ -102,8 +103,6 @@ def _segments(model: Decoder, plan: Plan, chunk: int) -> list[Callable[..., Tens
     own = [entry for entry in plan if entry.layer in model.chunks.layers[chunk]]
     if all(entry.segment is None for entry in own):
         return []
-    from danlu.memory.recomputed_function import RecomputedFunction
-
     for segment, entries in groupby(own, key=lambda entry: entry.segment):
         layers = [model.layers[str(entry.layer)] for entry in entries]
         if segment is None or len(layers) == 1:
@@ -132,8 +131,6 @@ def wrap_layer(layer: Any, kind: Kind, where: str = "layer", *, gathered: bool =
     assert isinstance(layer, Layer) and "forward" not in vars(layer), "a layer is wrapped once"
     if kind == "none" and not gathered:
         return
-    from danlu.memory.recomputed_function import OutputDroppingFunction, RecomputedFunction
-
     if kind == "full":
         layer.forward = RecomputedFunction(layer.forward, where)  # type: ignore[assignment,method-assign]
     else:
@@ -151,8 +148,6 @@ def unwrap_layer(layer: Layer) -> None:
     for kind in KINDS:
         for owner, name, _ in _recompute_points(layer, kind):
             vars(owner).pop(name, None)
-    from danlu.memory.recomputed_function import RecomputedFunction
-
     if isinstance(layer.enter, RecomputedFunction):
         layer.enter = layer.enter.function
 

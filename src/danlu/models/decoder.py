@@ -10,7 +10,7 @@ T packed tokens · D model width · R rotated features of a head · V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from danlu.core.errors import ModelError
 from danlu.core.layer_types import Attend, VocabShard
 from danlu.models import ops
 from danlu.models.attention import Attention, leave_attention_uncompiled
-from danlu.models.chunks import Chunks
+from danlu.models.chunks import Chunks, DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.layer_spec import Experts, Feed, Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
@@ -38,9 +38,6 @@ from danlu.models.modules import (
 )
 from danlu.models.rope import Rotation, rotary_tables
 from danlu.models.rope_config import Rope
-
-if TYPE_CHECKING:
-    from danlu.models.chunks import DeviceMap
 
 
 class Layer(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from danlu.core.layer_types import NormShard, StackedQuantizedWeight
 from danlu.core.weight_gradients import Deferral, deferral_of, made_or_deferred
+from danlu.models.grouped_mm import grouped_mm, grouped_weight_gradient, quantized_grouped_mm
 from danlu.models.layer_spec import Activation, ClampedSwiGLU
 from danlu.models.packed_weights import ACTIVE
 
@@ -137,8 +138,6 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral | None) -> Tensor:
-        from danlu.models.grouped_mm import grouped_mm
-
         if deferral is not None:
             (weight,) = deferral.weights
         ctx.save_for_backward(x, weight, counts)
@@ -147,8 +146,6 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        from danlu.models.grouped_mm import grouped_mm
-
         x, weight, counts = ctx.saved_tensors
         grad = grad.contiguous()  # grouped products refuse expanded gradients
         grad_x = grouped_mm(grad, weight, counts) if ctx.needs_input_grad[0] else None
@@ -161,8 +158,6 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _grouped_weight_gradient(dtype: torch.dtype, grad: Tensor, x: Tensor, counts: Tensor) -> tuple[Tensor]:
     """grad [N, O], x [N, I] and counts [G] -> [G, O, I] in `dtype`."""
-    from danlu.models.grouped_mm import grouped_weight_gradient
-
     return (grouped_weight_gradient(grad, x, counts, dtype),)
 
 
@@ -171,16 +166,12 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: StackedQuantizedWeight, counts: Tensor) -> Tensor:
-        from danlu.models.grouped_mm import quantized_grouped_mm
-
         ctx.save_for_backward(counts)
         ctx.weight = weight
         return quantized_grouped_mm(x, weight, counts, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        from danlu.models.grouped_mm import quantized_grouped_mm
-
         (counts,) = ctx.saved_tensors
         return quantized_grouped_mm(grad.contiguous(), ctx.weight, counts), None, None
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from danlu.models.chunks import layer_spans
+from danlu.models.chunks import DeviceMap, layer_spans
 from danlu.models.config import ModelConfig
 from danlu.planning.pipeline_split import even_in_cost
 from danlu.recipe.device_map import ByHand, entries_of
-
-if TYPE_CHECKING:
-    from danlu.models.chunks import DeviceMap
 
 
 class Device(NamedTuple):
@@ -66,8 +63,6 @@ def device_map_of(
     the last ones are left out. loss_device: the device of the head, for a model of another role with its loss computed
     there; by default the map decides.
     """
-    from danlu.models.chunks import DeviceMap
-
     if not isinstance(section, str):
         entries = entries_of(section)
         given = {entry.part: entry.device for entry in entries if not isinstance(entry.part, range)}
