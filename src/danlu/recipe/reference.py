@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from danlu.recipe.sections import (
     AdapterOff,
+    AdapterSection,
     Cached,
     Continue,
     Frozen,
@@ -41,9 +42,8 @@ def resolve_reference(recipe: Recipe) -> ReferenceSection:
     return Frozen() if recipe.data.streaming or recipe.stage == "rl" else Cached()
 
 
-def starts_with_effect(recipe: Recipe) -> str | None:
+def starts_with_effect(adapter: AdapterSection | None) -> str | None:
     """Why the policy with its new adapter is not the model below it, before the first step; None where it is."""
-    adapter = recipe.adapter
     if isinstance(adapter, Prefix | Prompt):
         return f"{adapter.kind} puts virtual tokens before every document"
     if isinstance(adapter, LowRank) and adapter.init in ("pissa", "olora", "loftq"):
@@ -58,7 +58,7 @@ def adapter_off_problem(recipe: Recipe) -> str | None:
         return "there is no adapter to switch off"
     if isinstance(adapter, Continue):
         return "the adapter that is trained on is a part of the model that the run starts from"
-    if (reason := starts_with_effect(recipe)) is not None:
+    if (reason := starts_with_effect(recipe.adapter)) is not None:
         return f"{reason}, and without it the policy is not the model that the run starts from"
     copies = bool(getattr(adapter, "modules_to_save", [])) or getattr(adapter, "bias", "none") != "none"
     if copies and (parallel.shard != "none" or parallel.tensor > 1):

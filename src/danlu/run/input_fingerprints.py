@@ -212,7 +212,8 @@ def _readers(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, Read]]:
             yield key, _bound(_model_or_adapter, key, reward.path)
         elif isinstance(reward, sections.FunctionReward):
             yield key, _bound(_files, key, reward.file)
-    for number, file in enumerate(_environment_files(recipe)):
+    environment_files = {} if recipe.environment is None else recipe.environment.files
+    for number, file in enumerate(dict.fromkeys(environment_files.values())):
         key = f"environment.{number}"
         yield key, _bound(_files, key, file)
 
@@ -239,15 +240,6 @@ def _model_readers(key: str, model: sections.Model, *, weights_again: bool = Tru
         yield f"{key}.path", _bound(_model, f"{key}.path", model.path, weights_again)
     if model.adapters:
         yield f"{key}.adapters", _bound(_adapters, f"{key}.adapters", model.adapters, weights_again)
-
-
-def _environment_files(recipe: Recipe) -> list[str]:
-    match recipe.environment:
-        case sections.Tools(tools=tools):
-            return list(dict.fromkeys(tool.rpartition(":")[0] for tool in tools))
-        case sections.PythonEnvironment() | sections.Agent() as section:
-            return [] if section.file is None else [section.file]
-    return []
 
 
 def _bound(read: Callable[..., Iterable[Input]], *arguments: Any) -> Read:

@@ -51,7 +51,7 @@ def reference_columns(recipe: Recipe) -> Sequence[ColumnSpec]:
     """
     if not isinstance(resolve_reference(recipe), Cached):
         return ()
-    alike = starts_with_effect(recipe) is None
+    alike = starts_with_effect(recipe.adapter) is None
     model = ModelSpec(REFERENCE, recipe.model, recipe.quantization) if alike else None
     return (ColumnSpec(REFERENCE, model, {REFERENCE: ColumnType("<f4")}, _logprobs),)
 

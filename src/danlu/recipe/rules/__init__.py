@@ -73,10 +73,11 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
     if stage in ("distill", "rl"):
         yield from distillation.distillation_has_teacher(recipe)
     if stage == "distill":
-        yield from distillation.distillation_has_one_divergence(recipe)
+        yield from distillation.distillation_has_one_divergence(recipe.objective or (), recipe.teacher or ())
         if recipe.on_policy:
             yield from distillation.own_answers_are_possible(recipe)
-    yield from rl.prompt_template_is_valid(recipe.data.prompt, recipe.rewards or ())
+    if recipe.data.prompt is not None or recipe.rewards:
+        yield from rl.prompt_template_is_valid(recipe.data.prompt, recipe.rewards or ())
     if stage == "rl":
         yield from distillation.divergence_suits_drawn_tokens(recipe)
         yield from rl.rows_hold_prompts(recipe.data)

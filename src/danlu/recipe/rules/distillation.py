@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from danlu.recipe.rules.paths import sources_of
 from danlu.recipe.sections import Divergence, HiddenStates, Prefix, Prompt, Recipe, Teacher
+from danlu.recipe.sections.base import VariantSection
 from danlu.recipe.yaml_tree import Problem
 
 
@@ -73,9 +74,10 @@ def divergence_suits_drawn_tokens(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(f"{key}.temperature", message, reads=(f"{key}.policy_gradient",))
 
 
-def distillation_has_one_divergence(recipe: Recipe) -> Iterator[Problem]:
+def distillation_has_one_divergence(
+    objective: Sequence[VariantSection], teachers: Sequence[Teacher]
+) -> Iterator[Problem]:
     """The objective of stage distill is one divergence, and at most one term of hidden states."""
-    objective = recipe.objective or []
     divergences = [index for index, term in enumerate(objective) if isinstance(term, Divergence)]
     hidden = [index for index, term in enumerate(objective) if isinstance(term, HiddenStates)]
     if len(divergences) > 1:
@@ -87,7 +89,7 @@ def distillation_has_one_divergence(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"objective.{hidden[0]}.kind", message, reads=("objective",))
     if len(hidden) > 1:
         yield Problem(f"objective.{hidden[1]}.kind", "hidden is there already. Leave one out", reads=("objective",))
-    for index, teacher in enumerate(recipe.teacher or ()):
+    for index, teacher in enumerate(teachers):
         if hidden and teacher.cache:
             message = "hidden states are not cached: leave out cache, or the term of hidden states"
             yield Problem(f"teacher.{index}.cache", message, reads=("objective",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from danlu.recipe.rules.refusals import path_problem
 from danlu.recipe.sections import Agent, AgentSection, EnvironmentSection, OpenEnv, PythonEnvironment, Recipe, Tools
 from danlu.recipe.sections.environments import ENVIRONMENT
 from danlu.recipe.yaml_tree import Problem
@@ -11,9 +12,8 @@ from danlu.recipe.yaml_tree import Problem
 
 def environment_is_consistent(section: EnvironmentSection, recipe: Recipe) -> Iterator[Problem]:
     """An environment names things that can be found, and leaves settings of single answers alone."""
-    if isinstance(section, PythonEnvironment) and not _names_something(section.path):
-        message = f"{section.path!r} names no class: write its file and its name, as in my_env.py:Maze"
-        yield Problem("environment.path", message)
+    if isinstance(section, PythonEnvironment) and (problem := path_problem(section.path, "class", "my_env.py:Maze")):
+        yield Problem("environment.path", problem)
     if isinstance(section, Tools):
         yield from _tool_problems(section)
     if isinstance(section, OpenEnv):
@@ -56,9 +56,9 @@ def _agent_problems(section: AgentSection, staleness: int) -> Iterator[Problem]:
         state = "both path and command are given" if section.path else "what runs is missing"
         message = f"{state}: give either path, as in my_agent.py:solve, or command, as in python my_agent.py"
         yield Problem(ENVIRONMENT, message, reads=("environment.path", "environment.command"))
-    elif section.path is not None and not _names_something(section.path):
-        message = f"{section.path!r} names no function: write its file and its name, as in my_agent.py:solve"
-        yield Problem("environment.path", message)
+    elif section.path is not None:
+        if (problem := path_problem(section.path, "function", "my_agent.py:solve")) is not None:
+            yield Problem("environment.path", problem)
     elif section.command is not None and not section.command.strip():
         yield Problem("environment.command", "empty: write what runs an agent, as in python my_agent.py")
 
@@ -69,15 +69,9 @@ def _tool_problems(section: Tools) -> Iterator[Problem]:
     seen: dict[str, int] = {}
     for index, path in enumerate(section.tools):
         name = path.rpartition(":")[2]
-        if not _names_something(path):
-            message = f"{path!r} names no function: write its file and its name, as in my_tools.py:search"
-            yield Problem(f"environment.tools.{index}", message)
+        if (problem := path_problem(path, "function", "my_tools.py:search")) is not None:
+            yield Problem(f"environment.tools.{index}", problem)
         elif name in seen:
             message = f"called {name} as environment.tools.{seen[name]} is: the policy calls tools by name. Rename one"
             yield Problem(f"environment.tools.{index}", message)
         seen.setdefault(name, index)
-
-
-def _names_something(path: str) -> bool:
-    file, _, name = path.rpartition(":")
-    return file.endswith(".py") and name.isidentifier()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from danlu.core.spelling import did_you_mean
 from danlu.recipe.messages import format_value
-from danlu.recipe.sections import Agent, Data, FunctionReward, PythonEnvironment, Recipe, Source, Tools
+from danlu.recipe.sections import Data, EnvironmentSection, FunctionReward, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
 
 FILE_TYPES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".bz2", ".xz", ".zst")
@@ -49,7 +49,7 @@ def missing_files(recipe: Recipe) -> list[Problem]:
     local_only = {"model.config", "model.chat_template"}
     functions = (index for index, reward in enumerate(recipe.rewards or ()) if isinstance(reward, FunctionReward))
     local_only |= {f"rewards.{index}.path" for index in functions}
-    local_only |= _environment_files(recipe).keys()
+    local_only |= _environment_files(recipe.environment).keys()
     local_only |= {key for key in ("model.path", "model.tokenizer") if paths.get(key) in SHIPPED_NAMES}
     if recipe.stage == "classify":
         local_only |= {key for key, _ in sources_of(recipe.data)}
@@ -132,23 +132,15 @@ def _input_paths(recipe: Recipe) -> dict[str, str]:
     for index, reward in enumerate(recipe.rewards or ()):
         path = reward.file if isinstance(reward, FunctionReward) else getattr(reward, "path", None)
         paths[f"rewards.{index}.path"] = path
-    paths |= _environment_files(recipe)
+    paths |= _environment_files(recipe.environment)
     paths |= {f"teacher.{index}.model": teacher.model for index, teacher in enumerate(recipe.teacher or ())}
     paths |= {key: file_of(source) for key, source in sources_of(recipe.data)}
     return {key: path for key, path in paths.items() if isinstance(path, str)}
 
 
-def _environment_files(recipe: Recipe) -> dict[str, str]:
+def _environment_files(environment: EnvironmentSection | None) -> dict[str, str]:
     """The files of the user's environment, agent or tools, by key."""
-    match recipe.environment:
-        case PythonEnvironment() as section:
-            return {"environment.path": section.file}
-        case Agent() as section:
-            return {"environment.path": section.file} if section.file else {}
-        case Tools() as section:
-            return {f"environment.tools.{index}": path.rpartition(":")[0] for index, path in enumerate(section.tools)}
-        case _:
-            return {}
+    return {} if environment is None else {f"environment.{key}": file for key, file in environment.files.items()}
 
 
 def _absolute(path: str) -> Path:

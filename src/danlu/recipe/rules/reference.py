@@ -55,7 +55,7 @@ def _suits_answers_to_come(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("reference.kind", message, reads=("stage",))
     elif isinstance(resolve_reference(recipe), Frozen) and isinstance(recipe.adapter, Prefix | Prompt):
         message = (
-            f"{starts_with_effect(recipe)}, which a frozen reference does not know. Use adapter: lora, or set "
+            f"{starts_with_effect(recipe.adapter)}, which a frozen reference does not know. Use adapter: lora, or set "
             "objective.kl: null"
         )
         yield Problem("adapter.kind", message, reads=reads)
@@ -71,13 +71,13 @@ def _suits_pairs_to_come(recipe: Recipe) -> Iterator[Problem]:
         message = f"{terms[0].kind} compares the policy with nothing. Leave it out" if terms else "not read"
         yield Problem("reference", message, reads=("objective",))
     elif isinstance(resolve_reference(recipe), Frozen) and isinstance(recipe.adapter, Prefix | Prompt):
-        message = f"{starts_with_effect(recipe)}, which a frozen reference does not know. Use adapter: lora"
+        message = f"{starts_with_effect(recipe.adapter)}, which a frozen reference does not know. Use adapter: lora"
         yield Problem("adapter.kind", message, reads=("objective",))
 
 
 def _frozen_is_possible(recipe: Recipe, reference: Frozen) -> Iterator[Problem]:
     if isinstance(recipe.adapter, Prefix | Prompt) and recipe.stage == "preference":
-        message = f"frozen: {starts_with_effect(recipe)}, which a second model does not know. Use cached"
+        message = f"frozen: {starts_with_effect(recipe.adapter)}, which a second model does not know. Use cached"
         yield Problem("reference.kind", message, reads=("adapter.kind",))
     if reference.every is None:
         return

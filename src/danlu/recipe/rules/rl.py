@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from danlu.recipe.rules.paths import sources_of
+from danlu.recipe.rules.refusals import address_problem, path_problem
 from danlu.recipe.sections import (
     BatchSize,
     CodeReward,
@@ -98,17 +99,14 @@ def _reward_problems(key: str, reward: RewardSection) -> Iterator[Problem]:
             except re.error as error:
                 yield Problem(f"{key}.pattern", f"{reward.pattern!r} is no regular expression: {error}")
                 return
-            if isinstance(reward, JudgeReward) and not groups:
+            if isinstance(reward, FormatReward):
+                return
+            if not groups:
                 message = f"{reward.pattern!r} has no group that is the mark. Put it in parentheses, as in (\\d+)/10"
                 yield Problem(f"{key}.pattern", message)
-            if isinstance(reward, JudgeReward) and not reward.url.startswith(("http://", "https://")):
-                message = f"{reward.url!r} is no address of a server: it begins with http:// or https://"
-                yield Problem(f"{key}.url", message)
-            if (
-                isinstance(reward, JudgeReward)
-                and reward.bounds is not None
-                and not reward.bounds[0] < reward.bounds[1]
-            ):
+            if (problem := address_problem(reward.url)) is not None:
+                yield Problem(f"{key}.url", problem)
+            if reward.bounds is not None and not reward.bounds[0] < reward.bounds[1]:
                 message = f"{list(reward.bounds)}: the lowest mark comes first, and is below the highest"
                 yield Problem(f"{key}.bounds", message)
         case LengthReward():
@@ -118,10 +116,8 @@ def _reward_problems(key: str, reward: RewardSection) -> Iterator[Problem]:
                 message = f"no answer has {reward.fewest} tokens or more and {reward.most} or less. Lower it"
                 yield Problem(f"{key}.fewest", message, reads=(f"{key}.most",))
         case FunctionReward():
-            file, _, name = reward.path.rpartition(":")
-            if not (file.endswith(".py") and name.isidentifier()):
-                message = f"{reward.path!r} names no function: write its file and its name, as in my_rewards.py:short"
-                yield Problem(f"{key}.path", message)
+            if (problem := path_problem(reward.path, "function", "my_rewards.py:short")) is not None:
+                yield Problem(f"{key}.path", problem)
 
 
 def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from danlu.recipe.rules.refusals import address_problem
 from danlu.recipe.sections import Recipe, Rollout, Server
 from danlu.recipe.yaml_tree import Problem
 
@@ -56,9 +57,8 @@ def _servers_have_addresses(section: Rollout) -> Iterator[Problem]:
             message = "missing: say where servers listen, such as [http://node1:8000, http://node2:8000]"
             yield Problem("rollout.urls", message, reads=reads)
         for index, url in enumerate(section.urls):
-            if not url.startswith(("http://", "https://")):
-                message = f"{url!r} is no address of a server: it begins with http:// or https://"
-                yield Problem(f"rollout.urls.{index}", message)
+            if (problem := address_problem(url)) is not None:
+                yield Problem(f"rollout.urls.{index}", problem)
             elif url.rstrip("/") in [other.rstrip("/") for other in section.urls[:index]]:
                 yield Problem(f"rollout.urls.{index}", f"{url} is there twice. Name each server once")
         return
@@ -68,9 +68,8 @@ def _servers_have_addresses(section: Rollout) -> Iterator[Problem]:
     if section.url is None:
         message = f"missing: {name} runs as a server of its own. Say where it listens, such as http://localhost:8000"
         yield Problem("rollout.url", message, reads=("rollout.engine",))
-    elif not section.url.startswith(("http://", "https://")):
-        message = f"{section.url!r} is no address of a server: it begins with http:// or https://"
-        yield Problem("rollout.url", message)
+    elif (problem := address_problem(section.url)) is not None:
+        yield Problem("rollout.url", problem)
 
 
 def resolved_hand_over(recipe: Recipe) -> Literal["group", "folder", "adapter"]:
@@ -101,11 +100,8 @@ def _hand_over_is_possible(recipe: Recipe) -> Iterator[Problem]:
     unread = {"group": ("exchange_folder",), "folder": ("group_address",), "adapter": ("bucket_mib", "group_address")}
     for key in unread[route]:
         if getattr(server, key) != getattr(Server(), key):
-            yield Problem(
-                f"rollout.server.{key}",
-                f"not read with hand_over: {route}",
-                reads=("rollout.server.hand_over",),
-            )
+            message = f"not read with hand_over: {route}"
+            yield Problem(f"rollout.server.{key}", message, reads=("rollout.server.hand_over",))
 
 
 def exact_is_possible(recipe: Recipe) -> Iterator[Problem]:

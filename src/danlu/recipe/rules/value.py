@@ -52,7 +52,7 @@ def _base_is_shared(recipe: Recipe, value: Value) -> Iterator[Problem]:
     elif isinstance(own, LowRank) and own.init in ("pissa", "olora", "loftq"):
         message = f"{own.init} takes its start out of the base, which the policy has too. Use default or gaussian"
         yield Problem("value.adapter.init", message, reads=reads)
-    elif isinstance(own, Dora) and (recipe.model.adapters or starts_with_effect(recipe) is not None):
+    elif isinstance(own, Dora) and (recipe.model.adapters or starts_with_effect(recipe.adapter) is not None):
         message = "dora scales the weights themselves, and here other adapters lie below. Use kind: lora"
         yield Problem("value.adapter.kind", message, reads=reads)
 

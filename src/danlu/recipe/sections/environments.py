@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from danlu.recipe.sections.base import PositiveInt, VariantSection
-from danlu.recipe.sections.rewards import FUNCTION_PATTERN, Positive
+from danlu.recipe.sections.rewards import FUNCTION_PATTERN, Positive, file_of
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -18,6 +18,11 @@ class EnvironmentSection(VariantSection):
     """An environment that answers the policy."""
 
     gives_reward: ClassVar[bool] = True
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The user's files that it is made of, by the keys of `environment` that name them."""
+        return {}
 
     max_turns: PositiveInt = 8
     """Answers of an episode; one that is not over then is cut off, with the rewards of its turns so far. All turns
@@ -46,9 +51,9 @@ class PythonEnvironment(EnvironmentSection):
     """The weight of its reward in the sum with `rewards`."""
 
     @property
-    def file(self) -> str:
-        """The path without the name."""
-        return self.path.rpartition(":")[0] or self.path
+    def files(self) -> dict[str, str]:
+        """The file of the class."""
+        return {"path": file_of(self.path)}
 
 
 class Tools(EnvironmentSection):
@@ -62,6 +67,11 @@ class Tools(EnvironmentSection):
     kind: Literal["tools"] = "tools"
     tools: list[str] = Field(json_schema_extra={"items": {"type": "string", "pattern": FUNCTION_PATTERN}})
     """The functions, as in my_tools.py:search. Their names, annotations and docstrings are described to the policy."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of the functions."""
+        return {f"tools.{index}": path.rpartition(":")[0] for index, path in enumerate(self.tools)}
 
 
 class OpenEnv(EnvironmentSection):
@@ -120,9 +130,9 @@ class Agent(AgentSection):
     """Further arguments of the program."""
 
     @property
-    def file(self) -> str | None:
-        """The function's file."""
-        return self.path and (self.path.rpartition(":")[0] or self.path)
+    def files(self) -> dict[str, str]:
+        """The file of the function, where it is one."""
+        return {"path": file_of(self.path)} if self.path else {}
 
 
 class Verifiers(AgentSection):

@@ -14,6 +14,11 @@ FUNCTION_PATTERN = r"\.py:"
 """The text in a bare value that names a function, and no kind."""
 
 
+def file_of(function: str) -> str:
+    """The file in the path of a function or class, `my_rewards.py` of `my_rewards.py:short`."""
+    return function.rpartition(":")[0] or function
+
+
 class RewardSection(VariantSection):
     """A reward that judges answers."""
 
@@ -116,7 +121,7 @@ class FunctionReward(RewardSection):
     @property
     def file(self) -> str:
         """The path without the function's name."""
-        return self.path.rpartition(":")[0] or self.path
+        return file_of(self.path)
 
     @property
     def label(self) -> str:
