@@ -417,4 +417,4 @@ def test_an_adapter_needs_a_finished_model(
     tiny_world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert danlu("train", tiny_world.recipe(tmp_path / "run", adapter="lora")) == 2
-    assert "adapter: an adapter is trained beside a finished model: give model.path" in capfd.readouterr().err
+    assert "adapter: an adapter is trained on a finished model: give model.path" in capfd.readouterr().err

@@ -387,7 +387,7 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer(refused: Train) -> None:
     ("sizes", "code", "message"),
     [
         ({"num_hidden_layers": 10**6}, 4, "model.config: num_hidden_layers: 1,000,000 layers; at most 10,000 can be"),
-        ({"intermediate_size": 10**9}, 4, "model.config: a model of 192,000,006,368 parameters, whose weights alone"),
+        ({"intermediate_size": 10**9}, 4, "model.config: a model of 192,000,006,368 parameters: its weights alone"),
         ({"hidden_size": 2**30, "head_dim": 8}, 4, "(the largest of its sizes is hidden_size, 1,073,741,824)"),
         (
             {"vocab_size": 10**12},

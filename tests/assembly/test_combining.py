@@ -203,7 +203,7 @@ def test_what_the_folder_says(base: Path, tmp_path: Path, three: list[Path]) -> 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (sections.Dora(), "is DoRA, whose change is not the product of two factors. Merge it into its base"),
+        (sections.Dora(), "is DoRA, and its change is not the product of two factors. Merge it into its base"),
         (sections.Vera(rank=16), "is VERA; only LoRA adapters become one adapter"),
         (sections.Lora(modules_to_save=["norm"]), "trains model.norm.weight in full, which no LoRA adapter can add up"),
     ],

@@ -63,7 +63,7 @@ def test_weights_are_proportions_of_rows(counts: list[int], weights: list[float 
 
 @pytest.mark.parametrize("weights", [[1e308, 1e-308], [1e12, 1.0]])
 def test_weights_too_far_apart_are_an_error(weights: list[float | None]) -> None:
-    with pytest.raises(DataError, match=r"data\.train\.0\.weight: 1e\+\d+ beside .* of data\.train\.1, the largest"):
+    with pytest.raises(DataError, match=r"data\.train\.0\.weight: 1e\+\d+ next to .* of data\.train\.1, the largest"):
         epoch_rows([10, 1000], weights, 0)
     assert [len(rows) for rows in epoch_rows([10, 1000], weights[::-1], 0)] == [1, 1000]
 

@@ -88,7 +88,7 @@ def test_prompts_that_end_inside_a_token_are_counted_and_named() -> None:
 def test_generation_prompts_that_end_inside_a_token_are_counted_and_named() -> None:
     found = counted("no-terminator", chat("Hi", "Yes."), chat("Hi", "I think so."), chat("Hi", "I think so."))
     assert (found.split_prompts, found.split_prompt_example) == (2, "rows.jsonl:2 (the token ' I')")
-    assert "a chat template whose generation prompt ends in a special token" in found.template_lines()[0]
+    assert "a chat template with a generation prompt that ends in a special token" in found.template_lines()[0]
     first = chat("Hi", "I think so.")["messages"]
     first[1]["train"] = False
     assert counted("no-terminator", {"messages": first + chat("And?", "Yes.")["messages"]}).split_prompts == 0

@@ -456,7 +456,7 @@ CASES = [
         "adapter without base",
         TRAIN,
         2,
-        ("error: r.yaml:1:10 adapter: an adapter is trained beside a finished model: give model.path",),
+        ("error: r.yaml:1:10 adapter: an adapter is trained on a finished model: give model.path",),
         recipe(adapter="lora"),
     ),
     Case(

@@ -125,7 +125,7 @@ def test_states_take_half_of_the_cache_at_most(small_decoder):
     assert runner.pool.blocks == 5 * state // block
     allocated = sum(each.nbytes for tensors in runner.pool.states._layers for each in tensors)
     assert allocated == 5 * state
-    with pytest.raises(ResourceError, match="does not hold one block of 4 tokens .* beside the state of a sequence"):
+    with pytest.raises(ResourceError, match="does not hold one block of 4 tokens .* next to the state of a sequence"):
         EmbeddedEngine(model, EngineOptions(cache_gib=(state + block - 1) / 2**30, block=4))
     EmbeddedEngine(model, EngineOptions(cache_gib=(state + block) / 2**30, block=4))
 

@@ -44,7 +44,7 @@ def test_a_share_or_a_switch(read: Callable[..., Recipe], write: Write, given: s
 
 
 BROKEN: list[tuple[dict[str, str], str]] = [
-    ({"objective": "{kind: forward, weight: 0.5}"}, "objective.0.weight: only read with stage rl, beside a policy"),
+    ({"objective": "{kind: forward, weight: 0.5}"}, "objective.0.weight: only read with stage rl, next to a policy"),
     (
         {"objective": "{kind: reverse, policy_gradient: true}"},
         "objective.0.policy_gradient: only read with stage rl. Leave it out; on_policy has the same gradient in the",

@@ -317,7 +317,8 @@ BROKEN = [
     ({"batch": "{prompts: 2, updates: 4}"}, "batch.updates: 4 does not divide the 2 prompts of a rollout. Use 2"),
     (
         {"rollout": "{staleness: 1, engine: vllm, url: http://x, server: {hand_over: group}}"},
-        "rollout.server.hand_over: group: with rollout.staleness above 0 a process beside the trainer hands weights on",
+        "rollout.server.hand_over: group: with rollout.staleness above 0 a process next to the trainer hands weights "
+        "on, which is in no group with the server",
     ),
     (
         {"rollout": "{processes: 2}"},
@@ -416,18 +417,18 @@ BROKEN = [
     ({"objective": "[grpo, rloo]"}, "objective: 2 terms: stage rl has one policy gradient. Give one"),
     ({"objective": "[sigmoid, {kind: grpo}]"}, "objective: 2 terms: stage rl has one policy gradient. Give one"),
     ({"objective": "hidden"}, "objective.0.kind: hidden is an objective of stage distill, not of stage rl"),
-    ({"objective": "forward"}, "objective.0.kind: forward is a term beside a policy gradient, as in [grpo, forward]"),
+    ({"objective": "forward"}, "objective.0.kind: forward is a term next to a policy gradient, as in [grpo, forward]"),
     (
         {"objective": "[reverse, {kind: grpo}]", "teacher": "large"},
         "objective.0.kind: the policy gradient comes first: write [grpo, reverse]",
     ),
     (
         {"objective": "[sigmoid, reverse]", "teacher": "large"},
-        "objective.1.kind: reverse is a term beside a policy gradient, and sigmoid compares pairs. Leave it out",
+        "objective.1.kind: reverse is a term next to a policy gradient, and sigmoid compares pairs. Leave it out",
     ),
     (
         {"objective": "[grpo, reverse, forward]", "teacher": "large"},
-        "objective.2.kind: forward beside reverse: there is one divergence. Leave one out",
+        "objective.2.kind: forward next to reverse: there is one divergence. Leave one out",
     ),
     ({"objective": "[grpo, reverse]"}, "teacher: missing: objective reverse is the distance from one. Name its folder"),
     ({"teacher": "large"}, "teacher: the objective has no divergence from one, so nothing is learnt from it. Give one"),

@@ -240,7 +240,7 @@ BROKEN = [
     ),
     (
         SAMPLED | {"rollout": "{engine: vllm, url: 'http://localhost:8000', draft: ngram}"},
-        "rollout.draft: a setting of the embedded engine; vllm is told its own when it is started. Leave it out",
+        "rollout.draft: a setting of the embedded engine; vllm takes its own when it starts. Leave it out",
     ),
     (
         SAMPLED | {"rollout": "{url: 'http://localhost:8000'}"},
@@ -297,7 +297,7 @@ BROKEN = [
     ),
     (
         SAMPLED | {"parallel": "zero2", "rollout": "{gather: layer}"},
-        "rollout.gather: only read with parallel.shard: zero3, which alone has layers whose weights are not whole",
+        "rollout.gather: only read with parallel.shard: zero3, which alone has layers with a part of their weights",
     ),
     (SAMPLED | {"rollout": "{swap_gib: 8}"}, "rollout.swap_gib: only read with preempt: swap"),
     (

@@ -237,8 +237,11 @@ def test_a_smaller_vocabulary_is_refused_and_a_padded_one_told(tiny_world: World
         ({"teacher": None}, "teacher: missing: stage distill learns from one"),
         ({"stage": "sft", "objective": None}, "teacher: only stages distill and rl have a teacher; this is sft"),
         ({"teacher": {"model": "x/y", "cache": True}}, r"teacher\.0\.cache: .* top_k does not say how many"),
-        ({"objective": ["forward", "reverse"]}, r"objective\.1\.kind: reverse beside forward: there is one divergence"),
-        ({"objective": "hidden"}, r"hidden is a term beside a divergence"),
+        (
+            {"objective": ["forward", "reverse"]},
+            r"objective\.1\.kind: reverse next to forward: there is one divergence",
+        ),
+        ({"objective": "hidden"}, r"hidden is a term next to a divergence"),
         ({"objective": ["forward", "hidden", "hidden"]}, "hidden is there already"),
         ({"objective": "sigmoid"}, r"sigmoid is an objective of stage preference, not of stage distill"),
         (

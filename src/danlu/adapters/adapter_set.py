@@ -135,7 +135,7 @@ class AdapterSet:
         if any(site.module.weight is None for site in changed):
             raise ModelError(
                 f"adapter {name!r} ({added.section.init}) took its start out of a base that was packed without it. "
-                "Load the base anew to be without it"
+                "Load the base again to be without it"
             )
         self.activate(*(active for active in self.active if active != name))
         for site in changed:

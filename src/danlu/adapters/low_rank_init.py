@@ -114,7 +114,7 @@ def initialize_from_base(
     elif not (torch.equal(initial.a, resumed[0]) and torch.equal(initial.b, resumed[1])):
         raise ModelError(
             f"{site_name}: LoftQ finds another start here than where the run began (another processor or number of "
-            "threads), and with it another base. Go on where it began, or start anew from the exported adapter"
+            "threads), and with it another base. Go on where it began, or start again from the exported adapter"
         )
     return initial.base
 

@@ -23,7 +23,7 @@ def check_mergeable(adapters: AdapterSet) -> None:
         if (kind := adapters.added[name].section.kind) in UNMERGEABLE_KINDS:
             raise ModelError(
                 f"adapter {name!r} ({kind}) changes what flows through the model, not its weights: it cannot be "
-                "merged. Keep it as an adapter folder beside the base"
+                "merged. Keep it as an adapter folder next to the base"
             )
 
 

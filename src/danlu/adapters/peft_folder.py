@@ -263,7 +263,7 @@ def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | No
     if any(site.module is None for site in sites):
         raise ModelError(
             f"{where}: PEFT takes the start of this adapter out of {module}, which in this model is the embedding: "
-            "PEFT changes both then, and no adapter can. Train it anew without lm_head among the targets"
+            "PEFT changes both then, and no adapter can. Train it again without lm_head among the targets"
         )
     parts = [adapters.loaded_weight(site) for site in sites]
     if (packed := next((site for site, part in zip(sites, parts, strict=True) if part is None), None)) is not None:

@@ -181,7 +181,7 @@ def _factors(folder: AdapterFolder, embeddings: dict[str, Tensor], base: Base | 
         reader = for_original_base(reader, lambda module: in_float32(read_tensor(known, f"{module}.weight")))
     factors, tensors = read_factors(reader), dict(reader.tensors)
     if folder.values.get("use_dora") or any(part.magnitude is not None for part in factors.values()):
-        raise ModelError(f"{where}: is DoRA, whose change is not the product of two factors. Merge it into its base")
+        raise ModelError(f"{where}: is DoRA, and its change is not the product of two factors. Merge it into its base")
     for key in [key for key in tensors if key.endswith(".base_layer.weight")]:
         if not torch.equal(embeddings.setdefault(key, tensors[key]), tensors.pop(key)):
             raise ModelError(f"{where}: {key} is not that of the others: they are adapters of different models")

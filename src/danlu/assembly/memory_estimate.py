@@ -71,7 +71,7 @@ def check_size(recipe: Recipe, config: ModelConfig, where: str, processes: int) 
     if room is not None and need > room:
         name, size = config.largest_size
         raise ModelError(
-            f"{where}: a model of {config.parameter_count():,} parameters, whose weights alone take "
+            f"{where}: a model of {config.parameter_count():,} parameters: its weights alone take "
             f"{need / 2**30:,.1f} GiB here; {machine} {room / 2**30:,.1f} GiB. Take a smaller one (the "
             f"largest of its sizes is {name}, {size:,}), share it among more processes (parallel.shard: zero3), or "
             "train an adapter on a quantized base"

@@ -89,8 +89,8 @@ def quantize(
         raise ModelError(f"{folder}: a reward model is not quantized; quantize the language model that it starts from")
     if untouched := untouched_tensors(folder, config):
         raise ModelError(
-            f"{folder}: has {len(untouched)} tensors beside the language model, {next(iter(untouched))} among them, "
-            "which would be left out. Train from it with `quantization: nf4`, which quantizes while it reads"
+            f"{folder}: has {len(untouched)} tensors that are not the language model's, {next(iter(untouched))} among "
+            "them, which would be left out. Train from it with `quantization: nf4`, which quantizes while it reads"
         )
     if tokenizer_folder is not None:
         stop_ids = end_of_turn_ids(str(tokenizer_folder))

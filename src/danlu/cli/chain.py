@@ -25,7 +25,7 @@ def train_chain(chain: Chain, resume: str, dry_run: bool, quiet: bool, *, leads:
     _check_resume(chain, resume)
     if leads and not quiet:
         print_status_early(f"training {', '.join(stage.name for stage in chain.stages)} in {chain.output}")
-    # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
+    # Here, not above: a wrong recipe is refused in a fraction of the second that torch takes to import.
     from danlu.run import chain as chains
 
     log, stream = (silent, io.StringIO()) if quiet or not leads else (print_status, None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",
-    "/system": "TEXT  replace the system prompt, or without TEXT remove it; starts anew",
+    "/system": "TEXT  replace the system prompt, or without TEXT remove it; starts again",
     "/undo": "take the last turn back",
     "/adapter": "NAME  go on with another adapter, or with none; without NAME list them",
     "/exit": "leave; so does Ctrl-D",

@@ -31,7 +31,7 @@ def demo(
     """
     # Read by libgomp when torch is imported: how often a thread looks for work before it sleeps. So small a model comes
     # back to its threads every few microseconds. 100 steps of pretraining on two cores took 23 s (median of three) with
-    # 6,000, 21 s with libgomp's own 300,000, 33 s with threads that sleep at once; beside two other busy processes
+    # 6,000, 21 s with libgomp's own 300,000, 33 s with threads that sleep at once; next to two other busy processes
     # 143 s with 300,000, 77 s with 10,000, 49 s asleep at once.
     os.environ.setdefault("GOMP_SPINCOUNT", "6000")
     # torch takes a second to import, which `danlu demo --help` should not.
@@ -104,9 +104,9 @@ def next_lines(place: Place, danlu: str) -> Iterator[str]:
     sft, pretrain, grpo = place.run("sft"), place.run("pretrain"), place.run("grpo")
     files = {
         place.report: "curves of reinforcement learning, its best and its worst answers",
-        place.recipe("sft"): "a recipe, to read and edit; pretrain.yaml, sums.yaml and grpo.yaml beside it",
-        place.conversations: "what it was taught; documents.jsonl beside it is what it read",
-        sft / "metrics.jsonl": "loss and speed of every step (tensorboard/ beside it)",
+        place.recipe("sft"): "a recipe, to read and edit; pretrain.yaml, sums.yaml and grpo.yaml next to it",
+        place.conversations: "what it was taught; documents.jsonl next to it is what it read",
+        sft / "metrics.jsonl": "loss and speed of every step (tensorboard/ next to it)",
         sft / "model": "the result in Hugging Face form: transformers loads it",
         place.answers: "all of the above answers",
     }

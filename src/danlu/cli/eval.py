@@ -52,8 +52,8 @@ class AnswerFlags:
     answers: Annotated[
         str | None,
         typer.Option(
-            help="--generate: a new file for the answers, a line of JSON each. --rewards: the column of the rows whose "
-            "answers are judged, in the place of a model's."
+            help="--generate: a new file for the answers, a line of JSON each. --rewards: the column of the rows with "
+            "the answers that are judged, in the place of a model's."
         ),
     ] = None
 
@@ -110,7 +110,8 @@ def eval(
 
     Of a classifier of images: loss and accuracy on the test files of a folder, or on a file of images.
 
-    Of a reward model: how often the chosen answer of a pair has the higher score, or a judged step is told right.
+    Of a reward model: how often the chosen answer of a pair has the higher score, or a judged step is classified
+    correctly.
 
     With --generate: the share of answers that are exactly the rows' own, white space aside.
 

@@ -137,7 +137,7 @@ def write_answers(
     """Prints a line of JSON for each answer as soon as it is complete. numbered: with the number of its row."""
     from danlu.training.progress import RowProgress
 
-    for request in requests:  # those that do not fit are told before any is answered
+    for request in requests:  # those that do not fit are reported before any is answered
         engine.submit(request)
     row_of = {row.index: row for row in rows}
     done, total = 0, engine.unfinished

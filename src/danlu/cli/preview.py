@@ -49,7 +49,7 @@ def preview(
     """See every token with its reason, the packed sequences and the totals, of what `danlu train` would train on."""
     loaded = recipes.load(recipe, overrides or [])
     print_status_early(f"reading the rows of {recipe}")
-    # Here, not above: a wrong recipe is told before numpy is imported. What rows need loads no torch and no tokenizer.
+    # Here, not above: a wrong recipe is refused before numpy is imported. Rows need neither torch nor a tokenizer.
     from danlu.report.preview_page import PAGE
 
     if html is not None:

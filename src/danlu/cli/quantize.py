@@ -39,7 +39,7 @@ def quantize(
     problems += [f"--dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}"] if dtype not in PRECISIONS else []
     if problems:
         raise RecipeError(problems)
-    # Mistakes are told without torch, which takes a second to import.
+    # Mistakes are reported without torch, which takes a second to import.
     from danlu.models.hf_folder import read_config, resolve_folder
 
     folder = resolve_folder(model)

@@ -24,7 +24,7 @@ def replay(
     if not is_run(run):
         raise CheckpointError(f"{run}: no run is in this folder: it has no recipe.yaml or no environment.json")
     print_status_early(f"replaying {run}")
-    # Here, not above: what is no run is told in a fraction of the second that torch takes to import.
+    # Here, not above: what is no run is refused in a fraction of the second that torch takes to import.
     from danlu.run.replay import replay as replayed_rollout
 
     result = replayed_rollout(run, step, log=print_status)

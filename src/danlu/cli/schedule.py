@@ -46,7 +46,7 @@ def schedule(
     step: Annotated[int | None, typer.Option(metavar="N", help="The run's step; the last one by default.")] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the timeline as a picture.")] = None,
 ) -> None:
-    """Simulate a pipeline schedule, or show what a run measured: bubble and activations in flight beside formulas.
+    """Simulate a pipeline schedule, or show what a run measured: bubble and activations in flight next to formulas.
 
     Without --times, forward, input gradient and weight gradient take one unit each and messages nothing.
     """
@@ -54,7 +54,7 @@ def schedule(
         FILE.check_target(svg)
     if run is not None:
         options = {"--kind": kind, "--stages": stages, "--microbatches": microbatches, "--chunks": chunks}
-        _refuse({**options, "--times": times}, "not with --run, whose timeline says it. Leave out either")
+        _refuse({**options, "--times": times}, "not with --run: its timeline says it. Leave out either")
         title, line, events = _measured(run, step)
     else:
         _refuse({"--step": step}, "only with --run RUN: the step that was measured. Add that, or leave this out")

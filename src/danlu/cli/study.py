@@ -71,7 +71,7 @@ def study(
 
 def _report(results: Study, folder: Path) -> None:
     """Prints the table, and writes it, every number and the plots to the study's folder."""
-    # matplotlib takes a second, for which nobody should wait before a mistake in the recipe is told.
+    # matplotlib takes a second, for which nobody should wait before a mistake in the recipe is reported.
     from danlu.core.atomic_write import write_atomically
     from danlu.report.study_plots import draw
     from danlu.report.study_table import aligned, as_csv, markdown, remarks, table

@@ -88,7 +88,9 @@ def train(
     else:
         check_processes(processes)
         with loaded.naming_places():
-            layout_of(loaded.recipe.parallel, processes)  # a layout that does not fit is told before any process starts
+            layout_of(
+                loaded.recipe.parallel, processes
+            )  # a layout that does not fit is refused before any process starts
         flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
         with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext() as logs:
             code = _launch(
@@ -194,7 +196,7 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
     """Trains in this process and returns the exit code."""
     if not quiet:
         print_status_early(f"training in {loaded.recipe.output}")
-    # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
+    # Here, not above: a wrong recipe is refused in a fraction of the second that torch takes to import.
     from danlu.run.train import train
 
     log, stream = (silent, io.StringIO()) if quiet else (print_status, None)

@@ -37,7 +37,7 @@ def verify(
         Path | None, typer.Option(metavar="FILE", help="Also write a page; only an earlier one is overwritten.")
     ] = None,
     traffic: Annotated[
-        bool, typer.Option("--traffic", help="Also count what a process sends, beside formulas.")
+        bool, typer.Option("--traffic", help="Also count what a process sends, next to formulas.")
     ] = False,
     pretend: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Only --traffic, as one of a simulated world of this size.")
@@ -58,7 +58,7 @@ def verify(
             f"--precision {precision}: use fp32, or recipe for the recipe's own ({loaded.recipe.precision})"
         )
     print_status_early(f"verifying {recipe}")
-    # Here, not above: a wrong recipe is told in a fraction of the second that torch takes to import.
+    # Here, not above: a wrong recipe is refused in a fraction of the second that torch takes to import.
     from danlu.report.verification_page import PAGE, page
     from danlu.verification import verification
 

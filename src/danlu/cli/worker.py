@@ -66,7 +66,7 @@ def run_worker(world: World, body: Callable[[], int]) -> NoReturn:
 
 def report_torch_loaded(world: World) -> None:
     """Lets the launcher know that this process has loaded torch, the longest part of its start."""
-    with suppress(OSError):  # a disk that is full is told of when there is something to lose
+    with suppress(OSError):  # a disk that is full is reported when there is something to lose
         exit_reports.write_report(ExitReport(world.rank, "begun", said=(exit_reports.LOADED,)))
 
 

@@ -226,7 +226,7 @@ def _images_file(path: Path, split: str) -> Path:
     """The file of images that a source means: itself, or the one of the split in a folder."""
     if path.is_file():
         if IMAGES not in path.name:
-            raise DataError(f"{path}: a file of images has {IMAGES} in its name, with its labels beside it")
+            raise DataError(f"{path}: a file of images has {IMAGES} in its name, with its labels next to it")
         return path
     if not path.is_dir():
         raise DataError(f"{path}: no such folder of images")

@@ -87,7 +87,7 @@ def epoch_rows(counts: Sequence[int], weights: Sequence[float | None], seed: int
         share = count if number == largest else counts[largest] * weight / given[largest]
         if share > max(MAX_ROWS, count):
             raise DataError(
-                f"data.train.{number}.weight: {weight:g} beside {given[largest]:g} of data.train.{largest}, the "
+                f"data.train.{number}.weight: {weight:g} next to {given[largest]:g} of data.train.{largest}, the "
                 f"largest source, asks for {share:.3g} rows of its {count:,} in each epoch. Give weights nearer to one "
                 "another"
             )

@@ -183,7 +183,7 @@ class Statistics:
                 f"the prompt ends inside a token in {self.split_prompts:,} of {self.rows:,} rows, the first "
                 f"{self.split_prompt_example}: generation goes on behind other tokens than those that are trained, and "
                 "its answers can be garbage. End the prompt before its last space and begin the answer with that, or "
-                "name a chat template whose generation prompt ends in a special token or a line break "
+                "name a chat template with a generation prompt that ends in a special token or a line break "
                 "(model.chat_template)"
             )
         if self.unlike_prompts:

@@ -318,7 +318,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
         if not (folder / "tokenizer.json").is_file() and any(folder.glob("*.model")):
             # A SentencePiece model that is not BPE; transformers asks for another package.
             said += (
-                ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json beside it"
+                ". To read a SentencePiece model, install the sentencepiece package, or put a tokenizer.json next to it"
             )
         said = broken_json(folder) or f"{type(error).__name__}: {said}"
         raise DataError(f"{path}: the tokenizer cannot be read: {said}") from error

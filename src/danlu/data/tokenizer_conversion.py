@@ -140,7 +140,7 @@ def _from_sentencepiece(model: _Model, adds_bos: bool) -> ConvertedTokenizer | N
     if model.normalizer.get(2):
         raise ValueError(
             f"it replaces characters by a table ({model.normalizer.get(1, b'').decode()}), which cannot be followed "
-            "exactly. Put a tokenizer.json beside it"
+            "exactly. Put a tokenizer.json next to it"
         )
     vocabulary = {text: number for number, (text, _, _) in enumerate(model.pieces)}
     if len(vocabulary) < len(model.pieces):
@@ -210,7 +210,7 @@ def _from_ranks(ranks: Mapping[bytes, int], file: Path, adds_bos: bool) -> Conve
         raise DataError(
             f"{file}: a tiktoken vocabulary of {len(ranks):,} tokens. Only Llama 3's, of {_LLAMA3_RANKS:,}, can be "
             "read from this file alone: of others it says neither how text is cut nor which special tokens there are. "
-            "Put a tokenizer.json beside it"
+            "Put a tokenizer.json next to it"
         )
     written = {token: token.decode("latin-1").translate(PRINTABLE) for token in ranks}
     fast = Tokenizer(

@@ -82,4 +82,4 @@ def _show(values: dict[str, float]) -> None:
     if "score" in values:
         echo(f"score     {values['score']:.4f} on average, standard deviation {values['score_std']:.4f}")
     if not values.keys() - {"rows"}:
-        echo(f"rows      {int(values['rows']):,}, none of whose steps is judged")
+        echo(f"rows      {int(values['rows']):,}, none of them with a judged step")

@@ -187,7 +187,7 @@ def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) 
     tokenizer: counts their tokens, which are 0 without it. Raises DataError for a row without the column.
     """
     if tokenizer is None and any(isinstance(section, LengthReward) for section in recipe.rewards or ()):
-        raise RecipeError("--rewards: length counts tokens. Name the MODEL whose tokenizer counts them")
+        raise RecipeError("--rewards: length counts tokens. Name the MODEL with the tokenizer that counts them")
     try:
         template = None if recipe.data.prompt is None else PromptTemplate.parse(recipe.data.prompt)
     except PromptTemplateError as error:

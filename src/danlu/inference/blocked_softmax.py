@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Columns whose exponentials are summed together: a draw finds the block by the sums of blocks, then the token in it.
+# Columns with exponentials that are summed together: a draw finds the block by the sums of blocks, then its token.
 # The published vocabularies are multiples of it, or of half of it.
 SUM_BLOCK = 256
 

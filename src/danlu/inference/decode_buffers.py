@@ -28,8 +28,8 @@ BUFFER_BYTES = 128 << 20
 MOST_PADDING = 1.25
 # Room for so many more tokens than there are when sequences are gathered, so that it is done seldom.
 ROOM = 128
-# The largest share of rows whose sequence has ended: until then they are computed, which costs less than gathering the
-# others anew. 64 sequences of log-normal lengths are gathered 16 times instead of 54.
+# The largest share of rows with an ended sequence: until then they are computed, which costs less than gathering the
+# others again. 64 sequences of log-normal lengths are gathered 16 times instead of 54.
 ENDED_SHARE = 1 / 8
 # With beta 0 the first argument of baddbmm is not read: a product and its scale in one call.
 _NOT_READ = torch.zeros(())
@@ -121,7 +121,7 @@ class DecodeRows:
         number: int,
     ) -> None:
         self._buffers, self._capacity, self._number = buffers, capacity, number
-        # A row whose sequence has ended computes what the first one does, and nobody reads it.
+        # A row with a sequence that has ended computes what the first one does, and nobody reads it.
         self._chunks = [chunks[row or 0] for row in rows]
         self.tokens = max(chunk.stop for chunk in chunks)  # S
         self._positions = np.array([chunk.start for chunk in self._chunks])

@@ -193,8 +193,8 @@ def speculation_of(
     for decoder, whose in ((model, "the model"), (draft_model, "the draft model")):
         if decoder is not None and decoder.config.has_states:
             raise ModelError(
-                f"draft: {whose} has linear attention, whose state cannot go back to before a token that is not kept. "
-                "Leave draft out"
+                f"draft: {whose} has linear attention, and its state cannot go back to before a token that is not "
+                "kept. Leave draft out"
             )
     if options.draft.kind == "ngram":
         return Speculation(NgramProposer(options.draft.longest)), options

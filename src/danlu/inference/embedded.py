@@ -387,7 +387,7 @@ class EmbeddedEngine:
         for answer in answers:
             try:
                 answer.report()
-            except Exception as error:  # of its tokenizer, or of whoever is told of its tokens
+            except Exception as error:  # of its tokenizer, or of whoever receives its tokens
                 if answer.request.number not in self._on_error:
                     raise
                 failed.append((answer, error))

@@ -99,7 +99,7 @@ class ModelRunner:
         most = self.running_limit * -(-model.config.context_length // options.block)  # with every context full
         blocks = min(most, cache_bytes // self.block_bytes) if self.block_bytes and cache_bytes > 0 else 0
         if blocks == 0 and (self.block_bytes or cache_bytes <= 0):
-            state = f" beside the state of a sequence ({gib(state_bytes)} GiB)" if state_bytes else ""
+            state = f" next to the state of a sequence ({gib(state_bytes)} GiB)" if state_bytes else ""
             raise ResourceError(
                 f"rollout.cache_gib: {options.cache_gib} does not hold one block of {options.block} tokens "
                 f"({gib(self.block_bytes)} GiB){state}. Raise it, or lower rollout.block"
@@ -228,7 +228,7 @@ class ModelRunner:
 
     def _forward(self, plan: Plan, answers_by_sequence: Mapping[int, Answer], version: int) -> PassOutcome:
         tokens: list[int] = []
-        ends: list[int] = []  # indices of the tokens whose hidden states are drawn from
+        ends: list[int] = []  # indices of the tokens with hidden states that are drawn from
         answers: list[Answer] = []
         for number, start, stop, *_ in plan.chunks:
             answer = answers_by_sequence[number]

@@ -80,7 +80,7 @@ def variant_operation(
     if config.has_states:
         return "its linear attention sums tokens in chunks in training and one by one in decoding"
     if model.vocab_shard is not None:
-        return "the head is cut over tensor ranks, whose sums over the vocabulary are added in another order"
+        return "the head is cut over tensor ranks, and their sums over the vocabulary are added in another order"
     with batch_invariant.batch_invariant(), torch.no_grad():
         return _Check(model, dtype, tuple(virtual_token_ids), seed).first_difference()
 

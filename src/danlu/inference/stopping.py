@@ -22,7 +22,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens = list(context[-CONTEXT:])
-        self._shown_count = len(self._tokens)  # tokens whose text has been returned
+        self._shown_count = len(self._tokens)  # tokens with text that has been returned
         self._shown = decode(self._tokens) if self._tokens else ""
         if "\ufffd" in self._shown:  # cut within a character, or the prompt itself ends within one
             self._tokens, self._shown_count = list(context), 0
@@ -32,7 +32,7 @@ class Detokenizer:
         """Takes the next token; returns the text that it completes, which may be empty."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        # U+FFFD at the end may be the first bytes of a character whose others are still to come.
+        # U+FFFD at the end may be the first bytes of a character, and the others are still to come.
         return "" if text.endswith("\ufffd") else self._show(text)
 
     def flush(self) -> str:

@@ -76,8 +76,8 @@ def check_trainable(completion: Completion, sampling: SamplingOptions, vocab_siz
             )
     if sampling.temperature == 0:
         raise DataError(
-            f"{where}: drawn at temperature 0, where the likeliest token is certain: there is no distribution whose "
-            "log-probabilities could be trained on. Set temperature above 0"
+            f"{where}: drawn at temperature 0, where the likeliest token is certain: there is no distribution with "
+            "log-probabilities to train on. Set temperature above 0"
         )
     count = len(completion.tokens)
     for name in ("logprobs", "drawn", "versions"):

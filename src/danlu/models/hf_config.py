@@ -158,7 +158,7 @@ def _refuse_unsupported(hf: HFValues, family: Family) -> None:
 _INDEXER = "its attention is sparse: an indexer chooses which keys a query sees, and has losses of its own"
 _STATE_SPACE = "its layers are state-space models (Mamba), which danlu has no kernels for"
 _ENCODER = "it encodes text and predicts no next token"
-_ENCODER_DECODER = "it has an encoder beside its decoder"
+_ENCODER_DECODER = "it has an encoder in addition to its decoder"
 
 UNSUPPORTED: dict[str, str] = {
     "bamba": _STATE_SPACE,

@@ -104,7 +104,7 @@ class LongRopeScaling:
         if self.original_max_position_embeddings < 2:
             raise ModelError(
                 f"longrope: original_max_position_embeddings is {self.original_max_position_embeddings}: at least 2, "
-                "whose logarithm the attention factor is made of"
+                "because the attention factor is made of its logarithm"
             )
 
     @property

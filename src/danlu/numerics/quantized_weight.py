@@ -190,7 +190,7 @@ class StackedWeight(QuantizedModule):
             if (own := _format(matrix)) != expected:
                 raise ModelError(
                     f"{where}: matrix {index} is quantized in another way than the first one ({own} instead of "
-                    f"{expected}). Quantize the original model anew, all matrices alike"
+                    f"{expected}). Quantize the original model again, all matrices alike"
                 )
         self.shape = first.shape
         self.dtype = first.dtype

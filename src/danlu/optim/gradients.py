@@ -59,7 +59,7 @@ def has_sparse_gradient(parameter: Parameter) -> bool:
     return parameter.grad is not None and parameter.grad.is_sparse
 
 
-# Elements whose squares are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
+# Elements with squares that are summed in float32 before float64 takes over. torch's own norm sums a whole tensor in
 # float32 on CPU and is 3.5e-4 too small on 16M elements; in chunks it is right to 1e-6 at the same speed.
 _CHUNK_CPU = 1 << 18
 

@@ -141,7 +141,7 @@ def layout_of(section: Parallel, world: int) -> Layout:
     if section.device_map is not None and world > 1:
         raise RecipeError(
             f"parallel.device_map: the layers of one process on several devices, and there are {world} processes. "
-            "Start danlu without --processes, or use parallel: {pipeline: 2}, whose stages are processes"
+            "Start danlu without --processes, or use parallel: {pipeline: 2}: its stages are processes"
         )
     stages = section.pipeline.stages
     if world % stages:

@@ -118,7 +118,7 @@ def activation_bytes(
         recomputed = 2 * widest + max(scores)
     if recomputes:
         kind, segment = layers[-1]
-        # The layer in its backward pass keeps nothing beside all that it makes.
+        # The layer in its backward pass keeps nothing but all that it makes.
         own = by_layer[-1][kind] if segment is None and not plan.offload else 0.0
         elements = (
             sizes["none"] - (sizes["scores"] if blocks else 0.0) for sizes, blocks in zip(by_layer, again, strict=True)

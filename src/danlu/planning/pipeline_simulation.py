@@ -106,7 +106,7 @@ class _Simulation:
             case "receive":
                 return self._receive(rank, action)
             case "reduce":
-                # Collectives run beside computations, one after the other; the rank's update waits for them.
+                # Collectives run next to computations, one after the other; the rank's update waits for them.
                 start = max(self._free[rank], self._reduced[rank])
                 self._reduced[rank] = start + self._times.of(action)
                 self._record(rank, action, start, self._reduced[rank])
@@ -205,7 +205,7 @@ def in_flight_formula(kind: str, rank: int, stages: int, chunks: int, micro_batc
     return "2p + 1", 2 * p + 1
 
 
-_COMMUNICATION = ("send", "receive", "reduce")  # whose place in the order depends on who waits for whom
+_COMMUNICATION = ("send", "receive", "reduce")  # their place in the order depends on who waits for whom
 
 
 @dataclass(frozen=True)

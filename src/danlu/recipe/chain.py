@@ -27,10 +27,10 @@ from danlu.recipe.yaml_tree import Node, Origin, Problem
 STAGES, NAME, FROM = "stages", "name", "from"
 CHAIN_KEYS = {
     STAGES: "A chain: recipes that are trained one after the other, each from the result of one before it. The keys "
-    "beside it are shared by all of them, and stage NAME runs in OUTPUT/NAME.",
+    "next to it are shared by all of them, and stage NAME runs in OUTPUT/NAME.",
     f"{STAGES}.{NAME}": "What the stage is called, in overrides (NAME.steps=10) and in the output folder; by default "
     "what its `stage` says.",
-    f"{STAGES}.{FROM}": "The earlier stage whose result this one starts from; by default the one before it.",
+    f"{STAGES}.{FROM}": "The earlier stage with the result that this one starts from; by default the one before it.",
 }
 """The keys that only a chain has, with their meanings."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -163,7 +163,7 @@ class _Reader:
     def _output(self) -> str | None:
         """The folder of the whole chain."""
         if self.output is None:
-            self.complain("output", "missing: add 'output: ...' beside 'stages': the folder of all stages", self.whole)
+            self.complain("output", "missing: add 'output: ...' next to 'stages': the folder of all stages", self.whole)
         elif not isinstance(self.output.value, str) or not self.output.value.strip():
             self.complain("output", f"expected a text, not {format_value(self.output.plain)}", self.output.origin)
         else:

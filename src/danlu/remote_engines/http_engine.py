@@ -315,7 +315,7 @@ class HTTPEngine:
     def _extend(self, answer: Answer, outcome: ServerAnswer) -> None:
         """Takes the tokens of an answer."""
         foreign = {label for label in outcome.version_labels if not label.isdecimal()}
-        if foreign:  # of a server that was started anew with the weights of its own
+        if foreign:  # of a server that was restarted with the weights of its own
             self._lost = ResourceError(f"{self.server.address}: an answer was drawn with weights {sorted(foreign)}")
             self._waiting.appendleft(answer)
             return

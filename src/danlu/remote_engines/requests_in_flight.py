@@ -22,7 +22,7 @@ class RequestsInFlight:
         self._executor = ThreadPoolExecutor(connections, thread_name_prefix="rollout-request")
         self._outcomes: queue.SimpleQueue[tuple[str, Outcome]] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # by the request's id at the server
-        self._abandoned: list[str] = []  # ids of requests whose answers are no longer wanted
+        self._abandoned: list[str] = []  # ids of requests with answers that are no longer wanted
         self._prefix = f"danlu-{uuid.uuid4().hex[:8]}"  # several engines may ask one server
         self._sent_count = 0
 

@@ -102,8 +102,8 @@ class SGLangServer(ServerClient):
             return "SGLang cannot confine an answer to allowed_ids: leave them out"
         if not self._scales_by_temperature and sampling.temperature not in (0, 1):
             return (
-                f"temperature {sampling.temperature:g}: SGLang was started with SGLANG_RETURN_ORIGINAL_LOGPROB, whose "
-                "log-probabilities leave out the temperature: start it without"
+                f"temperature {sampling.temperature:g}: SGLang was started with SGLANG_RETURN_ORIGINAL_LOGPROB, and "
+                "its log-probabilities leave out the temperature: start it without"
             )
         return None
 

@@ -121,7 +121,7 @@ class VLLMServer(ServerClient):
             )
         if raw and sampling.temperature not in (0, 1):
             return (
-                f"temperature {sampling.temperature:g}: vLLM was started with --logprobs-mode raw_logprobs, whose "
+                f"temperature {sampling.temperature:g}: vLLM was started with --logprobs-mode raw_logprobs, and these "
                 "log-probabilities leave out the temperature: start it with --logprobs-mode processed_logprobs"
             )
         return None

@@ -70,7 +70,7 @@ class Experience:
     laid_out: Callable[[Pack], Pack] = lambda item: item
     decode: Decode | None = None
 
-    _rollout: int | None = None  # whose items are there
+    _rollout: int | None = None  # of the items that are there
     _items: list[Pack] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
     _lag: int = 0  # updates that the policy has had since the present rollout was made

@@ -72,7 +72,7 @@ class OnPolicyRows:
     decode: Decode
     log: LineLog | None = None
 
-    _step: int | None = None  # whose items are there
+    _step: int | None = None  # of the items that are there
     _items: list[Pack] = field(default_factory=list)
     _metrics: dict[str, float] = field(default_factory=dict)
     _lines_before: int = 0
@@ -220,7 +220,7 @@ def prompt_tokens(row: Sample) -> int:
     """
     trained = np.flatnonzero(row.weights)
     if not len(trained):
-        raise DataError(f"{row.row}: no token is trained, so there is no answer in whose place the policy could write")
+        raise DataError(f"{row.row}: no token is trained, so there is no answer that the policy could replace")
     breaks = np.flatnonzero(np.diff(trained) > 1)
     start = int(trained[0] if not len(breaks) else trained[breaks[-1] + 1])
     if start <= 1:

@@ -94,7 +94,7 @@ class OpenEpisode:
     def next_request(self) -> Request:
         """The request for the next answer; random numbers go on where the one before ended."""
         ids = self._begun.ids
-        drawn_as = self.request.random_number + (len(self.segments) - 1 << 50)  # positions begin anew
+        drawn_as = self.request.random_number + (len(self.segments) - 1 << 50)  # positions begin again
         return replace(
             self.request,
             number=self.turn_number,

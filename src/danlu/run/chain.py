@@ -139,7 +139,7 @@ def _check_inputs(folder: Path, stage: ChainStage, inputs: dict[str, str | None]
         if changed:
             raise CheckpointError(
                 f"{run_folder(stage)}: this stage was begun with another result of {', '.join(changed)} than is there "
-                "now. Delete its folder to train it anew, or choose another `output`."
+                "now. Delete its folder to train it again, or choose another `output`."
             )
     if not keep or known.get(stage.name) == inputs:
         return

@@ -283,7 +283,7 @@ def _loaded(run: Path, output: Path, recipe: Recipe, *, from_start: bool, log: L
         log("replayed in one process: what the run's layout summed over processes may round otherwise")
         overrides += ["parallel={}", "log.timeline=null"]
     complete = [info for info in CheckpointStore(run / CHECKPOINTS).checkpoints() if info.complete]
-    if from_start and complete:  # found anew it could differ, and with it how sums are rounded
+    if from_start and complete:  # found again it could differ, and with it how sums are rounded
         overrides.append(f"batch.micro={read_state(complete[-1].path)['micro']}")
     return load(run / RECIPE, overrides)
 
@@ -359,7 +359,7 @@ def _recorded_versions(run: Path, recipe: Recipe, recorded: RecordedRollouts) ->
         )
     if recipe.rollout.engine in ("vllm", "sglang"):
         raise CheckpointError(
-            f"{run}: {recipe.rollout.engine} drew the answers beside the trainer, by random numbers of its own: its "
+            f"{run}: {recipe.rollout.engine} drew the answers next to the trainer, by random numbers of its own: its "
             "asynchronous rollouts cannot be made again"
         )
     versions = {}
@@ -369,7 +369,7 @@ def _recorded_versions(run: Path, recipe: Recipe, recorded: RecordedRollouts) ->
             if own is None or sum(count for _, count in own) != len(answer["tokens"]):
                 raise CheckpointError(
                     f"{run / ROLLOUTS}: does not say with which weights sample {sample} of prompt {line['number']} was "
-                    "drawn, whose rollout was asynchronous"
+                    "drawn in an asynchronous rollout"
                 )
             versions[line["number"], sample] = own
     return versions

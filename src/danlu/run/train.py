@@ -192,7 +192,7 @@ def _train(
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
         log(remark)
     ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, log))
-    stage.criterion(recipe)  # a metric that the stage lacks is told before rows are read
+    stage.criterion(recipe)  # a metric that the stage lacks is reported before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)
     inputs = same_on_all_ranks(
@@ -338,7 +338,7 @@ def _build(
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
     policy, ranks = placed.policy, placed.policy.parallel.ranks
-    generate = policy.generate()  # first: prompts that cannot be continued are told before anything is written
+    generate = policy.generate()  # first: prompts that cannot be continued are reported before anything is written
     optimizer = optimizer_of(policy.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
     total_steps, total_packs = _total_steps(recipe, stage_data)
@@ -423,10 +423,10 @@ def _micro_batch_size(
     ranks, pipeline = parallel.ranks, parallel.pipeline
     per_step = recipe.batch.packs(recipe.data.max_length)
     share = -(-per_step // ranks.data.size)
-    is_one = pipeline.updates_each_micro_batch  # whose step is one micro-batch on each data rank
+    is_one = pipeline.updates_each_micro_batch  # its step is one micro-batch on each data rank
     changed = start is not None and any(change.key in ("batch.micro", "batch.memory") for change in start.changes)
     if start is not None and not changed and not is_one:
-        micro: int = read_state(start.path)["micro"]  # found anew it could differ, and with it how sums are rounded
+        micro: int = read_state(start.path)["micro"]  # found again it could differ, and with it how sums are rounded
     else:
         # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
         most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))

@@ -228,8 +228,8 @@ class AgentEndpoint:
 
     async def _refuse_path(self, request: Request) -> Response:
         raise ApiError(
-            f"{request.method} {request.url.path}: not there. The policy is asked with POST /v1/chat/completions, "
-            "whose conversations are trained on",
+            f"{request.method} {request.url.path}: not there. The policy is asked with POST /v1/chat/completions: "
+            "its conversations are trained on",
             status=404,
         )
 

@@ -197,7 +197,7 @@ class CompletionWriter(AnswerWriter):
         return [self._chunk([choice]) for choice in choices]
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
-        echo = self._echo(completion) if self._echoes else None  # before the answer, whose offsets follow from it
+        echo = self._echo(completion) if self._echoes else None  # before the answer: its offsets follow from it
         choice = super()._choice(completion)
         if echo is not None:
             text, logprobs = echo

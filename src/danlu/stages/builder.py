@@ -96,7 +96,7 @@ class DecoderBuilder:
 
             config = self._scaled(self._with_task(from_scratch(recipe.model, 1)))
             where = recipe.model.preset or "model.config"
-            # Whether it can be cut is told where it is known.
+            # Whether it can be cut is reported where it is known.
             self._check_layout(replace(config, vocab_size=max(config.vocab_size, recipe.parallel.tensor)))
             check_router(recipe.router, config, replays=recipe.rollout.routing_replay)
         check_size(recipe, config, where, world_size())
@@ -251,7 +251,7 @@ class DecoderBuilder:
                 "here):\n  "
                 + "\n  ".join(changes)
                 + "\nPut back what was there; or, to train upon the new base, start "
-                "anew in another `output`."
+                "again in another `output`."
             )
 
     def _config(self, tokenizer: TokenizerInfo | None) -> ModelConfig:

@@ -158,7 +158,7 @@ def _exported_tokenizer(subject: Subject, recipe: Recipe) -> Path:
         return fast_tokenizer_folder(path)
     if not export.faithful:
         log.warning(
-            "%s: beside a config.json of model_type %s, transformers (and danlu by it) reads another tokenizer from "
+            "%s: next to a config.json of model_type %s, transformers (and danlu by it) reads another tokenizer from "
             "these files than the one that was trained with. Use the model with the tokenizer's own folder",
             path,
             family,

@@ -64,7 +64,7 @@ class DecoderLearner:
     objective: Objective = field(default_factory=CrossEntropy)
     evaluation: Objective = field(default_factory=lambda: CrossEntropy(reports_nll=True))  # what `assess` reports
     adapters: AdapterSet | None = None  # with some, the model itself is frozen
-    roles: Mapping[Role, RoleOutputs] = field(default_factory=dict)  # beside the policy, without gradients
+    roles: Mapping[Role, RoleOutputs] = field(default_factory=dict)  # other models than the policy, without gradients
     score_head: nn.Linear | None = None  # [labels, D] on the policy's hidden states
     critic: Critic | None = None  # where values are not a head on the policy
     activations: Activations | None = None  # None where the forward is compiled
@@ -110,7 +110,7 @@ class DecoderLearner:
         parallel = self.parallel
         if self.sequence_tokens is None:
             staged, lengths = items[0].stage_length, self.model.staged_ropes
-            # As many tokens as `micro` packs of the longest stage have, for whose memory it was chosen.
+            # As many tokens as `micro` packs of the longest stage have: it was chosen for their memory.
             micro = self.micro if staged is None else self.micro * max(lengths) // staged
             return shard_in_order(items, parallel, micro)
         data, capacity = parallel.ranks.data, self.micro * self.sequence_tokens

@@ -54,7 +54,7 @@ class PlacedDecoder:
     device: torch.device
     objective: Objective
     evaluation: Objective
-    beside: Mapping[Role, RoleSpec] = field(default_factory=dict)  # what the objective asks beside the policy
+    beside: Mapping[Role, RoleSpec] = field(default_factory=dict)  # other models that the objective asks
     frozen: Mapping[Role, Placed] = field(default_factory=dict)  # those of it that are decoders of their own
     own_critic: Placed | None = None  # a decoder of values, which is trained
     moving: Mapping[Role, MovingWeights] = field(default_factory=dict)  # weights of those that follow the policy

@@ -82,11 +82,11 @@ class StageData:
     late_lines: Callable[[], Sequence[str]] = tuple  # the same, of what is known only when all was read
     close: Callable[[], None] = lambda: None
     tokenizer: TokenizerInfo | None = None  # of rows of text, unless they are streamed
-    sources: tuple[str, ...] = ()  # names of the files or mixture parts whose losses are told apart
+    sources: tuple[str, ...] = ()  # names of the files or mixture parts with losses of their own
     empty: Item | None = None  # without targets, like the others, for a process that has none; None: the usual one
     stored: StoredRows | None = None  # None for what columns cannot be added to: a stream, images
     prompts: Prompts | None = None  # that the policy answers itself
-    stretches: Sequence[Stretch] = ()  # of steps whose items differ, where they do
+    stretches: Sequence[Stretch] = ()  # of steps with other items, where they differ
 
     def items(self) -> tuple[ItemSource, HeldOut | None]:
         """The items of steps and of evaluations, where they are read and not made by a model."""
@@ -102,7 +102,7 @@ class Reader(Protocol):
     def items(self) -> str: ...  # what a batch is counted in: "packed sequences", "images"
 
     @property
-    def counted(self) -> str: ...  # what a model reads, and its speed is told in: "tokens", "images"
+    def counted(self) -> str: ...  # what a model reads, and the unit of its speed: "tokens", "images"
 
     def read(self, stream: TextIO) -> StageData: ...  # showing its progress on `stream`
 
@@ -268,7 +268,9 @@ class Stage:
     reader: Callable[[Recipe], Reader]
     builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
     objective: Callable[[Recipe], Objective]
-    models: Callable[[Recipe], Mapping[Role, RoleSpec]] = policy_alone  # beside the policy, by role; none is trained
+    models: Callable[[Recipe], Mapping[Role, RoleSpec]] = (
+        policy_alone  # other than the policy, by role; none is trained
+    )
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
     """Makes the objective that judges held-out items, from the recipe and the training objective."""
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"

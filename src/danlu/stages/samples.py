@@ -72,7 +72,7 @@ def sample_prompts(
     assert recipe.evaluation.samples is not None, "there are prompts"
     encode = chat_tokenizer.encode_prompt if recipe.stage == "pretrain" else chat_tokenizer.encode_chat_prompt
     tokens: dict[str, list[int]] = {}
-    problems: dict[str, str] = {}  # a reason that several prompts share is told of the first
+    problems: dict[str, str] = {}  # a reason that several prompts share is given for the first
     for index, prompt in enumerate(recipe.evaluation.samples.prompts):
         where = f"evaluation.samples.prompts.{index} ({_beginning(prompt)!r})"
         try:

@@ -101,7 +101,7 @@ def row_values(row: ScoredRow, *, steps: bool) -> dict[str, Any]:
 class ScoreSummary:
     """The summary of a file's rows: means over its pairs, its labelled steps, or answers that are not compared."""
 
-    steps: bool  # of a process reward model, whose head has two labels
+    steps: bool  # of a process reward model: its head has two labels
     rows: int = 0
     _pairs: list[tuple[float, float]] = field(default_factory=list)
     _answers: list[float] = field(default_factory=list)

@@ -55,7 +55,7 @@ class Executor:
         self._ended = False  # no more micro-batches begin
         self._messages = Messages(learner.parallel.pipeline)
         self._micro_steps: dict[int, MicroStep[Any]] = {}
-        self._inputs: dict[Place, Activation] = {}  # of chunks whose input is another's output: leaves of autograd
+        self._inputs: dict[Place, Activation] = {}  # of chunks that read another's output: leaves of autograd
         self._outputs: dict[Place, Activation] = {}  # with their graphs: what is trained; of the last chunk the loss
         # What passes between a chunk and the next, until it is used or sent: functions wait for what is received.
         self._activations: dict[Place, Callable[[], Activation]] = {}  # by the chunk that it goes into

@@ -128,7 +128,7 @@ class BarProgress(_StepProgress):
 
     def __init__(self, stream: TextIO, *, total: int, done: int = 0, **options: Any) -> None:
         super().__init__(stream, total=total, done=done, **options)
-        # Here, not above: a run whose output goes to a file need not load it.
+        # Here, not above: a run that writes its output to a file need not load it.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column

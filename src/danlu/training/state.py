@@ -145,7 +145,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
         "feed": run.data_loader.state(),
         "optimizer": _optimizer_scalars(run),
         "watch": run.watch.state(),
-        # The size of micro-batches decides how sums are rounded; a resumed run must not choose anew.
+        # The size of micro-batches decides how sums are rounded; a resumed run must not choose again.
         "micro": run.learner.micro,
         "total_steps": run.cadence.total,
         "finished": run.finished,

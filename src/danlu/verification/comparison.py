@@ -27,7 +27,7 @@ from danlu.verification.workers import Traces
 TOLERANCES = {"fp32": 1e-6, "bf16": 1e-1, "fp16": 3e-2}
 """Relative, of each parameter's gradient; those of narrow types allow for the few digits that float32 does not lack."""
 _ROUNDING_FACTOR = 8.0  # how many times the effect of rounding is allowed
-_FLIPPED_PER_TENSOR = 8  # numbers of a tensor whose update may change its sign by rounding in a step
+_FLIPPED_PER_TENSOR = 8  # numbers of a tensor with an update that may change its sign by rounding in a step
 _FEW_LAYERS = 4  # a model with more of them is shown with all layers together
 _LEAST_METRIC = 0.1  # below which errors of a metric are relative to this
 _JUMP = 1e-3  # a difference by rounding from which a metric is taken for one that counts
@@ -366,7 +366,7 @@ def _resumed(traces: Traces, rounding: _Rounding) -> Iterator[ComparedTensor]:
 def _exported(traces: Traces) -> Iterator[ComparedTensor]:
     """The files of the result: written by the layout, and by one process from the layout's checkpoint; exactly."""
     own, reference = traces.by_rank[0].exported, traces.reference.exported
-    if own is None or reference is None:  # the error of the one that could not is told elsewhere
+    if own is None or reference is None:  # the error of the one that could not is reported elsewhere
         return
     stage = kind = "exported result"
     for name in dict.fromkeys((*reference, *own)):

@@ -114,7 +114,7 @@ def _layer_traffic(
         for name, width in (("q", heads * mixer.head_dim), ("k", dealt * mixer.head_dim), ("v", dealt * value_width))
     )
     keys = tuple(x._replace(width=x.width // layout.ulysses) for x in (k, v))
-    # Where keys are made anew from what travels: not of some of the heads, and not with adapters, whose dropout
+    # Where keys are recomputed from what travels: not of some of the heads, and not with adapters, whose dropout
     # depends on where a token is.
     if "stored" in makers and layout.ulysses == 1 and learner.adapters is None:
         keys = (tensor(mixer.cached_width, *makers["stored"]),)

@@ -34,7 +34,7 @@ from danlu.verification.proxy_recipe import proxy_recipe
 from danlu.verification.role_proxies import with_columns
 from danlu.verification.synthetic_rollouts import with_synthetic_routes
 
-_VOCAB_SIZE = 32_000  # of a model from scratch whose tokenizer was not loaded
+_VOCAB_SIZE = 32_000  # of a model from scratch without its tokenizer
 
 
 def prepare_proxy(recipe: Recipe, layout: Layout, count: int, folder: Path, *, full: bool) -> PreparedProxy:

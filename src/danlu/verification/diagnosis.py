@@ -86,7 +86,7 @@ def diagnose(comparison: Comparison, case: Case) -> Finding | None:
         return None
     parameter = first.name
     if first.kind in ("loss", "targets") and (step := first.stage.rpartition(" of ")[2]):
-        # A loss has no name: the first parameter whose gradient is off says more.
+        # A loss has no name: the first parameter with a wrong gradient says more.
         failed = [tensor for tensor in comparison.of(f"gradients of {step}") if not tensor.holds]
         parameter = failed[0].name if failed else None
     ratio, cause = _explained(first, comparison, case)
@@ -182,7 +182,7 @@ def _of_loss(first: ComparedTensor, comparison: Comparison, case: Case) -> str:
         if case.layout.tensor > 1:
             if case.task.proxy.norms_all_heads:
                 causes.append("norms over all queries and keys that have the mean square of one rank's heads")
-            causes.append("a bias or residual that each tensor rank adds, or a cut matrix whose parts are not summed")
+            causes.append("a bias or residual that each tensor rank adds, or parts of a cut matrix that are not summed")
         if case.layout.context > 1:
             causes.append(WHERE_CUT)
             if case.recipe.row_type is not None:

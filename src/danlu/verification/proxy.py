@@ -145,7 +145,7 @@ class PreparedProxy:
     item_name: str  # "packed sequences", "images"
     model_summary: str
     data_summary: str  # where the items are from
-    notes: Sequence[str] = ()  # what is not as the recipe says, beside sizes
+    notes: Sequence[str] = ()  # what is not as the recipe says, apart from sizes
     stages: Sequence[int] = ()  # keys of the stages of lengths, in order, one after the other at each step
 
 

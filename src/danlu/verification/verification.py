@@ -126,8 +126,8 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     """
     if options.traffic and recipe.stage not in _STAGES_WITH_FORMULAS:
         raise RecipeError(
-            f"--traffic: there are no formulas for stage {recipe.stage}: it also sends what models beside the policy, "
-            "log-probabilities over a cut vocabulary or a score head need. There are some for "
+            f"--traffic: there are no formulas for stage {recipe.stage}: models next to the policy, log-probabilities "
+            "over a cut vocabulary or a score head send more. There are some for "
             f"{', '.join(_STAGES_WITH_FORMULAS)}. Leave --traffic out: what the layout computes is verified without it"
         )
     if options.fault is not None:
@@ -137,7 +137,7 @@ def _task(recipe: Recipe, options: Options, folder: Path) -> tuple[Task, tuple[s
     recipe = _comparable(recipe, layout, options, about)
     if has_blockwise_state(recipe.optimizer):
         about.append("8-bit optimizer state is resumed at the layout that saved it: its blocks cannot be resharded")
-    is_pipedream = recipe.parallel.pipeline.updates_each_micro_batch  # whose step is one micro-batch
+    is_pipedream = recipe.parallel.pipeline.updates_each_micro_batch  # its step is one micro-batch
     each = 2 * layout.data * (1 if is_pipedream else layout.pipeline)
     per_step = each + 1  # not a multiple: data ranks have unequal numbers of items
     held_out = layout.data + 2

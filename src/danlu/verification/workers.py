@@ -80,7 +80,7 @@ class Task:
     trace_items: bool = True  # whether the reference traces what each item adds to the first gradient
     candidates: Sequence[Item] = ()  # of a model with experts: items that those of the task are chosen from
     measure_traffic: bool = False
-    reshards: bool = True  # whether each side loads the other's checkpoint; or its own, where state cannot be cut anew
+    reshards: bool = True  # whether each side loads the other's checkpoint; or its own, where state cannot be cut again
     fault: str | None = None  # MODULE:NAME of a `Fault` that is injected into the processes of the layout
     item_name: str = "packed sequences"
     timeout_s: float = 300.0

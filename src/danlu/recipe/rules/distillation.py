@@ -82,10 +82,10 @@ def distillation_has_one_divergence(
     hidden = [index for index, term in enumerate(objective) if isinstance(term, HiddenStates)]
     if len(divergences) > 1:
         first, second = (objective[index].kind for index in divergences[:2])
-        message = f"{second} beside {first}: there is one divergence. Take jensen-shannon for something between both"
+        message = f"{second} next to {first}: there is one divergence. Take jensen-shannon for something between both"
         yield Problem(f"objective.{divergences[1]}.kind", message, reads=("objective",))
     if hidden and not divergences:
-        message = "hidden is a term beside a divergence: add forward, reverse or jensen-shannon"
+        message = "hidden is a term next to a divergence: add forward, reverse or jensen-shannon"
         yield Problem(f"objective.{hidden[0]}.kind", message, reads=("objective",))
     if len(hidden) > 1:
         yield Problem(f"objective.{hidden[1]}.kind", "hidden is there already. Leave one out", reads=("objective",))

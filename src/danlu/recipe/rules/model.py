@@ -39,7 +39,7 @@ def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
     """An adapter has a finished model under it, a quantized model an adapter, and an initialization what it needs."""
     model, adapter = recipe.model, recipe.adapter
     if model.path is None and adapter is not None:
-        message = "an adapter is trained beside a finished model: give model.path"
+        message = "an adapter is trained on a finished model: give model.path"
         yield Problem("adapter", message, reads=("model.path",))
     if model.path is None and model.adapters:
         yield Problem("model.adapters", "adapters sit on a finished model: give model.path", reads=("model.path",))

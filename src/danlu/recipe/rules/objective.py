@@ -50,16 +50,16 @@ def _terms_of_rl(objective: Sequence[Section]) -> Iterator[Problem]:
     for place, index in enumerate(divergences):
         key, kind = f"objective.{index}.kind", _kind(objective[index])
         if place:
-            message = f"{kind} beside {_kind(objective[divergences[0]])}: there is one divergence. Leave one out"
+            message = f"{kind} next to {_kind(objective[divergences[0]])}: there is one divergence. Leave one out"
             yield Problem(key, message, reads=("objective",))
         elif not others:
             message = (
-                f"{kind} is a term beside a policy gradient, as in [grpo, {kind}]. Put one before it; stage: distill "
+                f"{kind} is a term next to a policy gradient, as in [grpo, {kind}]. Put one before it; stage: distill "
                 "with on_policy learns from a teacher alone"
             )
             yield Problem(key, message, reads=("stage",))
         elif isinstance(others[0], PreferenceTerm):
-            message = f"{kind} is a term beside a policy gradient, and {others[0].kind} compares pairs. Leave it out"
+            message = f"{kind} is a term next to a policy gradient, and {others[0].kind} compares pairs. Leave it out"
             yield Problem(key, message, reads=("objective",))
         elif index == 0:
             yield Problem(key, f"the policy gradient comes first: write [{_kind(others[0])}, {kind}]")

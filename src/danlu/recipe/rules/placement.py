@@ -89,7 +89,7 @@ def _not_of_context_ranks(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     router = recipe.router
     balances_documents = router is not None and router.balance in ("bias", "sequence") and bool(router.sequence)
     if balances_documents and recipe.stage not in _WITHOUT_TREES:
-        reason = f"rows of stage {recipe.stage} are trees, whose branches lie on several context ranks"
+        reason = f"rows of stage {recipe.stage} are trees, and their branches lie on several context ranks"
         yield "router.sequence", reason, "Use sequence: 0 with balance: bias, or balance: step"
     if recipe.parallel.expert > 1 and (recipe.evaluation.samples is not None or recipe.stage not in _WITHOUT_TREES):
         reason = "experts are distributed among context ranks in stages pretrain and sft alone, without samples"

@@ -125,8 +125,8 @@ def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
     objective, rollout, data = recipe.policy_gradient, recipe.rollout, recipe.data
     if rollout.staleness > 0 and rollout.engine != "embedded" and rollout.server.hand_over == "group":
         message = (
-            "group: with rollout.staleness above 0 a process beside the trainer hands weights on, which is in no group "
-            "with the server. Use folder or adapter"
+            "group: with rollout.staleness above 0 a process next to the trainer hands weights on, which is in no "
+            "group with the server. Use folder or adapter"
         )
         yield Problem("rollout.server.hand_over", message, reads=("rollout.staleness",))
     if rollout.temperature == 0:
@@ -210,7 +210,7 @@ def policy_gradient_reads_its_keys(recipe: Recipe) -> Iterator[Problem]:
 def _no_mean_to_divide_by(recipe: Recipe) -> str | None:
     """Names the reward, or the penalty on rewards, that may be negative; None where an answer's sum never is."""
     objective, environment = recipe.policy_gradient, recipe.environment
-    assert objective is not None, "whose scale it is"
+    assert objective is not None, "the scale is that of a policy gradient"
     if environment is not None and environment.gives_reward:
         return "the environment's reward may be negative"
     for reward in recipe.rewards or ():

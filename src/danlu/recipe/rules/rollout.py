@@ -32,7 +32,7 @@ def engine_is_possible(recipe: Recipe) -> Iterator[Problem]:
             message = "the embedded engine is no server. Leave them out, or choose engine: http"
             yield Problem("rollout.urls", message, reads=("rollout.engine",))
         if section.gather != "auto" and recipe.parallel.shard != "zero3":
-            message = "only read with parallel.shard: zero3, which alone has layers whose weights are not whole"
+            message = "only read with parallel.shard: zero3, which alone has layers with a part of their weights"
             yield Problem("rollout.gather", message, reads=("parallel.shard",))
         return
     name = section.engine

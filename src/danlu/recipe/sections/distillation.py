@@ -35,7 +35,7 @@ class _Divergence(VariantSection):
     weight: Annotated[
         float,
         Field(gt=0),
-        ReadWith("stage", "rl", "only read with stage rl, beside a policy gradient. Leave it out"),
+        ReadWith("stage", "rl", "only read with stage rl, next to a policy gradient. Leave it out"),
     ] = 1.0
     """Stage rl: the weight of the divergence, a mean over the tokens that are trained, relative to the policy
     gradient.

@@ -77,7 +77,7 @@ _ROLLOUTS = ReadWith(
 )
 _ANSWERS = replace(_ROLLOUTS, or_with="on_policy")
 _EMBEDDED = ReadWith(
-    "engine", "embedded", "a setting of the embedded engine; {value} is told its own when it is started. Leave it out"
+    "engine", "embedded", "a setting of the embedded engine; {value} takes its own when it starts. Leave it out"
 )
 
 

@@ -140,8 +140,8 @@ def _describe(functions: Sequence[UserFunction]) -> list[Any]:
             problems += error.problems
         except Exception as error:  # transformers has several, of no common kind
             problems.append(
-                f"{function.key}: {function.path}:{function.name}: {' '.join(str(error).split())} (the policy is told "
-                "what a tool is by its annotations and its docstring, with a line for each argument under Args:)"
+                f"{function.key}: {function.path}:{function.name}: {' '.join(str(error).split())} (the policy learns "
+                "what a tool is from its annotations and its docstring, with a line for each argument under Args:)"
             )
     if problems:
         raise RecipeError(problems)

@@ -65,7 +65,7 @@ class Gathering:
         sent_boxes = {
             member: _box(header, box.global_shape) for member, header in enumerate(headers) if header[0] == _SENDS
         }
-        # One after the other, in the order of ranks: only one part is in memory beside the whole.
+        # One after the other, in the order of ranks: only one part is in memory next to the whole.
         for member, part_box in sent_boxes.items():
             part = own_part if member == 0 else torch.empty(part_box.sizes, dtype=local.dtype)
             assert part is not None, "its header says that the first process has a part"

@@ -32,7 +32,7 @@ Boxes = Mapping[str, Mapping[str, ShardBox]]
 _IN_BLOCKS = "in blocks, which cannot be resharded"
 _ADVICE_FOR_BLOCKS = (
     "State that is kept in blocks of a shard (as 8-bit moments are) loads with the strategy and world size that saved "
-    "it alone. Resume with that `parallel:` section, or start a new run from the weights with optimizer adamw, whose "
+    "it alone. Resume with that `parallel:` section, or start a new run from the weights with optimizer adamw: its "
     "state can be resharded."
 )
 _MAX_SHOWN = 10
