@@ -30,7 +30,7 @@ moves its weight by a whole learning rate, this way in one layout and that way i
 CLIPPING = 0.1
 """The limit of the global norm: that of a small model is 0.2 to 3, which the usual 1.0 would often leave alone."""
 LEAST_RATE = 2e-4  # learning rate: with less, as of most stages, a wrong weight decay is no larger than rounding
-_STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained beside it
+_STAGES_THAT_READ_THE_POLICY = ("distill", "reward")  # its width and vocabulary, for what is trained next to it
 _BUDGET_SHARE = 0.7
 """The budget's share of the estimated activations of a micro-batch: with 0.6 of them a small Gemma 2 has no plan, with
 all of them a small Llama recomputes nothing."""
