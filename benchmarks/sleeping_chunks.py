@@ -60,7 +60,7 @@ class SleepingLearner:
     trained_activations: int = 1
 
     def __post_init__(self) -> None:
-        chunks = self.parallel.pipeline.chunks
+        chunks = self.parallel.chunks
         object.__setattr__(self, "weights", {chunk: nn.Parameter(torch.zeros(WIDTH)) for chunk in chunks})
 
     def collate(self, items: Sequence[Tensor]) -> Tensor:
@@ -79,7 +79,7 @@ class SleepingLearner:
         trained = weight if deferral is None else deferral.anchor
         (given,) = (micro_step.batch,) if x is None else x
         y: Tensor = _SleepingSum.apply(given, trained, deferral, self.unit_s, self.in_flight.activation())
-        return Loss(y.sum(), {}) if chunk == self.parallel.pipeline.num_chunks - 1 else (y,)
+        return Loss(y.sum(), {}) if chunk == self.parallel.num_chunks - 1 else (y,)
 
 
 class _SleepingSum(torch.autograd.Function):

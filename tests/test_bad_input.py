@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from danlu.assembly import memory_estimate
 from danlu.core.errors import ModelError
+from danlu.core.run_files import RunLock
 from danlu.models import saving
 from danlu.models.hf_config import read_config_values
 from danlu.recipe import load
 from danlu.run import train
 from danlu.training.checkpoints.verification import verify
-from danlu.training.run_lock import RunLock
 
 Train = Callable[..., str]
 

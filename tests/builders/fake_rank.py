@@ -32,7 +32,7 @@ def full(report: Any) -> None:
 
 
 class Stop:
-    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.training.signals.StopRequest` does."""
+    """Asks to stop after a step on SIGINT and SIGTERM, as `danlu.core.stop_signals.StopRequest` does."""
 
     def __init__(self) -> None:
         self.number = 0

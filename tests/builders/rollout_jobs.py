@@ -11,6 +11,7 @@ import torch
 
 from builders.small_config import small_config
 from danlu.inference.embedded import EmbeddedEngine
+from danlu.inference.engine import RolloutEngine
 from danlu.inference.request import Request
 from danlu.models.decoder import Decoder
 
@@ -50,7 +51,7 @@ class SmallDecoderJob:
     dies_at: int | None = None
 
     @contextmanager
-    def __call__(self) -> Iterator[EmbeddedEngine]:
+    def __call__(self) -> Iterator[RolloutEngine]:
         torch.set_num_threads(1)
         engine = FailingEngine(small_decoder_of(0))
         engine.dies_at = self.dies_at

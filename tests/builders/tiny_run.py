@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from danlu.core.stop_signals import StopRequest
 from danlu.core.types import Pack, Sample
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
@@ -26,7 +27,6 @@ from danlu.stages.learner import DecoderLearner
 from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.data_loader import DataLoader
 from danlu.training.metrics import MetricsLog
-from danlu.training.signals import StopRequest
 from danlu.training.state import Cadence, Run
 from danlu.training.watch import Watch
 

@@ -13,10 +13,10 @@ import danlu
 from danlu.cli import checkpoint
 from danlu.cli.checkpoint import app
 from danlu.core.errors import CheckpointError, ResourceError
+from danlu.core.run_files import RunLock
 from danlu.training.checkpoints import folders
 from danlu.training.checkpoints.folders import remove_checkpoint
 from danlu.training.checkpoints.store import CheckpointStore
-from danlu.training.run_lock import RunLock
 
 
 @pytest.fixture

@@ -20,16 +20,16 @@ def test_more_processes_than_cores_are_told_of(
 ) -> None:
     monkeypatch.setattr(train, "usable_cores", lambda: 2)
     monkeypatch.setattr(train, "total_memory_bytes", lambda: 4 << 30)
-    train.check_processes(2)
+    train.check_processes(2, [])
     assert capsys.readouterr() == ("", "")
-    train.check_processes(6)
+    train.check_processes(6, [])
     assert capsys.readouterr().err == (
         "6 processes share 2 cores: they take turns, so this is slower than --processes 2, and starting them takes 3 "
         "times as long\n"
     )
-    train.check_processes(32)
+    train.check_processes(32, [])
     with pytest.raises(RecipeError, match="--processes 33: each takes 128 MiB before .* has 4 GiB in all. Use 2, as"):
-        train.check_processes(33)
+        train.check_processes(33, [])
 
 
 def test_a_wrong_recipe_is_told_without_numpy_and_torch() -> None:

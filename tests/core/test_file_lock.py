@@ -19,9 +19,9 @@ from danlu.core import file_lock
 from danlu.core.errors import ResourceError
 from danlu.core.file_lock import AlreadyLocked, FileLock, is_lock_of
 from danlu.core.machine import process_start_ticks
+from danlu.core.run_files import RunLock
 from danlu.data.token_cache import TokenCache
 from danlu.training.run_folder import check_output_folder
-from danlu.training.run_lock import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

@@ -253,10 +253,10 @@ def fast_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         from danlu.models.attend import PackedAttention
         from danlu.stages import learner
 
-        def fast(batch: Any, groups: Any, **options: Any) -> PackedAttention:
+        def fast(batch: Any, **options: Any) -> PackedAttention:
             return PackedAttention(batch.boundaries, batch.trees)
 
-        patch.setattr(learner, "context_attend_for", fast)
+        patch.setattr(learner, "attend_for", fast)
         yield
 
 

@@ -485,8 +485,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stages/learner.py",
-        "recomputed_layers=recomputed_layers,",
-        "recomputed_layers=(),",
+        "exact=self.exact, recomputed_layers=recomputed_layers)",
+        "exact=self.exact, recomputed_layers=())",
         "training/test_step.py",
         only="make_them_twice",
     ),
@@ -982,8 +982,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "parallel/hang_detection.py",
-        "if state.looked_at_s < report.deadline_s:",
-        "if state.looked_at_s > report.deadline_s:",
+        "if now_s < report.deadline_s:",
+        "if now_s > report.deadline_s:",
         "parallel/test_hang_detection.py",
     ),
     Mutation(
@@ -1678,7 +1678,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "run/auto_values.py",
-        "chosen = run_recipe(run).precision",
+        "chosen = saved.precision",
         "chosen = fastest(product_speeds(device))",
         "run/test_train.py",
         "precision_auto",
@@ -1856,7 +1856,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "remote_engines/test_danlu_server.py",
     ),
     Mutation(
-        "serving/served_weights.py",
+        "serving/rollout_control.py",
         "if self.engine.exact:  # which",
         "if False:  # which",
         "remote_engines/test_danlu_server.py",
@@ -1864,7 +1864,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "serving/engine_thread.py",
-        "return not self._engine.is_paused and self._engine.unfinished > 0",
+        "return not self.is_paused and self._engine.unfinished > 0",
         "return self._engine.unfinished > 0",
         "remote_engines/test_danlu_server.py",
         only="sleep",

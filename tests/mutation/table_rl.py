@@ -380,7 +380,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stages/tree_scoring.py",
-        "parallel.pipeline.from_last(scores)",
+        "parallel.from_last_stage(scores)",
         "scores",
         "test_rl_stages.py",
     ),
@@ -820,5 +820,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         'frozenset({"logprobs"})',
         "objectives/test_policy.py",
         "models_are_asked",
+    ),
+    # -- drawn at random by a tool
+    Mutation(
+        "inference/ranks.py",
+        "            self.engine.resume()",
+        "            pass",
+        "inference/test_embedded_requests.py",
+        only="every_process",
     ),
 )

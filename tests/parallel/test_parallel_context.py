@@ -46,6 +46,6 @@ def test_gradients_of_offloaded_shards_and_of_whole_parameters_are_summed_apart(
 
 def test_a_step_through_stages_has_two_micro_batches_for_each_of_them() -> None:
     data = Group("data", (0, 1))
-    stages = ParallelContext(Ranks(data=data), pipeline=Pipeline(stages=Group("pipeline", (0, 2))))
+    stages = ParallelContext(Ranks(data=data), pipeline=Pipeline("1f1b", 1, Group("pipeline", (0, 2))))
     assert [stages.least_micro_batches(items) for items in (100, 8, 5, 1)] == [4, 4, 3, 1]
     assert ParallelContext(Ranks(data=data)).least_micro_batches(100) == 1

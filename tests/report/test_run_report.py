@@ -19,7 +19,7 @@ from danlu.report.run_charts import HEIGHT, MAX_POINTS, WIDTH, charts
 from danlu.report.run_page import MAX_EVENTS, page
 from danlu.report.run_record import RunRecord, read_record
 from danlu.report.run_report import as_json, report_of, table
-from danlu.training import run_folder, summary
+from danlu.training import run_folder
 
 HOSTILE = "</pre><script>alert(1)</script>{{ 7 * 7 }}\x1b[2J\u202e\"'&"
 
@@ -58,11 +58,6 @@ def run(tmp_path: Path) -> Path:
     ]
     write_lines(folder / "rollouts.jsonl", rollouts)
     return folder
-
-
-def test_file_names_are_those_of_the_run_folder() -> None:
-    names = (run_record.RECIPE, run_record.METRICS, run_record.SUMMARY, run_record.ROLLOUTS)
-    assert names == (run_folder.RECIPE, run_folder.METRICS, summary.SUMMARY, run_folder.ROLLOUTS)
 
 
 def test_curves_are_read_though_what_the_recipe_names_is_gone(run: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from danlu.recipe import Loaded, load, load_resolved, resolved_yaml
 from danlu.recipe.sections import Kl
-from danlu.run import auto_values
 from danlu.run.auto_values import with_former_defaults
 
 RECIPE = "model: base\ndata: rows.json\nrewards: [{kind: exact, column: a}]\noutput: runs/x\nsteps: 40\n"
@@ -41,7 +40,6 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_a_resumed_run_keeps_the_kl_that_it_began_with(
     read: Any,
-    monkeypatch: pytest.MonkeyPatch,
     stage: str,
     kl: str,
     before: dict[str, str],
@@ -51,9 +49,7 @@ def test_a_resumed_run_keeps_the_kl_that_it_began_with(
     loaded, said = read(stage, kl), list[str]()
     saved = read(stage, str({"coefficient": 0.02, **before}).replace("'", "")).recipe
     Path("saved.yaml").write_text(resolved_yaml(saved))
-    monkeypatch.setattr(auto_values, "resumed_run", lambda folder, resume: Path("run"))
-    monkeypatch.setattr(auto_values, "run_recipe", lambda run: load_resolved("saved.yaml"))
-    recipe = with_former_defaults(loaded, Path("run"), "auto", said.append)
+    recipe = with_former_defaults(loaded, load_resolved("saved.yaml"), said.append)
     (own,), (resumed,) = loaded.recipe.objective, recipe.objective
     assert {name: getattr(own.kl, name) for name in now} == now
     assert resumed.kl == Kl(**{**dict(own.kl), **kept})

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from danlu.numerics.loss_scaling import LossScaler
 from danlu.optim.build import Optimizers
 from danlu.run import auto_values, train
 from danlu.stages import reader
-from danlu.training import loop, progress, remarks, trackers
+from danlu.stages.table import STAGES
+from danlu.training import loop, progress, recorders, trackers
 from danlu.training.checkpoints import loading
 from danlu.training.checkpoints.folders import remove_checkpoint
 from danlu.training.checkpoints.loading import read_group
@@ -579,8 +581,10 @@ def test_a_recorder_that_fails_later_is_said_once_and_the_run_goes_on(
 
     wandb = SimpleNamespace(log=log, finish=lambda: finished.append(True))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: wandb, __spec__=object()))
-    for recorder in (trackers.TensorBoard, progress.LineProgress, remarks.Remarks):
+    for recorder in (trackers.TensorBoard, progress.LineProgress, recorders.Remarks):
         monkeypatch.setattr(recorder, "step", lambda self, metrics: fail_from_step_3(metrics))
+    with_remarks = replace(STAGES["sft"], remarks=lambda recipe: lambda metrics: ())
+    monkeypatch.setitem(STAGES, "sft", with_remarks)
     changes = {"steps": 6, "log": {"wandb": "project", "tensorboard": True}}
     assert danlu("train", tiny_world.recipe(tmp_path / "run", **changes)) == 0
     said = capsys.readouterr().err

@@ -11,7 +11,7 @@ import yaml
 from danlu.core.types import StepMetrics
 from danlu.recipe import Recipe, load
 from danlu.stages.rollout_remarks import REMARKED_STEPS, RolloutRemarks
-from danlu.training.remarks import Remarks
+from danlu.training.recorders import Remarks
 
 
 @pytest.fixture

@@ -289,7 +289,7 @@ def test_a_run_whose_recipe_is_gone(tiny_world: World, tmp_path: Path, pretended
 
 def test_one_study_at_a_time(tiny_world: World, tmp_path: Path, pretended: None) -> None:
     wanted = planned(tiny_world.recipe(tmp_path / "study"), seeds="0")
-    from danlu.training.run_lock import RunLock
+    from danlu.core.run_files import RunLock
 
     with RunLock(wanted.folder), pytest.raises(ResourceError, match="another danlu process"):
         runner.run(wanted, RecordingObserver())
@@ -374,8 +374,8 @@ def kill_me_at(step: int) -> None:
 
 def interrupt(study_process: int, step: int) -> None:
     """In a run: have the study interrupted in that step, and go on once it has passed that on."""
+    from danlu.core.stop_signals import StopRequest
     from danlu.training import loop
-    from danlu.training.signals import StopRequest
 
     real, handle, arrived = loop.accumulate, StopRequest._handle, []
 

@@ -13,8 +13,8 @@ import pytest
 from builders.tiny_world import World, danlu
 
 from danlu.core.file_lock import AlreadyLocked, FileLock, holder_of
-from danlu.training import run_folder, runs, summary
-from danlu.training.run_lock import RunLock
+from danlu.core.run_files import RunLock
+from danlu.training import runs
 from danlu.training.runs import find_runs, read_run
 
 
@@ -131,11 +131,6 @@ while True:
             held.acquire()
             held.release()
         looking.kill()
-
-
-def test_names_are_those_of_a_run() -> None:
-    names = (run_folder.RECIPE, run_folder.ENVIRONMENT, run_folder.METRICS, run_folder.CHECKPOINTS, summary.SUMMARY)
-    assert names == (runs.RECIPE, runs.ENVIRONMENT, runs.METRICS, runs.CHECKPOINTS, runs.SUMMARY)
 
 
 def test_listing_loads_no_torch(tmp_path: Path) -> None:

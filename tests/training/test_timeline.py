@@ -68,11 +68,6 @@ def test_what_else_is_in_the_file_is_told_with_its_line(tmp_path: Path) -> None:
         writer(tmp_path, after_step=2)
 
 
-def test_by_default_nothing_is_written_or_waited_for(tmp_path: Path) -> None:
-    take(2, TimelineWriter())
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.distributed
 def test_a_run_of_stages_can_be_drawn(tiny_world: World, tmp_path: Path) -> None:
     files = [

@@ -52,7 +52,7 @@ TOUCHED = [
     (DecoderLearner, "prepare"),
     (DecoderLearner, "at"),
     (Pipeline, "actions"),
-    (learner, "context_attend_for"),
+    (ContextGroups, "attend_for"),
     (context_sharding, "share_of_batch"),
     (ContextGroups, "sum"),
     (ring_attention, "as_rows"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from danlu.assembly.devices import device_map_of, layer_by_layer, loading_device
 from danlu.assembly.parameters import kept_whole
 from danlu.core.errors import RecipeError
+from danlu.core.shard_box import ShardBox
 from danlu.memory import recompute
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
@@ -26,6 +27,7 @@ from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
 from danlu.parallel import data, tensor
+from danlu.parallel.comm import Group
 from danlu.parallel.expert import ExpertDistributor, expert_names
 from danlu.parallel.local_parameter import LocalParameter, local_parameters_of, sums_over_data
 from danlu.parallel.parallel_context import ParallelContext
@@ -150,7 +152,8 @@ class LayerPlacer:
         self.model, self.adapters = model, adapters
         self.device_map = device_map_of(section.device_map, recipe.device, model.config, device)
         self.whole = kept_whole(model)  # of the whole model: which parameters its layers share
-        self.pipeline, self.stage = Pipeline(), StageParameters()
+        self.pipeline: Pipeline | None = None  # None where each process has all layers
+        self.stage = StageParameters()
         if not ranks.pipeline.alone:
             stages = section.pipeline
             chunks = num_chunks(stages) // stages.stages
@@ -158,10 +161,14 @@ class LayerPlacer:
                 stages.schedule, chunks, ranks.pipeline, ranks.downstream, ranks.upstream, stages.vertical_sync
             )
             self.stage = split(model, adapters, chunk_sizes(stages, model.config), self.pipeline)
-        self.experts = ExpertDistributor(model, adapters, ranks.expert)
-        self.boxes = self.experts.own_boxes()
-        self.cutter = tensor.Cutter(model, adapters, ranks.tensor, sequence=section.sequence, boxes=self.experts.boxes)
-        self.sharder = None
+        self.boxes: Mapping[str, ShardBox] = {}
+        self.experts = self.cutter = self.sharder = None
+        if not ranks.expert.alone:
+            self.experts = ExpertDistributor(model, adapters, ranks.expert)
+            self.boxes = self.experts.own_boxes()
+        if not ranks.tensor.alone:
+            boxes = None if self.experts is None else self.experts.boxes
+            self.cutter = tensor.Cutter(model, adapters, ranks.tensor, sequence=section.sequence, boxes=boxes)
         if section.shard != "none" and not ranks.dense_data.all.alone:
             self.sharder = data.Sharder(
                 model,
@@ -185,8 +192,15 @@ class LayerPlacer:
             self.adapters.refresh_copies()
 
     def cut_layer(self, name: str) -> None:
-        self.experts.layer(name)
-        self.cutter.layer(name)
+        if self.experts is not None:
+            self.experts.layer(name)
+        if self.cutter is not None:
+            self.cutter.layer(name)
+
+    def cut_rest(self) -> tensor.Cuts:
+        """Cuts the parameters outside of layers, and returns how everything is divided, experts included."""
+        cuts = tensor.Cuts() if self.cutter is None else self.cutter.rest()
+        return cuts if self.experts is None else replace(cuts, boxes=self.experts.boxes_by_name | cuts.boxes)
 
     def shard_layer(self, name: str) -> None:
         if self.sharder is not None:
@@ -227,13 +241,13 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     if subject.placer is None:
         for name in model.layers:
             placer.cut_layer(name)
-    cuts = placer.cutter.rest()
-    boxes, experts = placer.experts.boxes_by_name | cuts.boxes, expert_names(model)
+    cuts = placer.cut_rest()
 
     def planned() -> recompute.Plan:
         from danlu.assembly.planned_recompute import fastest_plan
 
-        return fastest_plan(model, adapters, recipe, ranks, placer.pipeline.micro_batches_in_flight, device)
+        in_flight = 1.0 if placer.pipeline is None else placer.pipeline.micro_batches_in_flight
+        return fastest_plan(model, adapters, recipe, ranks, in_flight, device)
 
     plan = recompute.plan_of(recipe.memory.recompute, model, planned)
     recompute.wrap(model, plan, gathered=token_shares(section, ranks) > 1)
@@ -262,12 +276,13 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
     stage = placer.stage
 
     def local_parameters() -> dict[str, LocalParameter]:
-        return stage.named_in_whole(local_parameters_of(model, ranks, boxes, experts), ranks.pipeline.index)
+        own = local_parameters_of(model, ranks, cuts.boxes, expert_names(model))
+        return stage.named_in_whole(own, ranks.pipeline.index)
 
     local = {} if ranks.alone else local_parameters()
     if on_meta and not resumed:
         fill(local or local_parameters(), model.config, recipe.model.path, recipe.seed)
-    if placer.pipeline.updates_each_micro_batch:
+    if placer.pipeline is not None and placer.pipeline.updates_each_micro_batch:
         check_updated_alone(stage, local)
         notes.append(pipedream_note(recipe.gradient_clipping))
     folder = None if recipe.memory.folder is None else Path(recipe.memory.folder).expanduser()
@@ -277,15 +292,17 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
 
         offloaded = offload_parameters(model, folder, prefetch_layers=section.prefetch)
         local = {} if ranks.alone else local_parameters()  # their memory is in the file now
-    partial_gradients = [
-        *sums_over_data(local, ranks, in_buckets=section.shard == "none"),
-        *((group, stage.renamed.get(name, name)) for name, group in cuts.partial.items()),
-        *stage.sums_over_stages(ranks),
-    ]
+    partial_gradients: tuple[tuple[Group, str], ...] = ()
+    if not ranks.alone:
+        partial_gradients = (
+            *sums_over_data(local, ranks, in_buckets=section.shard == "none"),
+            *((group, stage.renamed.get(name, name)) for name, group in cuts.partial.items()),
+            *stage.sums_over_stages(ranks),
+        )
     parallel = ParallelContext(
         ranks,
         local,
-        tuple(partial_gradients),
+        partial_gradients,
         pipeline=placer.pipeline,
         elsewhere=stage.elsewhere,
         chunk_of=stage.chunk_of,

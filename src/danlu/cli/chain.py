@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from danlu.cli.train import PROGRESS_S, print_outcome, silent
+from danlu.cli.train import check_processes, launch_training, print_outcome, silent
 from danlu.core.errors import RecipeError
-from danlu.core.machine import usable_cores
 from danlu.core.terminal import print_status, print_status_early
-from danlu.parallel.layout import layout_of
 from danlu.recipe import Chain
 
 if TYPE_CHECKING:
@@ -57,38 +53,21 @@ def table(stages: Sequence[StageOutcome]) -> list[str]:
     ]
 
 
-def launch_chain(
-    chain: Chain, arguments: Sequence[str], resume: str, processes: int, dry_run: bool, quiet: bool
-) -> int:
+def launch_chain(chain: Chain, arguments: Sequence[str], resume: str, processes: int, dry_run: bool) -> int:
     """Starts `danlu train` of the chain in `processes` processes, and returns the exit code.
 
     Raises RecipeError for a stage with a layout that does not fit them, before any process starts.
     """
-    # Here: see `train_chain`.
-    from danlu.cli.launcher import launch
-
+    check_processes(processes, [stage.loaded for stage in chain.stages])
     _check_resume(chain, resume)
-    for stage in chain.stages:
-        with stage.loaded.naming_places():
-            layout_of(stage.loaded.recipe.parallel, processes)
-    flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
-    first = chain.stages[0].loaded.recipe
 
     def command(attempt: int) -> list[str]:
         """The arguments of a process: processes that are started again go on where the chain stopped."""
-        return ["-P", "-m", "danlu", "train", *arguments, *flags, "--resume", "auto" if attempt else resume]
+        return ["-P", "-m", "danlu", "train", *arguments, "--resume", "auto" if attempt else resume]
 
-    with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext(chain.output) as logs:
-        return launch(
-            command,
-            processes,
-            Path(logs).expanduser(),
-            restarts=first.parallel.restarts,
-            threads=first.threads,
-            from_where=lambda: "where the chain stopped",
-            log=print_status,
-            progress_s=PROGRESS_S if processes > usable_cores() else None,
-        )
+    folder = Path(chain.output).expanduser()
+    first = chain.stages[0].loaded.recipe
+    return launch_training(first, command, lambda: "where the chain stopped", processes, folder, dry_run)
 
 
 def _check_resume(chain: Chain, resume: str) -> None:

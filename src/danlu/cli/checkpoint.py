@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from danlu.core.errors import CheckpointError
+from danlu.core.run_files import RunLock
 from danlu.core.terminal import echo, printable
 from danlu.training.checkpoints.folders import (
     CheckpointInfo,
@@ -26,7 +27,6 @@ from danlu.training.checkpoints.folders import (
 )
 from danlu.training.checkpoints.verification import verify
 from danlu.training.criterion import LOSS
-from danlu.training.run_lock import RunLock
 from danlu.training.units import format_bytes
 
 ABOUT = "List, verify, prune and export the checkpoints of a run."

@@ -19,6 +19,7 @@ from danlu.adapters.adapter_config import AdapterFolder, is_adapter, read_adapte
 from danlu.cli.worker import redirect_output, report_torch_loaded, run_worker
 from danlu.core.errors import RecipeError
 from danlu.core.machine import total_memory_bytes, usable_cores
+from danlu.core.run_files import CHECKPOINTS, RunLock
 from danlu.core.terminal import print_status, print_status_early
 from danlu.models.hf_folder import LENET, model_type, read_config
 from danlu.parallel.exit_reports import EXIT_REPORT
@@ -72,34 +73,19 @@ def train(
     if world is not None:
         run_worker(world, lambda: _run_rank(world, recipe, overrides or [], resume, dry_run, quiet))
     loaded = recipes.load_recipe_or_chain(recipe, overrides or [])
+    flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
+    arguments, count = [str(recipe), *(overrides or []), *flags], processes or 1
     if isinstance(loaded, Chain):
         from danlu.cli.chain import launch_chain, train_chain  # here: see `_train`
 
-        if processes is None or processes == 1:
-            code = train_chain(loaded, resume, dry_run, quiet)
+        if count > 1:
+            code = launch_chain(loaded, arguments, resume, count, dry_run)
         else:
-            check_processes(processes)
-            code = launch_chain(loaded, [str(recipe), *(overrides or [])], resume, processes, dry_run, quiet)
-        if code:
-            raise typer.Exit(code)
-        return
-    if processes is None or processes == 1:
-        code = _train(loaded, resume, dry_run, quiet)
+            code = train_chain(loaded, resume, dry_run, quiet)
+    elif count > 1:
+        code = _launch(loaded, arguments, resume, count, dry_run)
     else:
-        check_processes(processes)
-        with loaded.naming_places():
-            layout_of(
-                loaded.recipe.parallel, processes
-            )  # a layout that does not fit is refused before any process starts
-        flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
-        with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext() as logs:
-            code = _launch(
-                loaded.recipe,
-                [str(recipe), *(overrides or []), *flags],
-                resume,
-                processes,
-                Path(logs) if logs else None,
-            )
+        code = _train(loaded, resume, dry_run, quiet)
     if code:
         raise typer.Exit(code)
 
@@ -134,21 +120,17 @@ def _dry_run_folder() -> Path:
     return Path(report_file).parent.parent
 
 
-def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: int, logs: Path | None) -> int:
-    """Starts `danlu train` with the same arguments in several processes, and returns the exit code.
-
-    logs: the folder that the processes of a dry run print into; None where that is the run's.
-    """
+def _launch(loaded: Loaded, arguments: Sequence[str], resume: str, processes: int, dry_run: bool) -> int:
+    """Starts `danlu train` with the same arguments in several processes, and returns the exit code."""
+    check_processes(processes, [loaded])
     # Here: see `_train`.
-    from danlu.cli.launcher import launch
     from danlu.training.checkpoints.manifest import MARK
     from danlu.training.checkpoints.store import CheckpointStore
-    from danlu.training.run_folder import CHECKPOINTS, check_output_folder
-    from danlu.training.run_lock import RunLock
+    from danlu.training.run_folder import check_output_folder
 
-    folder = Path(recipe.output).expanduser()
+    folder = Path(loaded.recipe.output).expanduser()
     check_output_folder(folder)
-    if logs is None:
+    if not dry_run:
         with RunLock(folder):  # let go again for rank 0: only a run that is going on should hinder the processes
             pass
     began = time.time()
@@ -165,20 +147,39 @@ def _launch(recipe: Recipe, arguments: Sequence[str], resume: str, processes: in
         latest = CheckpointStore(folder / CHECKPOINTS).latest()
         return "from the beginning" if latest is None else f"from step {latest.step}"
 
-    return launch(
-        command,
-        processes,
-        logs or folder,
-        restarts=recipe.parallel.restarts,
-        threads=recipe.threads,
-        from_where=from_where,
-        log=print_status,
-        progress_s=PROGRESS_S if processes > usable_cores() else None,
-    )
+    return launch_training(loaded.recipe, command, from_where, processes, folder, dry_run)
 
 
-def check_processes(processes: int) -> None:
-    """Warns of more processes than cores. Raises RecipeError for more than this machine's memory can hold."""
+def launch_training(
+    recipe: Recipe,
+    command: Callable[[int], Sequence[str]],
+    from_where: Callable[[], str],
+    processes: int,
+    folder: Path,
+    dry_run: bool,
+) -> int:
+    """Runs several processes that train a recipe, or a chain that begins with it, and returns the exit code.
+
+    command, from_where: as `launch` takes them. folder: the processes print into it, of a dry run into a temporary one.
+    """
+    from danlu.cli.launcher import launch  # here: see `_train`
+
+    with TemporaryDirectory(prefix="danlu-dry-run-") if dry_run else nullcontext(folder) as logs:
+        return launch(
+            command,
+            processes,
+            Path(logs),
+            restarts=recipe.parallel.restarts,
+            threads=recipe.threads,
+            from_where=from_where,
+            log=print_status,
+            progress_s=PROGRESS_S if processes > usable_cores() else None,
+        )
+
+
+def check_processes(processes: int, recipes: Sequence[Loaded]) -> None:
+    """Warns of more processes than cores. Raises RecipeError for more than this machine's memory can hold, and for a
+    layout that does not fit them."""
     cores, memory = usable_cores(), total_memory_bytes()
     if processes * MIN_PROCESS_BYTES > memory:
         raise RecipeError(
@@ -190,6 +191,9 @@ def check_processes(processes: int) -> None:
             f"{processes} processes share {cores} {'cores' if cores > 1 else 'core'}: they take turns, so this is "
             f"slower than --processes {cores}, and starting them takes {processes / cores:.0f} times as long"
         )
+    for loaded in recipes:
+        with loaded.naming_places():
+            layout_of(loaded.recipe.parallel, processes)
 
 
 def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:

@@ -1,19 +1,20 @@
-"""The context ranks of a process as a grid, and the attention of a batch that may be the share of one of them."""
+"""The context ranks of a process as a grid, and the attention of a batch that is the share of one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from danlu.core.layer_types import Attend
 from danlu.core.types import Batch
-from danlu.models.attend import attend_for
-from danlu.parallel.comm import ALONE, Group
+from danlu.parallel.comm import Group
 from danlu.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from danlu.parallel.context_attention import ContextAttention
 
 Transport = Literal["ring", "gather"]
 """The transport of keys to queries between ranks that have the same heads."""
@@ -23,13 +24,15 @@ Transport = Literal["ring", "gather"]
 class ContextGroups:
     """The context ranks as a grid: context rank n is number n % U of its Ulysses group, and n // U of its ring."""
 
-    ring: Group = field(default=ALONE)  # of ranks that have the same heads in attention
-    ulysses: Group = field(default=ALONE)  # of neighbours, among which heads are dealt
+    ring: Group  # of ranks that have the same heads in attention
+    ulysses: Group  # of neighbours, among which heads are dealt
     transport: Transport = "ring"
 
     @classmethod
-    def of(cls, ranks: Ranks, method: str) -> ContextGroups:
-        """Those of this process. method: `parallel.context.method`."""
+    def of(cls, ranks: Ranks, method: str) -> ContextGroups | None:
+        """Those of this process; None where no packs are cut. method: `parallel.context.method`."""
+        if ranks.layout.context == 1:
+            return None
         return cls(ranks.ring, ranks.ulysses, "gather" if method == "gather" else "ring")
 
     @property
@@ -53,6 +56,17 @@ class ContextGroups:
         reduced: Tensor = _AllReduce.apply(x, self)
         return reduced
 
+    def attend_for(
+        self, batch: Batch, *, sends_expanded: bool = False, recomputed_layers: Container[int] = ()
+    ) -> ContextAttention:
+        """The attention of a batch that is the share of this context rank, filled up or not."""
+        from danlu.parallel.context_attention import ContextAttention
+
+        filler = len(batch.tokens) - batch.shares[self.index].tokens
+        return ContextAttention(
+            batch.shares, self, filler=filler, sends_expanded=sends_expanded, recomputed_layers=recomputed_layers
+        )
+
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
@@ -67,23 +81,3 @@ class _AllReduce(torch.autograd.Function):
 
 def _sum_over(x: Tensor, groups: ContextGroups) -> Tensor:
     return groups.sum(x.clone(memory_format=torch.contiguous_format))
-
-
-def context_attend_for(
-    batch: Batch,
-    groups: ContextGroups,
-    *,
-    exact: bool = False,
-    sends_expanded: bool = False,
-    recomputed_layers: Container[int] = (),
-) -> Attend:
-    """`models.attend.attend_for` for a packed batch that may be the share of one context rank, filled up or not."""
-    if not batch.shares:
-        return attend_for(batch, exact=exact, recomputed_layers=recomputed_layers)
-    from danlu.parallel.context_attention import ContextAttention
-
-    assert not exact, "the recipe's rules refuse it"
-    filler = len(batch.tokens) - batch.shares[groups.index].tokens
-    return ContextAttention(
-        batch.shares, groups, filler=filler, sends_expanded=sends_expanded, recomputed_layers=recomputed_layers
-    )

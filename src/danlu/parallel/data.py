@@ -148,7 +148,7 @@ def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel)
     Parameters that are gathered (zero1 and zero2) stay so from the first forward to the last backward pass of a step.
     """
     root: Any = model
-    lowest, *others = parallel.pipeline.chunks  # the last backward pass of a step is one of the lowest
+    lowest, *others = parallel.chunks  # the last backward pass of a step is one of the lowest
 
     def prepare(units: Iterable[Any], is_last: bool) -> None:
         for unit in units:
@@ -157,7 +157,7 @@ def sharded_step(parallel: ParallelContext, model: nn.Module, section: Parallel)
             if section.shard != "zero3":
                 unit.set_reshard_after_backward(is_last, recurse=False)  # gathered once a step
 
-    units = {chunk: _units_of_chunk(model, chunk) for chunk in parallel.pipeline.chunks} if others else {}
+    units = {chunk: _units_of_chunk(model, chunk) for chunk in parallel.chunks} if others else {}
     outside = [unit for unit in _units(model) if unit not in itertools.chain.from_iterable(units.values())]
 
     def prepare_backward(is_last: bool, chunk: int) -> None:
@@ -239,9 +239,9 @@ def replicated_step(parallel: ParallelContext, section: Parallel) -> ParallelCon
         for name, local in local_parameters
         if local.parameter.requires_grad and local.gradient_group.ranks == every.ranks
     ]
-    by_chunk: dict[int, list[tuple[str, nn.Parameter]]] = {chunk: [] for chunk in parallel.pipeline.chunks}
+    by_chunk: dict[int, list[tuple[str, nn.Parameter]]] = {chunk: [] for chunk in parallel.chunks}
     for name, parameter in own:
-        by_chunk[parallel.chunk_of.get(name, parallel.pipeline.chunks[0])].append((name, parameter))
+        by_chunk[parallel.chunk_of.get(name, parallel.chunks[0])].append((name, parameter))
     dtype = torch.bfloat16 if section.reduce == "bf16" else None
     buckets = {chunk: GradientBuckets(members, every, dtype=dtype) for chunk, members in by_chunk.items()}
 

@@ -1,14 +1,14 @@
-"""A state machine that decides when a collective hangs and what is reported; `parallel.watchdog` drives it.
+"""Decides when a collective hangs and what is reported; `parallel.watchdog` asks it, and reads the clock.
 
-`transition` is a pure function of a watchdog's state and its newest observation. A collective that has been pending for
-most of the time that it may take starts an inquiry; every process replies to it with its `ProcessState`, and the
-replies make the report: the ranks that wait, where and in which collective, and those that never came to it.
+A collective that has been pending for most of the time that it may take starts an inquiry; every process replies to it
+with its `ProcessState`, and the replies make the report: the ranks that wait, where and in which collective, and those
+that never came to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from danlu.parallel.flight_recorder import PendingCollective, ProcessState
 from danlu.parallel.world import format_ranks
@@ -93,128 +93,63 @@ class HangReport:
     deadline_s: float  # monotonic; from then on the collective may have failed rather than ended well
 
 
-@dataclass(frozen=True)
-class WatchState:
-    """The state of a watchdog, from which `transition` goes on.
+@dataclass
+class HangDetector:
+    """What a watchdog knows of its process: whether it makes progress, or hangs in `report.collective`, or that failed.
 
-    Without a report the process makes progress; with one it hangs in `report.collective`, or that has failed.
+    A look calls `looked`; then, where there are inquiries that it has not answered, `replied`; then `exit_message`.
+    Each returns a message, None where there is nothing to say.
     """
 
+    limits: Limits
+    rank: int
     pending: PendingCollective | None = None  # at the last look
     looked_at_s: float = 0.0  # monotonic; when that was
     report: HangReport | None = None
-    printed: tuple[str, int, str] | None = None  # key of the collective that the last printed message is about
+    printed: tuple[str, int, str] | None = None  # key of the collective that the last message about replies is about
     inquiries_answered: int = 0
 
+    @property
+    def starts_inquiry(self) -> bool:
+        """Whether all processes are to be asked where they are."""
+        pending = self.pending
+        return pending is not None and pending.elapsed_s >= self.limits.patience_s and self.report is None
 
-@dataclass(frozen=True)
-class Looked:
-    """Observed: the pending collective in the flight recorder, or None."""
+    def looked(self, pending: PendingCollective | None, now_s: float) -> str | None:
+        """Takes up the pending collective of this moment; ends the report where its collective is over or its time is
+        up, and returns the message for the user in the first case."""
+        self.pending, self.looked_at_s, report = pending, now_s, self.report
+        if report is None or (pending is not None and pending.key == report.collective.key):
+            return None
+        if now_s < report.deadline_s:
+            self.report = None
+            return f"the collective {report.collective.operation} is over, and the run goes on"
+        # Its time is up. In no other collective it has failed, and the report is what there is to say of that.
+        self.report = report if pending is None else None
+        return None
 
-    pending: PendingCollective | None
-    now_s: float  # monotonic
+    def replied(self, inquiries: int, states: Mapping[int, ProcessState | None]) -> str | None:
+        """Takes up the processes' replies to the newest of so many inquiries; returns the message that they make.
 
+        states: the replies by rank, None for no reply.
+        """
+        self.inquiries_answered = inquiries
+        longest, pending = longest_pending(states), self.pending
+        if longest is None:
+            return None
+        message = hang_message(states, self.limits.timeout_s)
+        # The first replies make the report where two inquiries were started at once.
+        if pending is not None and self.report is None:
+            deadline_s = self.looked_at_s + self.limits.timeout_s - pending.elapsed_s - self.limits.interval_s
+            self.report = HangReport(pending, message, deadline_s)
+        is_news, self.printed = longest.key != self.printed, longest.key
+        return message if is_news else None
 
-@dataclass(frozen=True)
-class InquiriesCounted:
-    """Observed: how many inquiries the processes have started."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class RepliesCollected:
-    """Observed: the processes' replies to the newest of `count` inquiries; None for no reply."""
-
-    count: int
-    states: Mapping[int, ProcessState | None]
-
-
-@dataclass(frozen=True)
-class Print:
-    """Do: show a message to the user, on rank 0."""
-
-    message: str
-
-
-@dataclass(frozen=True)
-class StartInquiry:
-    """Do: ask all processes where they are; then the inquiries are counted again."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Do: reply to inquiries `first` to `last`, and collect the replies to `last`."""
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class ExitProcess:
-    """Do: end this process with an error; its main thread may never come back."""
-
-    message: str
-
-
-Observation = Looked | InquiriesCounted | RepliesCollected
-Action = Print | StartInquiry | Reply | ExitProcess
-
-
-def transition(
-    state: WatchState, observation: Observation, limits: Limits, rank: int
-) -> tuple[WatchState, tuple[Action, ...]]:
-    """Returns the state after an observation and the actions to take, in order; reads no clock and changes nothing.
-
-    A look is observed as `Looked`, then `InquiriesCounted`, and where there is a new inquiry `RepliesCollected`.
-    """
-    match observation:
-        case Looked(pending, now_s):
-            return _after_look(replace(state, pending=pending, looked_at_s=now_s))
-        case InquiriesCounted(count):
-            if count > state.inquiries_answered:
-                # Several processes may have started one at once, and each of them waits for replies to its own.
-                return state, (Reply(state.inquiries_answered + 1, count),)
-            if state.pending is not None and state.pending.elapsed_s >= limits.patience_s and state.report is None:
-                return state, (StartInquiry(),)
-            return state, _exit(state, limits, rank)
-        case RepliesCollected(count, states):
-            state, actions = _after_replies(replace(state, inquiries_answered=count), states, limits)
-            return state, (*actions, *_exit(state, limits, rank))
-
-
-def _after_look(state: WatchState) -> tuple[WatchState, tuple[Action, ...]]:
-    """Ends the report where its collective is over or its time is up."""
-    report, pending = state.report, state.pending
-    if report is None or (pending is not None and pending.key == report.collective.key):
-        return state, ()
-    if state.looked_at_s < report.deadline_s:
-        over = f"the collective {report.collective.operation} is over, and the run goes on"
-        return replace(state, report=None), (Print(over),)
-    # Its time is up. In no other collective it has failed, and the report is what there is to say of that.
-    return (state if pending is None else replace(state, report=None)), ()
-
-
-def _after_replies(
-    state: WatchState, states: Mapping[int, ProcessState | None], limits: Limits
-) -> tuple[WatchState, tuple[Action, ...]]:
-    """The report that the replies to an inquiry make."""
-    longest, pending = longest_pending(states), state.pending
-    if longest is None:
-        return state, ()
-    message = hang_message(states, limits.timeout_s)
-    # The first replies make the report where two inquiries were started at once.
-    if pending is not None and state.report is None:
-        deadline_s = state.looked_at_s + limits.timeout_s - pending.elapsed_s - limits.interval_s
-        state = replace(state, report=HangReport(pending, message, deadline_s))
-    is_news = longest.key != state.printed
-    return replace(state, printed=longest.key), (Print(message),) if is_news else ()
-
-
-def _exit(state: WatchState, limits: Limits, rank: int) -> tuple[Action, ...]:
-    """Ends a process that torch has not ended long after a collective's time was up."""
-    pending = state.pending
-    if pending is None or pending.elapsed_s <= limits.exit_after_s:
-        return ()
-    alone = f"{format_ranks([rank])} waited in {pending} for {pending.elapsed_s:.0f} s"
-    return (ExitProcess(alone if state.report is None else state.report.message),)
+    def exit_message(self) -> str | None:
+        """The message with which this process is to be ended: torch has not, long after a collective's time was up."""
+        pending = self.pending
+        if pending is None or pending.elapsed_s <= self.limits.exit_after_s:
+            return None
+        if self.report is not None:
+            return self.report.message
+        return f"{format_ranks([self.rank])} waited in {pending} for {pending.elapsed_s:.0f} s"

@@ -8,8 +8,9 @@ targets.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -19,9 +20,10 @@ from danlu.parallel.comm import Group
 from danlu.parallel.local_parameter import LocalParameter
 from danlu.parallel.pipeline import Pipeline
 from danlu.parallel.ranks import Ranks
-from danlu.parallel.schedules import Action
+from danlu.parallel.schedules.action import Action, Kind
 
 T = TypeVar("T")
+_PASSES: tuple[Kind, Kind] = ("forward", "backward")
 LARGE_BYTES = 25 * 2**20  # as of a bucket: see `gradient_buckets`
 
 
@@ -46,7 +48,8 @@ class ParallelContext:
     """Frees parameters that FSDP2 gathered, after their shards have changed outside of a step."""
     release_pages: Callable[[], None] = lambda: None
     """Lets the system take back the memory of parameters that lie in a file, after an update or a checkpoint."""
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    pipeline: Pipeline | None = None
+    """The part of this process in a pipeline; None where a process has the whole model, in one chunk."""
     elsewhere: Mapping[str, LocalParameter] = field(default_factory=dict)
     """Parameters of other stages, by name: nothing of them is here, except first values that nobody uses."""
     chunk_of: Mapping[str, int] = field(default_factory=dict)
@@ -57,9 +60,29 @@ class ParallelContext:
         """This process's part of each parameter of the whole model, by name; nothing of parameters of other stages."""
         return {**self.elsewhere, **self.local_parameters}
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         return self.ranks.alone
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The numbers of this process's chunks, rising."""
+        return (0,) if self.pipeline is None else self.pipeline.chunks
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of chunks of the whole model."""
+        return 1 if self.pipeline is None else self.pipeline.num_chunks
+
+    @property
+    def updates_each_micro_batch(self) -> bool:
+        """Whether a step is one micro-batch, with an update of its own while others are in flight (PipeDream)."""
+        return self.pipeline is not None and self.pipeline.updates_each_micro_batch
+
+    @property
+    def micro_batches_in_flight(self) -> float:
+        """The number of micro-batches with activations kept at once by this process."""
+        return 1.0 if self.pipeline is None else self.pipeline.micro_batches_in_flight
 
     def local_range(self, items: Sequence[T]) -> range:
         """The positions of a step's items that this process takes: contiguous, each item on one data rank."""
@@ -77,24 +100,46 @@ class ParallelContext:
 
         Through stages go two for each of them, if there are as many items: with fewer, most of the time is a bubble.
         """
-        return 1 if self.pipeline.alone else min(2 * self.pipeline.stages.size, -(-items // self.ranks.data.size))
+        return 1 if self.pipeline is None else min(2 * self.pipeline.stages.size, -(-items // self.ranks.data.size))
 
     def fitting(self, micro_batches: int) -> int:
         """Returns the fewest micro-batches, at least `micro_batches`, for which the schedule is possible; the others
         are empty.
         """
-        if self.pipeline.alone:
+        if (pipeline := self.pipeline) is None:
             return micro_batches
-        return next(count for count in itertools.count(micro_batches) if not self.pipeline.problems(count))
+        return next(count for count in itertools.count(micro_batches) if not pipeline.problems(count))
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
         """Returns this process's actions in a step of `micro_batches` micro-batches, in order."""
-        return self.pipeline.actions(micro_batches)
+        if self.pipeline is not None:
+            return self.pipeline.actions(micro_batches)
+        passes = [Action(kind, 0, micro) for micro in range(micro_batches) for kind in _PASSES]
+        return (*passes, Action("reduce", 0), Action("update"))
+
+    def evaluation_rounds(self, micro_batches: int) -> Iterator[tuple[Sequence[Action], range]]:
+        """The forward passes of an evaluation in rounds, each with the numbers of its micro-batches.
+
+        Between rounds, processes may agree on whether to go on.
+        """
+        if self.pipeline is not None:
+            yield from self.pipeline.evaluation_rounds(micro_batches)
+            return
+        for micro in range(micro_batches):
+            yield [Action("forward", 0, micro)], range(micro, micro + 1)
+
+    def from_last_stage(self, value: T) -> T:
+        """The value of the stage that has the last chunk, on all stages, each of which calls this."""
+        return value if self.pipeline is None else self.pipeline.from_last(value)
+
+    def all_gather_stages(self, value: T) -> list[T]:
+        """The values of all stages, on all of them, each of which calls this."""
+        return [value] if self.pipeline is None else self.pipeline.all_gather(value)
 
     def all_reduce_data(self, values: Tensor) -> Tensor:
         """`values` [n], summed in place over data ranks, which take different items, and context ranks, which take
         different tokens of them."""
-        return self.ranks.dense_data.all.sum(values)
+        return values if self.alone else self.ranks.dense_data.all.sum(values)
 
     def any_rank(self, fact: bool) -> bool:
         """Returns whether `fact` is true on any process; every process must call it."""

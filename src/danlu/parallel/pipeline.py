@@ -30,11 +30,11 @@ _UNFINISHED_SENDS = 4
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The part of one process in a pipeline; by default all of it, a model in one chunk."""
+    """The part of one process in a pipeline."""
 
-    schedule: str = "1f1b"
-    chunks_per_rank: int = 1
-    stages: Group = ALONE
+    schedule: str
+    chunks_per_rank: int
+    stages: Group
     """The ranks that have the other layers of the same copy of the model, in the order of stages."""
     downstream: Group = ALONE
     """The same ranks, for messages to stages of a higher index."""
@@ -42,10 +42,6 @@ class Pipeline:
     """The same ranks, for messages to stages of a lower index."""
     vertical_sync: bool = False
     """Whether all stages use one version of the weights for a micro-batch; otherwise each stage uses its own newest."""
-
-    @property
-    def alone(self) -> bool:
-        return self.stages.alone
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -80,7 +76,7 @@ class Pipeline:
 
         A round fills the pipeline and empties it; between rounds, processes may agree on whether to go on.
         """
-        size = 1 if self.alone else _ROUND * self.stages.size
+        size = _ROUND * self.stages.size
         for start in range(0, micro_batches, size):
             numbers = range(start, min(start + size, micro_batches))
             own = evaluation_actions(self._placement, len(numbers))[self.stages.index]
@@ -96,7 +92,7 @@ class Pipeline:
     @property
     def updates_each_micro_batch(self) -> bool:
         """Whether a step is one micro-batch, with an update of its own while others are in flight (PipeDream)."""
-        return self.schedule == "pipedream" and not self.alone
+        return self.schedule == "pipedream"
 
     @property
     def weight_delay(self) -> int:

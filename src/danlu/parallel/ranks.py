@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Ranks:
     downstream: Group = ALONE  # the same, with collectives of its own: for messages to stages of a higher index
     upstream: Group = ALONE  # and for messages to stages of a lower index
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         return self.layout.world == 1
 

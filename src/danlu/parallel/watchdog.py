@@ -16,19 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from danlu.parallel.flight_recorder import ProcessState, decode, main_thread_line, pending_collective
-from danlu.parallel.hang_detection import (
-    ExitProcess,
-    InquiriesCounted,
-    Limits,
-    Looked,
-    Observation,
-    Print,
-    RepliesCollected,
-    Reply,
-    StartInquiry,
-    WatchState,
-    transition,
-)
+from danlu.parallel.hang_detection import HangDetector, Limits
 from danlu.parallel.phase import PHASE, PhaseTracker
 
 
@@ -57,8 +45,8 @@ class Watchdog:
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._limits = Limits(timeout_s)
+        self._detector = HangDetector(self._limits, rank)
         self._log, self._end, self._launcher, self._tracker = log, end, launcher, tracker
-        self._state = WatchState()
         self._stop = threading.Event()
         self._settled = threading.Event()  # no inquiry is being answered
         self._settled.set()
@@ -79,7 +67,7 @@ class Watchdog:
         Waits until an inquiry that is being answered has been, at most as long as a collective may take.
         """
         self._settled.wait(self._limits.timeout_s)
-        report = self._state.report
+        report = self._detector.report
         return None if report is None else report.message
 
     def _run(self) -> None:
@@ -90,30 +78,31 @@ class Watchdog:
                 os.kill(os.getpid(), signal.SIGTERM)
             if has_store:
                 try:
-                    self._observe(Looked(pending_collective(), time.monotonic()))
-                    self._observe(InquiriesCounted(self._store.add("hang/asked", 0)))
+                    self._look()
                 except dist.DistError:
                     has_store = False
 
-    def _observe(self, observation: Observation) -> None:
-        self._state, actions = transition(self._state, observation, self._limits, self._rank)
-        for action in actions:
-            match action:
-                case Print(message):
-                    if self._rank == 0:
-                        self._log(message)
-                case StartInquiry():
-                    self._observe(InquiriesCounted(self._store.add("hang/asked", 1)))
-                case Reply(first, last):
-                    self._settled.clear()
-                    try:
-                        for inquiry in range(first, last + 1):
-                            self._reply(inquiry)
-                        self._observe(RepliesCollected(last, self._replies(last)))
-                    finally:
-                        self._settled.set()
-                case ExitProcess(message):
-                    self._end(message)
+    def _look(self) -> None:
+        detector = self._detector
+        self._print(detector.looked(pending_collective(), time.monotonic()))
+        asked = self._store.add("hang/asked", 0)
+        if asked <= detector.inquiries_answered and detector.starts_inquiry:
+            asked = self._store.add("hang/asked", 1)
+        # Several processes may have started one at once, and each of them waits for replies to its own.
+        if asked > detector.inquiries_answered:
+            self._settled.clear()
+            try:
+                for inquiry in range(detector.inquiries_answered + 1, asked + 1):
+                    self._reply(inquiry)
+                self._print(detector.replied(asked, self._replies(asked)))
+            finally:
+                self._settled.set()
+        if (message := detector.exit_message()) is not None:
+            self._end(message)
+
+    def _print(self, message: str | None) -> None:
+        if message is not None and self._rank == 0:
+            self._log(message)
 
     def _reply(self, inquiry: int) -> None:
         state = ProcessState(pending_collective(), str(self._tracker), main_thread_line())

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from danlu import __version__
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient
-from danlu.inference.engine import PauseMode
+from danlu.inference.request import Request
 from danlu.remote_engines.danlu_protocol import PREFIX, PROTOCOL, answer_from_json, continuation_to_json, float_digest
-from danlu.remote_engines.server_interface import Continuation, RolloutServer, ServerAnswer, check_vocabulary
+from danlu.remote_engines.server_interface import Continuation, ServerAnswer, ServerClient, TakesFiles, check_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from danlu.models.config import ModelConfig
 
 
-class DanluServer(RolloutServer):
-    """A client of such a server.
+class DanluServer(ServerClient, TakesFiles):
+    """A `RolloutServer`.
 
     Args:
         exact: the type of activations ("float32") that a trainer with numerics: exact computes in, which the server has
@@ -41,6 +41,7 @@ class DanluServer(RolloutServer):
     ) -> None:
         super().__init__(client)
         self._routes = routes
+        self.exact = exact is not None
         self._dtype = exact
         self._push = push
 
@@ -69,6 +70,9 @@ class DanluServer(RolloutServer):
         info: dict[str, Any] = self.client.get(f"{PREFIX}/info")
         return info
 
+    def problem(self, request: Request) -> str | None:
+        return None
+
     def answer(self, continuation: Continuation) -> ServerAnswer:
         return answer_from_json(self._post("answer", continuation_to_json(continuation, routes=self._routes)))
 
@@ -78,7 +82,7 @@ class DanluServer(RolloutServer):
     def abort(self, request_ids: Sequence[str]) -> None:
         self._post("abort", {"request_ids": list(request_ids)})
 
-    def pause(self, mode: PauseMode) -> None:
+    def pause(self, mode: Literal["abort", "keep"]) -> None:
         self._post("pause", {"mode": mode})
 
     def resume(self) -> None:
@@ -86,6 +90,9 @@ class DanluServer(RolloutServer):
 
     def sleep(self) -> None:
         self._post("sleep")
+
+    def wake_weights(self) -> None:
+        """Does nothing: the weights never slept."""
 
     def wake(self) -> None:
         self._post("wake")

@@ -38,8 +38,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
     info = _answer(client, f"{PREFIX}/info")
     if isinstance(info, dict) and info.get("server") == "danlu":
         return DanluServer(client, exact=demands.exact, push=demands.push, routes=demands.routes)
-    server = _other_kind(client, demands)
-    name = server.name
+    name = _other_kind(client)
     if demands.exact is not None:
         raise ModelError(
             f"{url}: {name} has kernels of its own, which do not round as the trainer's do. Use danlu serve --rollouts "
@@ -56,7 +55,9 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
         )
     if demands.routes:
         print_status(without_routes(name))
-    return server
+    if name == SGLangServer.name:
+        return SGLangServer(client)
+    return VLLMServer(client, bucket_bytes=demands.bucket_bytes)
 
 
 def without_routes(name: str) -> str:
@@ -67,7 +68,7 @@ def without_routes(name: str) -> str:
     )
 
 
-def _other_kind(client: HTTPClient, demands: Demands) -> RolloutServer:
+def _other_kind(client: HTTPClient) -> str:
     """vLLM or SGLang, whichever answers. Raises ModelError where neither does."""
     cards = _answer(client, "/v1/models")
     data = cards.get("data") if isinstance(cards, dict) else None
@@ -78,10 +79,10 @@ def _other_kind(client: HTTPClient, demands: Demands) -> RolloutServer:
         )
     version = _answer(client, "/version")
     if isinstance(version, dict) and "version" in version:
-        return VLLMServer(client, bucket_bytes=demands.bucket_bytes)
+        return VLLMServer.name
     info = _answer(client, "/server_info")
     if isinstance(info, dict) and "version" in info and "tp_size" in info:
-        return SGLangServer(client)
+        return SGLangServer.name
     raise ModelError(
         f"{client.url}: neither danlu serve --rollouts nor vLLM nor SGLang answers there, as far as /version and "
         "/server_info tell"

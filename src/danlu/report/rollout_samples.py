@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from danlu.core.run_files import ROLLOUTS
 from danlu.core.terminal import printable
-from danlu.report.run_record import ROLLOUTS, lines_of, number
+from danlu.report.run_record import lines_of, number
 
 SHOWN = 3
 """Samples at either end of a rollout."""

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.run_files import METRICS, RECIPE, SUMMARY
 from danlu.core.small_files import parse_json
 from danlu.core.terminal import printable
 from danlu.recipe import Recipe, load_resolved
-
-# Of a run folder (docs/checkpoints.md).
-RECIPE, METRICS, SUMMARY, ROLLOUTS = "recipe.yaml", "metrics.jsonl", "summary.json", "rollouts.jsonl"
 
 MAX_NAME = 100  # characters
 MAX_NAMES = 500

@@ -21,8 +21,9 @@ from pathlib import Path
 from statistics import stdev
 
 from danlu.core.errors import ResourceError
+from danlu.core.run_files import METRICS, SUMMARY
 from danlu.recipe.parameter_grid import SEED, Combination
-from danlu.report.run_record import METRICS, SUMMARY, lines_of
+from danlu.report.run_record import lines_of
 
 STUDY = "study.json"
 

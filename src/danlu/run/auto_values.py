@@ -23,17 +23,36 @@ FORMER_KL = {"in": "loss", "estimator": "k3"}
 """The former default of each key of `objective.kl`: also in the reward, and for ppo."""
 
 
-def with_former_defaults(loaded: Loaded, folder: Path, resume: str, log: Callable[[str], None]) -> Recipe:
+def with_auto_values(
+    loaded: Loaded,
+    folder: Path,
+    resume: str,
+    device: torch.device,
+    log: Callable[[str], None],
+    stream: TextIO,
+    *,
+    dry: bool,
+) -> Recipe:
+    """The recipe with a value for each `auto`: that of the run that is resumed, or one that is chosen now.
+
+    dry: nothing is searched that takes long.
+    """
+    run = resumed_run(folder, resume)
+    saved = None if run is None else run_recipe(run)
+    recipe = loaded.recipe if saved is None else with_former_defaults(loaded, saved, log)
+    recipe = with_precision(recipe, saved, device, log)
+    recipe = with_date(recipe, saved, log)
+    recipe = with_reference(recipe, saved, log)
+    return with_factors(recipe, saved, folder, device, log, stream, dry=dry)
+
+
+def with_former_defaults(loaded: Loaded, saved: Recipe, log: Callable[[str], None]) -> Recipe:
     """The recipe, with the defaults of the run that is resumed where that began with others than there are now.
 
     A key that the user writes keeps its value, and one that the run's recipe had otherwise than by default is compared
     as every other key is.
     """
-    recipe, run = loaded.recipe, resumed_run(folder, resume)
-    if run is None:
-        return recipe
-    saved = run_recipe(run)
-    candidates: dict[str, Any] = {}
+    recipe, candidates = loaded.recipe, dict[str, Any]()
     if saved.optimizer.kind == recipe.optimizer.kind:
         candidates |= former_values(stage_of(saved), saved.optimizer.kind)
     if all(each.policy_gradient is not None and each.policy_gradient.kl is not None for each in (saved, recipe)):
@@ -50,14 +69,12 @@ def with_former_defaults(loaded: Loaded, folder: Path, resume: str, log: Callabl
     return with_values(recipe, former)
 
 
-def with_precision(
-    recipe: Recipe, folder: Path, resume: str, device: torch.device, log: Callable[[str], None]
-) -> Recipe:
+def with_precision(recipe: Recipe, saved: Recipe | None, device: torch.device, log: Callable[[str], None]) -> Recipe:
     """The recipe with `precision: auto` decided: as the run that is resumed had it, else by measuring."""
     if recipe.precision != "auto":
         return recipe
-    if (run := resumed_run(folder, resume)) is not None:
-        chosen = run_recipe(run).precision
+    if saved is not None:
+        chosen = saved.precision
         log(f"precision: auto stays {chosen}, as when the run began")
     else:
         speeds = product_speeds(device)
@@ -66,13 +83,13 @@ def with_precision(
     return recipe.model_copy(update={"precision": chosen})
 
 
-def with_date(recipe: Recipe, folder: Path, resume: str, log: Callable[[str], None]) -> Recipe:
+def with_date(recipe: Recipe, saved: Recipe | None, log: Callable[[str], None]) -> Recipe:
     """The recipe with the day that its chat template writes, where it writes one: the resumed run's, else today's."""
     if (date := written_date(recipe)) is None:
         return recipe
-    given, run = recipe.model.chat_template_date, resumed_run(folder, resume)
-    if given is None and run is not None:
-        saved_date = run_recipe(run).model.chat_template_date
+    given = recipe.model.chat_template_date
+    if given is None and saved is not None:
+        saved_date = saved.model.chat_template_date
         if saved_date is None:
             log(f"the chat template writes the date, and the run does not say which: {date} from here on")
             return recipe
@@ -82,13 +99,11 @@ def with_date(recipe: Recipe, folder: Path, resume: str, log: Callable[[str], No
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template_date": date})})
 
 
-def with_reference(recipe: Recipe, folder: Path, resume: str, log: Callable[[str], None]) -> Recipe:
+def with_reference(recipe: Recipe, saved: Recipe | None, log: Callable[[str], None]) -> Recipe:
     """The recipe with the reference of its preferences, where it says none: the resumed run's, else the default."""
     if recipe.stage != "preference" or recipe.reference is not None:
         return recipe
-    run = resumed_run(folder, resume)
-    chosen = None if run is None else run_recipe(run).reference
-    since = "as when the run began"
+    chosen, since = None if saved is None else saved.reference, "as when the run began"
     if chosen is None:
         chosen, since = resolve_reference(recipe), "by default"
     log(f"reference: {chosen.kind}, {since}")
@@ -97,8 +112,8 @@ def with_reference(recipe: Recipe, folder: Path, resume: str, log: Callable[[str
 
 def with_factors(
     recipe: Recipe,
+    saved: Recipe | None,
     folder: Path,
-    resume: str,
     device: torch.device,
     log: Callable[[str], None],
     stream: TextIO,
@@ -112,8 +127,8 @@ def with_factors(
     section = recipe.long_context
     if section is None or section.search is None or section.long_factor is not None:
         return recipe
-    if (run := resumed_run(folder, resume)) is not None and (saved := run_recipe(run).long_context) is not None:
-        factors = saved.long_factor
+    if saved is not None and saved.long_context is not None:
+        factors = saved.long_context.long_factor
     elif dry:
         log("long_context.search: a dry run searches nothing, and takes the factors of linear scaling")
         return recipe

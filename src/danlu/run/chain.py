@@ -19,6 +19,7 @@ import torch
 
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import CheckpointError, ResourceError
+from danlu.core.run_files import CHECKPOINTS, METRICS
 from danlu.core.safetensors_format import read_header
 from danlu.core.small_files import parse_json, read_small_text
 from danlu.models.hf_folder import tensors_fingerprint
@@ -26,7 +27,7 @@ from danlu.recipe import Chain, ChainStage, Recipe
 from danlu.run.train import Log, Outcome, train
 from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.metrics import read_metrics
-from danlu.training.run_folder import CHECKPOINTS, METRICS, result_names
+from danlu.training.run_folder import result_names
 
 INPUTS = "chain.json"
 """The file in the chain's folder with the hash of each result that a stage was begun with, by stage, and by earlier

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from danlu.core.errors import CheckpointError
 from danlu.core.output_folder import refuse_existing
+from danlu.core.run_files import CHECKPOINTS
 from danlu.core.shard_box import ShardBox
 from danlu.parallel.comm import ALONE
 from danlu.recipe import Recipe
@@ -18,7 +19,7 @@ from danlu.training.checkpoints.folders import is_checkpoint_folder, is_complete
 from danlu.training.checkpoints.gathering import Gathering
 from danlu.training.checkpoints.loading import load_checkpoint
 from danlu.training.checkpoints.store import CheckpointStore
-from danlu.training.run_folder import CHECKPOINTS, result_names, run_recipe
+from danlu.training.run_folder import result_names, run_recipe
 from danlu.training.state import Run, shard_boxes
 
 

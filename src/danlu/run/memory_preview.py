@@ -1,25 +1,15 @@
-"""The memory and the parameters of a recipe's run, from configs alone: a model of shapes, on torch's meta device.
-
-`danlu preview` shows it; nothing is loaded but configs and the headers of weight files.
-"""
+"""The memory of a recipe's run, from configs alone; `danlu preview` shows it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
-from danlu.adapters.adapter_set import AdapterSet
-from danlu.adapters.lora import LowRank
-from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
-from danlu.assembly.base_model import find_base
 from danlu.assembly.devices import device_map_of
-from danlu.assembly.frozen_base import adapter_sites, adapters_of, stored_quantization
 from danlu.assembly.memory_estimate import (
     BytesByDevice,
     CriticPass,
@@ -32,67 +22,30 @@ from danlu.assembly.memory_estimate import (
     stage_config,
     with_devices,
 )
-from danlu.assembly.parameters import TRAINED, VALUE, kept_whole, own_name, parameters_of
+from danlu.assembly.parameters import kept_whole
 from danlu.assembly.recipe_adapters import base_config
 from danlu.core.errors import ModelError, RecipeError
-from danlu.core.safetensors_format import read_header
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.memory.recompute import plan_of
 from danlu.models.chunks import Chunks, DeviceMap
-from danlu.models.config import ModelConfig, is_matrix
+from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import FOUR_BIT, expected_tensors, own_tensors
 from danlu.models.loading import meta_decoder
-from danlu.models.long_context import with_long_context
-from danlu.models.presets import from_scratch
 from danlu.optim.build import build as build_optimizer
 from danlu.parallel.comm import Group
 from danlu.parallel.expert import expert_names
 from danlu.parallel.layout import Layout, layout_of
 from danlu.parallel.pipeline import Pipeline
-from danlu.planning.activation_memory import packed_bytes
 from danlu.planning.device_map import device_map_problems
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks, pipedream_problems, split_problems
 from danlu.recipe import Recipe, sections
-from danlu.recipe.value import value_adapter, value_share
+from danlu.recipe.value import value_share
+from danlu.run.meta_model import MetaModel, config_of, frozen_parameter_bytes, meta_model
 from danlu.stages.protocols import ModelSpec
 from danlu.stages.rewards import own_reward_bytes, shared_rewards
 from danlu.stages.table import STAGES
 from danlu.stages.value_model import own_config
 from danlu.training.memory_parts import MemoryParts
-from danlu.training.units import parameters_and_trained
-
-
-def preview_parameters(recipe: Recipe, tokenizer: TokenizerInfo | None) -> str | None:
-    """Counts the parameters of a run, and the trained ones, for `danlu preview`: `44,192 parameters, all trained`.
-
-    None where the model cannot be read, or its vocabulary is not known. Raises RecipeError as a run would.
-    """
-    try:
-        config = _config(recipe, tokenizer)
-        if config is None:
-            return None
-        meta = _meta_model(recipe, config)
-        total, trained = parameters_of(meta.model), sum(parameter.numel() for _, parameter in meta.trained)
-        if isinstance(recipe.adapter, sections.Continue):  # its files say more than the recipe
-            header = read_header(resolve_adapter(recipe.model.adapters[-1]) / WEIGHTS)
-            trained = sum(math.prod(entry.shape) for entry in header.values())
-            total += trained
-        return parameters_and_trained(total, trained)
-    except ModelError:  # the estimate of memory says so
-        return None
-
-
-def _config(recipe: Recipe, tokenizer: TokenizerInfo | None) -> ModelConfig | None:
-    """The config of the model that is trained; None where it depends on a tokenizer that is not known."""
-    if recipe.model.path is not None:
-        config = base_config(recipe.model)
-    elif tokenizer is not None:
-        config = from_scratch(recipe.model, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
-    else:
-        return None
-    config = with_long_context(config, recipe.long_context, recipe.data.max_length)
-    return replace(config, task=STAGES[recipe.stage].task(recipe))  # one that classifies has no head over a vocabulary
 
 
 def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
@@ -102,7 +55,7 @@ def preview_lines(recipe: Recipe, tokenizer: TokenizerInfo | None) -> list[str]:
     """
     section, batch = recipe.parallel, recipe.batch
     try:
-        config = _config(recipe, tokenizer)
+        config = config_of(recipe, tokenizer)
         if config is None:
             return []
         fewest = section.expert // math.gcd(section.expert, section.context.size) * section.replicate
@@ -134,7 +87,7 @@ def estimate_from_config(
     config, first = _of_first_stage(recipe, config)
     if wrong := [*device_map_problems(recipe.parallel.device_map, config)]:
         raise RecipeError(wrong)
-    meta = _meta_model(recipe, config)
+    meta = meta_model(recipe, config)
     whole = kept_whole(meta.model)
     shards = 1 if recipe.parallel.shard == "none" else layout.shard * layout.context
     tensor, experts = layout.tensor, expert_names(meta.model)
@@ -151,8 +104,7 @@ def estimate_from_config(
         """One process's bytes of a parameter of `size` bytes."""
         return size if name in whole else -(-cut(name, size) // shards_of(name))
 
-    beside = [spec for spec in STAGES[recipe.stage].models(recipe).values() if isinstance(spec, ModelSpec)]
-    frozen_models = [_frozen_parameter_bytes(recipe, spec, config) for spec in beside]
+    frozen_models = _frozen_models(recipe, config)
     frozen = sum(sum(of_model.values()) for _, of_model in frozen_models)
     critic = _critic_pass(recipe, config, meta.model)
     judges = () if shards > 1 or tensor > 1 else shared_rewards(recipe)
@@ -194,7 +146,7 @@ def estimate_from_config(
         logits=0,
         packed=_largest_workspace(meta, layout, device_type) * activation_dtype(recipe.precision).itemsize,
         gathered=whole_parameters,
-        stash=first.weight_delay * trained,
+        stash=0 if first is None else first.weight_delay * trained,
     )
     estimate = MemoryEstimate(
         recipe,
@@ -206,7 +158,7 @@ def estimate_from_config(
         offloaded_bytes=offloaded,
         processes=layout.world,
         critic=critic,
-        in_flight=first.micro_batches_in_flight,
+        in_flight=1.0 if first is None else first.micro_batches_in_flight,
     ).with_activations()
     device_map = device_map_of(recipe.parallel.device_map, recipe.device, config)
     if device_map is None:
@@ -216,7 +168,7 @@ def estimate_from_config(
 
 def _bytes_by_device(
     recipe: Recipe,
-    meta: _MetaModel,
+    meta: MetaModel,
     frozen_models: Sequence[tuple[ModelConfig, Mapping[str, int]]],
     device_map: DeviceMap,
 ) -> BytesByDevice:
@@ -238,14 +190,24 @@ def _bytes_by_device(
     return counted
 
 
-def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, Pipeline]:
+def _frozen_models(recipe: Recipe, policy: ModelConfig) -> list[tuple[ModelConfig, dict[str, int]]]:
+    """The config of each frozen model, in a pipeline of its first stage, and the bytes of its parameters."""
+    models = []
+    for spec in STAGES[recipe.stage].models(recipe).values():
+        if isinstance(spec, ModelSpec):
+            own = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
+            models.append((own, frozen_parameter_bytes(recipe, spec, own)))
+    return models
+
+
+def _of_first_stage(recipe: Recipe, config: ModelConfig) -> tuple[ModelConfig, Pipeline | None]:
     """Returns (the layers of a pipeline's first stage, its part in it: it has the most micro-batches in flight).
 
     Embedding and head are both counted, as if it had them. Raises RecipeError for layers that cannot be split.
     """
     section = recipe.parallel.pipeline
     if section.stages == 1:
-        return config, Pipeline()
+        return config, None
     if wrong := [*split_problems(section, config), *pipedream_problems(recipe, config)]:
         raise RecipeError(wrong)
     stages = Group("pipeline", tuple(range(section.stages)))
@@ -264,103 +226,7 @@ def _critic_pass(recipe: Recipe, config: ModelConfig, policy: Decoder) -> Critic
     return CriticPass(critic, [] if section.kind == "planned" else plan_of(section, model))
 
 
-class _MetaModel(NamedTuple):
-    """A model without values, and the types in which a run would keep its parts."""
-
-    model: Decoder
-    frozen_bytes: dict[str, int]
-    """Bytes of frozen matrices, by name: packed, or in the type of activations."""
-    adapter_bytes: int
-    trained: list[tuple[str, nn.Parameter]]
-    replaced_bytes: dict[str, int]
-    """Bytes of frozen parameters, by name, that trained copies replace (`modules_to_save`)."""
-    own_critic: Decoder | None = None
-    """PPO's model of values, where that is a decoder of its own."""
-
-
-def _meta_model(recipe: Recipe, config: ModelConfig) -> _MetaModel:
-    """The model on the meta device, with the adapter that the recipe trains."""
-    model = meta_decoder(config)
-    critic = meta_decoder(own_config(recipe, config.vocab_size)) if value_share(recipe) == "none" else None
-    of_critic = [] if critic is None else [(own_name(name), each) for name, each in critic.named_parameters()]
-    if recipe.adapter is None:
-        return _MetaModel(model, {}, 0, [*model.named_parameters(), *of_critic], {}, critic)
-    adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])
-    if not isinstance(recipe.adapter, sections.Continue):
-        adapters.add(TRAINED, recipe.adapter)
-        _initialize(adapters, recipe.adapter)
-        adapters.finish_loading()
-        if (values := value_adapter(recipe)) is not None:
-            adapters.activate()
-            adapters.add(VALUE, values)
-        adapters.train_only(*adapters.added)
-    whole = adapters.fully_trained()
-    linears = {f"{site.name}.weight" for site in adapters.sites if site.layer is not None} - whole
-    section = recipe.quantization
-    if (stored := _stored_quantization(recipe)) is not None:
-        section, linears = stored, linears & _stored_in_four_bits(recipe, config)
-    frozen_bytes = {}
-    for name, parameter in adapters.base_parameters().items():
-        if name in linears and section is not None:
-            frozen_bytes[name] = packed_bytes(parameter.shape, section)
-        elif is_matrix(name, parameter.ndim) and name not in whole:
-            frozen_bytes[name] = parameter.numel() * activation_dtype(recipe.precision).itemsize
-    return _MetaModel(
-        model,
-        frozen_bytes,
-        sum(tensor.nbytes for name in adapters.added for tensor in adapters.tensors(name).values()),
-        [*((name, each) for name, each in model.named_parameters() if each.requires_grad), *of_critic],
-        {copy.name: copy.original.nbytes for added in adapters.added.values() for copy in added.copies},
-        critic,
-    )
-
-
-def _frozen_parameter_bytes(recipe: Recipe, spec: ModelSpec, policy: ModelConfig) -> tuple[ModelConfig, dict[str, int]]:
-    """Returns (config, bytes of each parameter) of a frozen model, over all processes (in a pipeline, of the first
-    stage); its adapters are left out.
-
-    policy: the config of the policy, for a model from scratch.
-    """
-    config = policy if spec.section.path is None else _of_first_stage(recipe, base_config(spec.section))[0]
-    model, sizes = meta_decoder(config), {}
-    linears = {f"{site.name}.weight" for site in adapter_sites(model) if site.layer is not None}
-    for name, parameter in model.named_parameters():
-        if name in linears and spec.quantization is not None:
-            sizes[name] = packed_bytes(parameter.shape, spec.quantization)
-        elif is_matrix(name, parameter.ndim) and spec.mixing is None:
-            sizes[name] = parameter.numel() * activation_dtype(recipe.precision).itemsize
-        else:
-            sizes[name] = parameter.nbytes
-    return config, sizes
-
-
-def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
-    """The quantization in which the base's own folder stores its linear layers, if in 4 bits."""
-    if recipe.model.path is None:
-        return None
-    return stored_quantization(find_base(recipe.model.path).folder)
-
-
-def _stored_in_four_bits(recipe: Recipe, config: ModelConfig) -> set[str]:
-    """Names of the parameters that the base's own folder has in 4 bits."""
-    assert recipe.model.path is not None, "a folder says how it stores them"
-    stored = own_tensors(find_base(recipe.model.path).folder, config)
-    tensors = (tensor for tensor in expected_tensors(config, stored) if tensor.name in stored)
-    return {name for tensor in tensors if stored[tensor.name].dtype == FOUR_BIT for name in tensor.parameters}
-
-
-def _initialize(adapters: AdapterSet, section: Any) -> None:
-    """Initializes an adapter once the base's weights are there, with norms that DoRA measures."""
-    for module in (module for added in adapters.added.values() for module in added.modules.values()):
-        if not isinstance(module, LowRank):
-            continue
-        if section.init in BASE_CHANGING_INITS:
-            module.set_initial_factors(module.lora_A.detach(), module.lora_B.detach())
-        if module.lora_magnitude_vector is not None:
-            module.base_row_squares = torch.empty_like(module.lora_magnitude_vector)
-
-
-def _largest_workspace(meta: _MetaModel, layout: Layout, device_type: str) -> int:
+def _largest_workspace(meta: MetaModel, layout: Layout, device_type: str) -> int:
     """Elements of the largest dense tensor that is made of weights stored in fewer bytes than activations take: one
     matrix; for experts on a GPU all of a process."""
     counts = [0]

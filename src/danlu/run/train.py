@@ -26,6 +26,8 @@ from danlu.assembly.optimizer import optimizer_of
 from danlu.assembly.parameters import parameters_of, trained_parameters_of
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import RecipeError, ResourceError, Stopped
+from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunLock
+from danlu.core.stop_signals import TOGETHER_S, StopRequest
 from danlu.numerics.deterministic import deterministic
 from danlu.optim.build import Optimizers
 from danlu.parallel.comm import ALONE, new_group, world_size
@@ -36,7 +38,7 @@ from danlu.parallel.ranks import Ranks, ranks_of
 from danlu.planning.precision import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.recipe.device_map import named_devices
-from danlu.run.auto_values import with_date, with_factors, with_former_defaults, with_precision, with_reference
+from danlu.run.auto_values import with_auto_values
 from danlu.run.export import export_result
 from danlu.run.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
 from danlu.run.memory_report import MemoryReport
@@ -50,22 +52,9 @@ from danlu.training.environment import changes_that_matter, describe_environment
 from danlu.training.loop import fit
 from danlu.training.memory_parts import resident_bytes
 from danlu.training.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
-from danlu.training.optional_recorder import OptionalRecorder
 from danlu.training.progress import progress_on
-from danlu.training.remarks import Remarks
-from danlu.training.run_folder import (
-    CHECKPOINTS,
-    ENVIRONMENT,
-    METRICS,
-    RECIPE,
-    Start,
-    check_output_folder,
-    finished,
-    require_writable,
-    starting_point,
-)
-from danlu.training.run_lock import RunLock
-from danlu.training.signals import TOGETHER_S, StopRequest
+from danlu.training.recorders import OptionalRecorder, Remarks
+from danlu.training.run_folder import Start, check_output_folder, finished, require_writable, starting_point
 from danlu.training.state import Cadence, Run, restore
 from danlu.training.summary import clear_summary, few_steps, flat_loss, seconds_in, write_summary
 from danlu.training.timeline import TimelineWriter
@@ -98,6 +87,23 @@ class Outcome:
         if not self.steps:
             return "stopped before the first step, with nothing to save; the same command starts again"
         return f"stopped after step {self.steps}, saved in {self.folder}; the same command goes on from there"
+
+
+@dataclass(frozen=True)
+class _Session:
+    """The place of a run and the way to its user, the same from the beginning to the end."""
+
+    folder: Path
+    into: Path
+    """The folder that is written to: for a dry run not the run's folder, but a temporary one."""
+    device: torch.device
+    ranks: Ranks
+    log: Log
+    stream: TextIO
+
+    @property
+    def is_dry(self) -> bool:
+        return self.into != self.folder
 
 
 def train(
@@ -147,7 +153,9 @@ def train(
         stop_request = closing.enter_context(StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S))
         stop_request.at_once = True
         try:
-            return _train(loaded, stage, folder, into, resume, rehearse, stop_request, log, stream, device, ranks)
+            return _train(
+                _Session(folder, into, device, ranks, log, stream), loaded, stage, resume, rehearse, stop_request
+            )
         except Stopped as stop:
             if dry_run:
                 raise
@@ -161,25 +169,20 @@ def _silence(line: str) -> None:
 
 
 def _train(
+    session: _Session,
     loaded: Loaded,
     stage: Stage,
-    folder: Path,
-    into: Path,
     resume: str,
     rehearse: Callable[[Run], None],
     stop_request: StopRequest,
-    log: Log,
-    stream: TextIO,
-    device: torch.device,
-    ranks: Ranks,
 ) -> Outcome:
-    """Trains the recipe.
-
-    into: the folder that is written to; for a dry run not the run's folder, but a temporary one.
-    """
+    folder, into, device, ranks, log = session.folder, session.into, session.device, session.ranks, session.log
     if loaded.recipe.threads is not None:
         torch.set_num_threads(loaded.recipe.threads)
-    recipe = _with_auto_values(loaded, folder, into, resume, log, stream, device, ranks)
+    recipe = ranks.world.from_first(
+        lambda: with_auto_values(loaded, folder, resume, device, log, session.stream, dry=session.is_dry),
+        barrier=lambda: _barrier("auto values"),
+    )
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, log, into=into))
     if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
@@ -191,7 +194,7 @@ def _train(
         log(note)
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
         log(remark)
-    ranks.world.from_first(lambda: _describe(folder, into, recipe, device, start, log))
+    ranks.world.from_first(lambda: _describe(session, recipe, start))
     stage.criterion(recipe)  # a metric that the stage lacks is reported before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)
@@ -203,19 +206,21 @@ def _train(
     known_inputs = check_resumed(None if start is None else start.path, inputs)
     with ExitStack() as closing:
         # Before rows are read, which may take hours.
-        trackers = [] if into != folder else _trackers(recipe, folder, ranks, closing, log)
-        stage_data = ranks.world.from_first(lambda: reader.read(stream), again=True, barrier=lambda: _barrier("data"))
+        trackers = [] if session.is_dry else _trackers(recipe, session, closing)
+        stage_data = ranks.world.from_first(
+            lambda: reader.read(session.stream), again=True, barrier=lambda: _barrier("data")
+        )
         program = resident_bytes(device)
         closing.callback(stage_data.close)
         for line in stage_data.lines:
             log(line)
         memory_report = closing.enter_context(MemoryReport(recipe, device))
-        stage_data = builder.with_columns(ranks, device, stage_data, stream)
+        stage_data = builder.with_columns(ranks, device, stage_data, session.stream)
         placed = builder.place(ranks, device, start, stage_data)
         peak = placed.budget.peak()
         for line in (*placed.policy.notes, *([] if peak is None else [peak.line()])):
             log(line)
-        run = _build(recipe, stage, reader, stage_data, placed, device, into, start, log)
+        run = _build(session, recipe, stage, reader, stage_data, placed, start)
         run.inputs = known_inputs
         closing.callback(run.store.close)
         closing.callback(run.data_loader.close)
@@ -223,13 +228,13 @@ def _train(
         for line in memory_report.expected():
             log(line)
         run.stop_request = stop_request
-        if into != folder:
+        if session.is_dry:
             if run.metrics is not None:
                 closing.callback(run.metrics.close)
             rehearse(run)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
-            shows = _shows(recipe, stage, reader, folder, run, stream, log)
+            shows = _shows(session, recipe, stage, reader, run)
             for recorder in (run.metrics, *shows):
                 closing.callback(recorder.close)
             run.recorders = (run.metrics, *shows, *trackers)
@@ -241,43 +246,11 @@ def _train(
     if run.stopping():
         signalled = max(ranks.world.all_gather_objects(stop_request.exit_code))  # perhaps not every process was
         return Outcome(folder, run.state.step, signalled, ())
-    return _finish(run, placed, recipe, folder, device, program, peak, log)
-
-
-def _with_auto_values(
-    loaded: Loaded,
-    folder: Path,
-    into: Path,
-    resume: str,
-    log: Log,
-    stream: TextIO,
-    device: torch.device,
-    ranks: Ranks,
-) -> Recipe:
-    """Returns the recipe with a value for each `auto`: the run's own, or one that is chosen now.
-
-    Recipes are compared afterwards: that of a run holds the values that were chosen when it began.
-    """
-    recipe = ranks.world.from_first(lambda: with_former_defaults(loaded, folder, resume, log))
-    recipe = ranks.world.from_first(lambda: with_precision(recipe, folder, resume, device, log))
-    recipe = ranks.world.from_first(lambda: with_date(recipe, folder, resume, log))
-    recipe = ranks.world.from_first(lambda: with_reference(recipe, folder, resume, log))
-    recipe = ranks.world.from_first(
-        lambda: with_factors(recipe, folder, resume, device, log, stream, dry=into != folder),
-        barrier=lambda: _barrier("factors"),
-    )
-    return recipe
+    return _finish(session, run, placed, recipe, program, peak)
 
 
 def _finish(
-    run: Run,
-    placed: PlacedStage,
-    recipe: Recipe,
-    folder: Path,
-    device: torch.device,
-    program: int,
-    peak: Peak | None,
-    log: Log,
+    session: _Session, run: Run, placed: PlacedStage, recipe: Recipe, program: int, peak: Peak | None
 ) -> Outcome:
     """Exports the result of a run that has done its steps, and writes its summary.
 
@@ -287,15 +260,15 @@ def _finish(
     memory = None
     if run.learner.activations is not None and run.learner.activations.peak_bytes:
         memory = placed.budget.memory(run)
-        log(memory.line(program, peak_memory_bytes(device)))
+        session.log(memory.line(program, peak_memory_bytes(session.device)))
     # The loss of items that the model makes itself falls and rises with them, whatever is learnt.
     logged = None if run.metrics is None or run.data_loader.generated is not None else read_metrics(run.metrics.path)
     if logged is not None and (flat := flat_loss(logged)) is not None:
-        log(flat)
-    exported = export_result(run, placed.exporter, recipe, folder, log)
+        session.log(flat)
+    exported = export_result(run, placed.exporter, recipe, session.folder, session.log)
     if placed.policy.parallel.ranks.leads:
         write_summary(run, exported[0], *_parameter_counts(run), memory, None if peak is None else peak.to_json())
-    return Outcome(folder, run.state.step, 0, exported)
+    return Outcome(session.folder, run.state.step, 0, exported)
 
 
 def _barrier(name: str) -> None:
@@ -305,10 +278,10 @@ def _barrier(name: str) -> None:
     untimed_barrier(name)
 
 
-def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, start: Start | None, log: Log) -> None:
+def _describe(session: _Session, recipe: Recipe, start: Start | None) -> None:
     """Writes the recipe and the environment of the run; logs changes that could make a resumed run differ."""
-    environment = describe_environment(device)
-    file = folder / ENVIRONMENT
+    folder, into, log = session.folder, session.into, session.log
+    environment, file = describe_environment(session.device), folder / ENVIRONMENT
     if start is not None:
         log(f"resuming {folder} from {start.path.name}")
         for change in start.changes:
@@ -326,18 +299,16 @@ def _describe(folder: Path, into: Path, recipe: Recipe, device: torch.device, st
 
 
 def _build(
+    session: _Session,
     recipe: Recipe,
     stage: Stage,
     reader: Reader,
     stage_data: StageData,
     placed: PlacedStage,
-    device: torch.device,
-    folder: Path,
     start: Start | None,
-    log: Log,
 ) -> Run:
     """All the parts of a run, put back to `start` if there is one."""
-    policy, ranks = placed.policy, placed.policy.parallel.ranks
+    folder, device, ranks, log, policy = session.into, session.device, session.ranks, session.log, placed.policy
     generate = policy.generate()  # first: prompts that cannot be continued are reported before anything is written
     optimizer = optimizer_of(policy.parameters(), recipe, device, objective_rate=stage.objective_rate(recipe))
     per_step = recipe.batch.packs(recipe.data.max_length)
@@ -382,7 +353,8 @@ def _build(
         track_modules(policy.model)
     lines = 0 if start is None else _resume(run, start, log)
     policy.check_weights()
-    run.timeline = TimelineWriter.in_folder(folder, recipe.log.timeline, ranks.world, device, after_step=run.state.step)
+    if (every := recipe.log.timeline) is not None:
+        run.timeline = TimelineWriter.in_folder(folder, every, ranks.world, device, after_step=run.state.step)
     if metrics is not None:
         metrics.truncate(lines)
         run.started -= seconds_in(read_metrics(metrics.path))
@@ -423,17 +395,17 @@ def _micro_batch_size(
     ranks, pipeline = parallel.ranks, parallel.pipeline
     per_step = recipe.batch.packs(recipe.data.max_length)
     share = -(-per_step // ranks.data.size)
-    is_one = pipeline.updates_each_micro_batch  # its step is one micro-batch on each data rank
+    is_one = parallel.updates_each_micro_batch  # its step is one micro-batch on each data rank
     changed = start is not None and any(change.key in ("batch.micro", "batch.memory") for change in start.changes)
     if start is not None and not changed and not is_one:
         micro: int = read_state(start.path)["micro"]  # found again it could differ, and with it how sums are rounded
     else:
         # Through stages go two micro-batches for each of them or more: with fewer, most of the time would be a bubble.
-        most = share if ranks.pipeline.alone or is_one else max(1, share // (2 * ranks.pipeline.size))
+        most = share if pipeline is None or is_one else max(1, share // (2 * ranks.pipeline.size))
         micro = ranks.world.from_first(lambda: budget.micro(optimizer, most if recipe.batch.micro == "auto" else share))
     micro_batches = -(-per_step // (ranks.data.size * micro))
     is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
-    unfit = pipeline.problems(micro_batches)
+    unfit = [] if pipeline is None else pipeline.problems(micro_batches)
     if unfit and not is_dealt_by_tokens:
         raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])
     if is_one and micro_batches > 1:
@@ -497,7 +469,7 @@ def _cadence(recipe: Recipe, total: int) -> Cadence:
     )
 
 
-def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, log: Log) -> list[Recorder]:
+def _trackers(recipe: Recipe, session: _Session, closing: ExitStack) -> list[Recorder]:
     """W&B where the recipe asks for it, on the first process; closed with `closing`.
 
     Raises a DanluError on all processes where it cannot be used.
@@ -508,25 +480,23 @@ def _trackers(recipe: Recipe, folder: Path, ranks: Ranks, closing: ExitStack, lo
         return trackers
 
     def begin() -> None:
-        wandb = WandB(project, folder, recipe.model_dump(mode="json"))
-        trackers.append(OptionalRecorder(wandb, "log.wandb", log))
+        wandb = WandB(project, session.folder, recipe.model_dump(mode="json"))
+        trackers.append(OptionalRecorder(wandb, "log.wandb", session.log))
         closing.callback(trackers[0].close)
 
-    ranks.world.from_first(begin, barrier=lambda: _barrier("wandb"))
+    session.ranks.world.from_first(begin, barrier=lambda: _barrier("wandb"))
     return trackers
 
 
-def _shows(
-    recipe: Recipe, stage: Stage, reader: Reader, folder: Path, run: Run, stream: TextIO, log: Log
-) -> list[Recorder]:
+def _shows(session: _Session, recipe: Recipe, stage: Stage, reader: Reader, run: Run) -> list[Recorder]:
     """Recorders that show the run to people on this machine, besides the metrics file."""
-    progress = progress_on(stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
-    shows: list[Recorder] = [
-        OptionalRecorder(progress, "the progress of steps", log),
-        OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", log),
-    ]
+    log = session.log
+    progress = progress_on(session.stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
+    shows: list[Recorder] = [OptionalRecorder(progress, "the progress of steps", log)]
+    if stage.remarks is not None:
+        shows.append(OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", log))
     if recipe.log.tensorboard:
-        board = TensorBoard(folder / "tensorboard", after_step=run.state.step)
+        board = TensorBoard(session.folder / "tensorboard", after_step=run.state.step)
         shows.append(OptionalRecorder(board, "log.tensorboard", log))
     return shows
 

@@ -226,8 +226,9 @@ class DecoderBuilder:
 
     def _check_layout(self, config: ModelConfig) -> None:
         parallel = self.recipe.parallel
-        of_pipeline = [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
-        wrong = [*problems(parallel, config), *of_pipeline]
+        wrong = [*problems(parallel, config)]
+        if parallel.pipeline.stages > 1:
+            wrong += [*split_problems(parallel.pipeline, config), *pipedream_problems(self.recipe, config)]
         if parallel.device_map is not None:
             from danlu.planning.device_map import device_map_problems
 
@@ -395,12 +396,12 @@ def _with_objective(parallel: ParallelContext, objective: Objective, *, in_bucke
     states, and so the same gradients, which are not summed. In a pipeline the stage with the last chunk, where the
     objective is computed, trains and saves them; running statistics are on all stages, for each prepares its items.
     """
-    ranks, pipeline, tensors = parallel.ranks, parallel.pipeline, objective_tensors(objective)
+    ranks, tensors = parallel.ranks, objective_tensors(objective)
     if ranks.alone or not tensors:
         return parallel
-    parameters, last = objective_parameters(objective), pipeline.num_chunks - 1
+    parameters = objective_parameters(objective)
     local = {name: replicated_parameter(name, parameters.get(name, tensor), ranks) for name, tensor in tensors.items()}
-    if last not in pipeline.chunks:
+    if parallel.num_chunks - 1 not in parallel.chunks:
         local = {name: replace(each, box=replace(each.box, is_writer=False)) for name, each in local.items()}
         statistics = {name: each for name, each in local.items() if name not in parameters}
         return replace(
@@ -414,5 +415,5 @@ def _with_objective(parallel: ParallelContext, objective: Objective, *, in_bucke
         parallel,
         local_parameters={**parallel.local_parameters, **local},
         partial_gradients=(*parallel.partial_gradients, *sums),
-        chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, last)},
+        chunk_of={**parallel.chunk_of, **dict.fromkeys(trained, parallel.num_chunks - 1)},
     )

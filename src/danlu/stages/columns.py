@@ -112,8 +112,10 @@ class _Asking:
             for name, of_targets in computed.items():
                 values[name][at] = of_targets[: len(at)]
         if not parallel.alone:
-            on_first = parallel.pipeline.from_last_to_first
-            values = {name: on_first(data.sum(column.to(device))).cpu() for name, column in values.items()}
+            values = {name: data.sum(column.to(device)) for name, column in values.items()}
+            if parallel.pipeline is not None:
+                values = {name: parallel.pipeline.from_last_to_first(column) for name, column in values.items()}
+            values = {name: column.cpu() for name, column in values.items()}
         if parallel.ranks.leads:
             store.write(number, {name: column.numpy() for name, column in values.items()})
         self.done += len(block)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.core.line_log import OptionalLineLog
+from danlu.core.run_files import ROLLOUTS
 from danlu.core.types import Batch, Objective, Outputs, Role, TopTokens
 from danlu.data.column_store import ColumnType
 from danlu.data.tokenizing import tokenizer_info
@@ -46,7 +47,7 @@ from danlu.stages.reader import chat_tokenizer_of, tokenizer_of
 from danlu.stages.rollout import sampling_options, sleeping_engine
 from danlu.training.data_loader import ItemSource
 from danlu.training.executor import AnyLearner
-from danlu.training.run_folder import ROLLOUTS, Start
+from danlu.training.run_folder import Start
 
 
 class DistillationBuilder(DecoderBuilder):

@@ -62,7 +62,7 @@ class DecoderExporter:
         """The score head with the values that it has where it is trained: of a pipeline on another stage than the one
         that writes. Every process calls it."""
         head = self.policy.score_head
-        if head is None or value is None or self.policy.parallel.pipeline.alone:
+        if head is None or value is None or self.policy.parallel.pipeline is None:
             return head
         gathered = copy.deepcopy(head)
         for name in objective_parameters(self.policy.objective):

@@ -30,12 +30,12 @@ from danlu.core.types import (
     Totals,
 )
 from danlu.data.batch import EMPTY_PACK, collate, pad_to_bucket
+from danlu.models.attend import attend_for
 from danlu.models.decoder import Decoder
 from danlu.objectives.cross_entropy import CrossEntropy
 from danlu.objectives.gradient_scale import scale_gradient
 from danlu.optim.gradients import non_finite
 from danlu.parallel.batch_sharding import shard_by_tokens, shard_in_order
-from danlu.parallel.context_groups import ContextGroups, context_attend_for
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.stages.roles import DecoderPass, DecoderRole, Forward, RoleOutputs
 from danlu.training.diagnosis import non_finite_on_any
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from danlu.adapters.adapter_set import AdapterSet
     from danlu.memory.activation_offload import ActivationOffload
     from danlu.models.load_balancing import Balancer
+    from danlu.parallel.context_groups import ContextGroups
     from danlu.parallel.threads import Replicas
     from danlu.stages.critic import Critic
     from danlu.stages.moving import MovingWeights
@@ -80,8 +81,8 @@ class DecoderLearner:
     items."""
     exact: bool = False
     """Whether a token's hidden state and log-probability have the bits that they have in a rollout."""
-    context: ContextGroups = field(default_factory=ContextGroups)
-    """Ranks that take different tokens of the same packs."""
+    context: ContextGroups | None = None
+    """Ranks that take different tokens of the same packs; None where each process takes all tokens of its packs."""
     drops_out: bool = True
     """Whether steps have the dropout of their adapters."""
     assessed_dropout: int | None = None
@@ -136,7 +137,7 @@ class DecoderLearner:
             return {}
         from danlu.models.load_balancing import merged_metrics
 
-        return merged_metrics(self.parallel.pipeline.all_gather(self.balancer.end_step(self.parallel.all_reduce_data)))
+        return merged_metrics(self.parallel.all_gather_stages(self.balancer.end_step(self.parallel.all_reduce_data)))
 
     def updated(self, step: int) -> None:
         """Models that move take up the policy's new weights, and routers move the biases of their choice."""
@@ -148,17 +149,17 @@ class DecoderLearner:
     def collate(self, items: Sequence[Pack]) -> Batch:
         """A micro-batch on the device, with the virtual tokens that an adapter wants before each document."""
         virtual_token_ids = () if self.adapters is None else self.adapters.virtual_token_ids
-        packs, is_cut = items or [self.empty], self.context.size > 1
-        device = "cpu" if is_cut else self.device
+        packs, context = items or [self.empty], self.context
+        device = self.device if context is None else "cpu"
         batch = collate(packs, device, virtual_token_ids=virtual_token_ids, source_names=self.source_names)
-        if not is_cut:
+        if context is None:
             return batch
         from danlu.data.context_sharding import on_device, share_of_batch, shares
 
         # A layer of width D multiplies a token with about 12 D^2 parameters, and a score with 2 D numbers.
         token_cost = 6 * self.model.config.hidden_size
-        dealt = shares(batch.boundaries, self.context.size, trees=batch.trees, token_cost=token_cost)
-        return on_device(share_of_batch(batch, dealt, self.context.index, self.context.all_reduce), self.device)
+        dealt = shares(batch.boundaries, context.size, trees=batch.trees, token_cost=token_cost)
+        return on_device(share_of_batch(batch, dealt, context.index, context.all_reduce), self.device)
 
     def judged_by(self, evaluation: Objective, dropout_step: int | None = None) -> DecoderLearner:
         """This learner with another objective for its passes without gradients, and the dropout of a step in them."""
@@ -178,7 +179,7 @@ class DecoderLearner:
         packs = micro_step.items or [(0, self.empty)]
         lengths = [(number, pack.tokens + virtual * pack.documents) for number, pack in packs]
         rows = None
-        if self.context.size > 1:
+        if self.context is not None:
             from danlu.data.context_sharding import rows_of
 
             rows = rows_of(micro_step.batch.shares[self.context.index])
@@ -316,13 +317,10 @@ class DecoderLearner:
         recomputed_layers = self.model.recomputed_attention
         if self.critic is not None:  # attends as the policy does
             recomputed_layers |= self.critic.model.recomputed_attention
-        return context_attend_for(
-            filled,
-            self.context,
-            exact=self.exact,
-            sends_expanded=has_dropout,
-            recomputed_layers=recomputed_layers,
-        )
+        if self.context is None:
+            return attend_for(filled, exact=self.exact, recomputed_layers=recomputed_layers)
+        assert not self.exact, "the recipe's rules refuse it"
+        return self.context.attend_for(filled, sends_expanded=has_dropout, recomputed_layers=recomputed_layers)
 
     def _routed(self, filled: Batch, totals: Totals | None, gradient_scale: float) -> AbstractContextManager[None]:
         """A context in which tokens go to their recorded experts, also where activations are recomputed; in a step,
@@ -336,7 +334,7 @@ class DecoderLearner:
 
             factor = gradient_scale * totals.weight / sum(totals.document_lengths)
             tokens = BatchTokens.of(filled.real, filled.boundaries, filled.packs, factor)
-            if filled.shares:
+            if self.context is not None:
                 tokens = tokens.of_share(filled.shares, self.context.index, self.context.sum)
             contexts.append(partial(self.balancer.active, tokens))
         if filled.routes is not None:

@@ -23,6 +23,7 @@ from danlu.assembly.frozen_base import load_frozen
 from danlu.assembly.recipe_adapters import base_config, base_identity, open_named
 from danlu.core.errors import DataError
 from danlu.core.line_log import LineLog
+from danlu.core.run_files import LONGROPE_SEARCH
 from danlu.core.types import Pack, Sample
 from danlu.data.packed_dataset import cut
 from danlu.data.samples import Samples
@@ -38,7 +39,6 @@ from danlu.stages.learner import DecoderLearner
 from danlu.stages.reader import dataset_spec, prepared_data
 from danlu.training.evaluation import evaluate
 from danlu.training.progress import RowProgress
-from danlu.training.run_folder import LONGROPE_SEARCH
 
 
 def searched_factors(recipe: Recipe, folder: Path, device: torch.device, stream: TextIO) -> list[float]:

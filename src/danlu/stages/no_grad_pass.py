@@ -85,7 +85,7 @@ def no_grad_pass(
     kept = _Kept(compute) if roles is None else _KeptOfRoles(compute, roles=frozenset(roles))
     learner = learner_of(kept)
     executor = Executor(learner, StepItems(items, micro_batches, Totals.of(items)))
-    for actions, numbers in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
+    for actions, numbers in learner.parallel.evaluation_rounds(len(micro_batches)):
         executor.run(actions)
         # The last chunk sees micro-batches in their order: see `parallel.schedules.evaluation_actions`.
         values, kept.values[:] = [*kept.values], []
@@ -117,7 +117,7 @@ def step_logprobs(
     for numbers, values in own:
         places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
         sums[:, places] = values.double().cpu()[:, : len(places)]
-    sums = learner.parallel.pipeline.from_last(learner.parallel.all_reduce_data(sums))
+    sums = learner.parallel.from_last_stage(learner.parallel.all_reduce_data(sums))
     facts = {
         name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in items for sample in pack.samples]))
         for name in items[0].samples[0].facts

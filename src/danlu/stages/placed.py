@@ -145,6 +145,7 @@ class PlacedDecoder:
         weights = (tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers()))
         forward = forward_of(model, compiled=compiled)
         batch = self.recipe.batch
+        parallel = self.parallel if self.parallel.alone else data.replicated_step(self.parallel, self.recipe.parallel)
         counts_trees = batch.pairs is not None or batch.prompts is not None
         learner = DecoderLearner(
             model,
@@ -159,7 +160,7 @@ class PlacedDecoder:
             self.score_head,
             self._critic(forward),
             None if compiled else Activations.beside(weights),
-            data.replicated_step(self.parallel, self.recipe.parallel),
+            parallel,
             offload=self._activation_offload(),
             token_multiple=token_shares(self.recipe.parallel, self.parallel.ranks),
             source_names=sources,
@@ -169,7 +170,7 @@ class PlacedDecoder:
             exact=self.recipe.numerics == "exact",
             drops_out=self.recipe.drops_out,
             sequence_tokens=self.recipe.data.max_length if counts_trees else None,
-            context=ContextGroups.of(self.parallel.ranks, self.recipe.parallel.context.method),
+            context=None if parallel.alone else ContextGroups.of(parallel.ranks, self.recipe.parallel.context.method),
         )
         if self.recipe.parallel.workers == "threads":
             from danlu.parallel.threads import Replicas

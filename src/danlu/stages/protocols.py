@@ -29,7 +29,7 @@ from danlu.recipe.sections import Model, QuantizationSection
 from danlu.training.data_loader import ItemSource, Stretch
 from danlu.training.executor import AnyLearner
 from danlu.training.memory_parts import MemoryParts
-from danlu.training.remarks import Remark
+from danlu.training.recorders import Remark
 from danlu.training.run_folder import Start
 from danlu.training.state import Generate, Run
 
@@ -286,7 +286,7 @@ class Stage:
     """Maps each trained parameter to its role, where another model than the policy is trained too."""
     metrics: Callable[[Recipe], Mapping[str, Better]] = lambda recipe: {"loss": "lower"}
     """Metrics of an evaluation that a run can be judged by, by name: whether lower or higher is better."""
-    remarks: Callable[[Recipe], Remark] = lambda recipe: lambda metrics: ()
+    remarks: Callable[[Recipe], Remark] | None = None
     """Makes warnings of the metrics of logged steps."""
 
     def criterion(self, recipe: Recipe) -> Criterion:

@@ -11,6 +11,7 @@ from pathlib import Path
 from danlu.assembly.parallelize import Placed
 from danlu.assembly.recipe_adapters import longest_shared_path
 from danlu.core.line_log import OptionalLineLog
+from danlu.core.run_files import ROLLOUTS
 from danlu.core.types import Pack
 from danlu.inference.cache_size import cache_gib
 from danlu.inference.chat_tokenizer import ChatTokenizer
@@ -42,7 +43,6 @@ from danlu.stages.tree_reader import laid_out
 from danlu.stages.tree_scoring import TreeScorer
 from danlu.training.data_loader import ItemSource
 from danlu.training.executor import AnyLearner
-from danlu.training.run_folder import ROLLOUTS
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _EQUAL = 1e-9
 
 
 class RolloutRemarks:
-    """A `train.remarks.Remark` on the steps of stage rl; each remark is made once in a run."""
+    """A `training.recorders.Remark` on the steps of stage rl; each remark is made once in a run."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._max_new_tokens = recipe.rollout.max_new_tokens

@@ -38,11 +38,10 @@ class ServedRollouts:
     """
 
     def __init__(self, recipe: Recipe, subject: Subject, decode: Decode) -> None:
-        self._policy = policy = ServedPolicy(recipe, Placed(subject, ParallelContext()), decode, step_s=WAIT_S)
-        assert policy.engine is not None, "one process is the first"
-        self._engine = policy.engine
+        policy = ServedPolicy(recipe, Placed(subject, ParallelContext()), step_s=WAIT_S)
         self._weights = trained_weights(subject.model, subject.adapters)
-        self._most = max(1, self._engine.options.connections - CANARY_PROMPTS)
+        self._engine = policy.engine(decode)
+        self._most = max(1, policy.connections - CANARY_PROMPTS)
         self._requests: dict[int, Request] = {}  # that have not been answered whole
         self._waiting: deque[tuple[Request, list[dict[str, Any]]]] = deque()  # with answers so far; the engine has not
         self._complete: list[Completion] = []
@@ -63,7 +62,7 @@ class ServedRollouts:
         Raises DataError for a request that a server refuses, ResourceError where no server is left.
         """
         self._ask()
-        self._receive()
+        self._complete += self._engine.step()
         complete, self._complete = self._complete, []
         for completion in complete:
             self._missing[completion.number] -= 1
@@ -80,12 +79,12 @@ class ServedRollouts:
         with torch.no_grad():
             for name, value in weights:
                 self._weights[name].copy_(value)
-        self._policy.update(version)
-        self._policy.check_weights()
+        self._engine.update(version)
+        self._engine.check_weights()
 
     def state(self) -> dict[str, Any]:
         """Unfinished requests with the tokens of their answers that have arrived, as JSON has it."""
-        self._receive()
+        self._complete += self._engine.step()
         entries: dict[int, dict[str, Any]] = {}
 
         def answers_of(number: int) -> list[Any]:
@@ -107,12 +106,8 @@ class ServedRollouts:
             self._take(request_from_json(entry["request"]), entry["answers"])
 
     def close(self) -> None:
-        """Has servers forget unfinished requests. The servers themselves go on."""
-        self._policy.close()
-
-    def _receive(self) -> None:
-        if self._engine.unfinished:
-            self._complete += self._policy.together(lambda engine: engine.step())
+        """Closes the engine: servers forget unfinished requests. The servers themselves go on."""
+        self._engine.close()
 
     def _take(self, request: Request, answers: list[dict[str, Any]]) -> None:
         self._requests[request.number] = request

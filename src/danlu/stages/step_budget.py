@@ -83,7 +83,7 @@ class DecoderBudget:
             offloaded_bytes=elsewhere,
             processes=ranks.world.size,
             critic=critic,
-            in_flight=policy.parallel.pipeline.micro_batches_in_flight,
+            in_flight=policy.parallel.micro_batches_in_flight,
             lengths=self.lengths,
         ).with_activations()
         device_map = policy.placed.device_map
@@ -141,7 +141,7 @@ class DecoderBudget:
         average = 0 if run.ema is None else sum(tensor.nbytes for tensor in run.ema.state_tensors().values())
         return replace(
             self._resident(run.learner.weights(), run.optimizer, average),
-            activations=round(counted.peak_bytes * policy.parallel.pipeline.micro_batches_in_flight),
+            activations=round(counted.peak_bytes * policy.parallel.micro_batches_in_flight),
             logits=0 if policy.model.config.task != "causal-lm" else self._logits_bytes(counted.targets),
             packed=dense_workspace_bytes(),
         )
@@ -173,6 +173,7 @@ class DecoderBudget:
         models = sum(model_bytes(module) for module in policy.modules() if isinstance(module, Decoder))
         own = sum(tensor.nbytes for tensor in objective_tensors(policy.objective).values())
         trained = sum(parameter.nbytes for parameter in optimizer.parameters.values())
+        pipeline = policy.parallel.pipeline
         return MemoryParts(
             weights=models + own + replaced + self.reward_bytes - adapter,
             adapter=adapter,
@@ -181,5 +182,5 @@ class DecoderBudget:
             average=average,
             activations=0,
             logits=0,
-            stash=policy.parallel.pipeline.weight_delay * trained,
+            stash=0 if pipeline is None else pipeline.weight_delay * trained,
         )

@@ -11,12 +11,12 @@ from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import CheckpointError, RecipeError, ResourceError
 from danlu.core.file_lock import is_lock_of
 from danlu.core.output_folder import refuse_foreign_files
+from danlu.core.run_files import LOCK_FILE
 from danlu.recipe import Recipe, changes, resolved_yaml
 from danlu.recipe.parameter_grid import SEED, Combination, VariedKey, parameter_grid
 from danlu.recipe.sections import Section, value_at
 from danlu.recipe.yaml_tree import overlap
 from danlu.report.study_results import STUDY, is_finished, known_runs, study_json
-from danlu.training.run_lock import LOCK_FILE
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 from danlu.core.errors import ResourceError
+from danlu.core.run_files import RunLock
 from danlu.core.stop_signals import INSISTENT_SIGNALS, heeded_signals
 from danlu.core.terminal import write_to_stderr
 from danlu.report.study_results import is_finished
 from danlu.study.plan import Plan, PlannedRun, write_plan
-from danlu.training.run_lock import RunLock
 
 POLL_S = 0.2  # between looks at the log of the run under way
 MAX_LOG_LINES = 12  # of a failed run's log, in the message about it

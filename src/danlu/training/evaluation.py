@@ -65,7 +65,7 @@ def evaluate(
     items = learner.prepare(items, micro_batches, None)
     sums, done = StepSums(), 0
     executor = Executor(learner, StepItems(items, micro_batches, totals), sums.add)
-    for actions, numbers in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
+    for actions, numbers in learner.parallel.evaluation_rounds(len(micro_batches)):
         if stop():
             return None
         executor.run(actions)

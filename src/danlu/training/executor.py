@@ -25,6 +25,11 @@ Place = tuple[int, int]  # (chunk, micro-batch)
 Timed = Callable[[Kind, int | None, int | None], AbstractContextManager[None]]
 
 
+def untimed(kind: Kind, chunk: int | None, micro: int | None) -> AbstractContextManager[None]:
+    """A context around an action that nobody times."""
+    return nullcontext()
+
+
 class Executor:
     """One process's chunks of a model, and the tensors in flight between their forward and backward passes.
 
@@ -47,13 +52,14 @@ class Executor:
         on_backward: Callable[[int], None] = lambda micro: None,
         on_update: Callable[[int], None] | None = None,
         weights: Callable[[int], AbstractContextManager[None]] = lambda micro: nullcontext(),
-        timed: Timed = lambda kind, chunk, micro: nullcontext(),
+        timed: Timed = untimed,
     ) -> None:
         self._learner, self._source = learner, micro_steps
         self._on_loss, self._on_backward, self._on_update = on_loss, on_backward, on_update
         self._weights, self._timed = weights, timed
         self._ended = False  # no more micro-batches begin
-        self._messages = Messages(learner.parallel.pipeline)
+        pipeline = learner.parallel.pipeline
+        self._messages = None if pipeline is None else Messages(pipeline)
         self._micro_steps: dict[int, MicroStep[Any]] = {}
         self._inputs: dict[Place, Activation] = {}  # of chunks that read another's output: leaves of autograd
         self._outputs: dict[Place, Activation] = {}  # with their graphs: what is trained; of the last chunk the loss
@@ -105,16 +111,8 @@ class Executor:
                         self._deferred.pop((chunk, micro)).accumulate()
                     self._learner.parallel.finish_weight_pass(is_last(number, chunk, micro), chunk)
                     self._on_backward(micro)
-                case Action(kind="send", chunk=int(chunk), micro=int(micro), what="activation"):
-                    self._messages.send(action, self._activations.pop((chunk + 1, micro))())
-                case Action(kind="send", chunk=int(chunk), micro=int(micro), what="gradient"):
-                    self._messages.send(action, self._gradients.pop((chunk - 1, micro))())
-                case Action(kind="receive", chunk=int(chunk), micro=int(micro), what="activation"):
-                    into = self._learner.empty_activation(self._micro_steps[micro])
-                    self._activations[chunk, micro] = self._messages.receive(action, into)
-                case Action(kind="receive", chunk=int(chunk), micro=int(micro), what="gradient"):
-                    into = tuple(map(torch.empty_like, self._outputs[chunk, micro]))
-                    self._gradients[chunk, micro] = self._messages.receive(action, into)
+                case Action(kind="send" | "receive", chunk=int(chunk), micro=int(micro)):
+                    self._exchange(action, chunk, micro)
                 case Action(kind="reduce", micro=micro):
                     if number == last_reduce[micro]:  # of all chunks together
                         PHASE.begin("sum of gradients")
@@ -130,7 +128,23 @@ class Executor:
                     raise AssertionError(f"no process of this layout is to {action}")
             if action.micro is not None and last_use[action.micro] == number:
                 del self._micro_steps[action.micro]
-        self._messages.finish()
+        if self._messages is not None:
+            self._messages.finish()
+
+    def _exchange(self, action: Action, chunk: int, micro: int) -> None:
+        """Starts to send or to receive the tensors that pass between two chunks for a micro-batch."""
+        assert self._messages is not None, "only stages of a pipeline exchange messages"
+        match action.kind, action.what:
+            case "send", "activation":
+                self._messages.send(action, self._activations.pop((chunk + 1, micro))())
+            case "send", _:
+                self._messages.send(action, self._gradients.pop((chunk - 1, micro))())
+            case _, "activation":
+                into = self._learner.empty_activation(self._micro_steps[micro])
+                self._activations[chunk, micro] = self._messages.receive(action, into)
+            case _:
+                into = tuple(map(torch.empty_like, self._outputs[chunk, micro]))
+                self._gradients[chunk, micro] = self._messages.receive(action, into)
 
     def _has_begun(self, micro: int | None) -> bool:
         """Whether a micro-batch is there, from its first action on; of no micro-batch True."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from danlu.core.errors import DanluError, ResourceError, TrainingError
 from danlu.optim.schedules import multiplier
@@ -59,7 +60,7 @@ def take_step(run: Run) -> None:
     """
     before = run.state.step
     try:
-        if run.learner.parallel.pipeline.updates_each_micro_batch:
+        if run.learner.parallel.updates_each_micro_batch:
             from danlu.training.pipedream import train_turn
 
             train_turn(run)
@@ -101,7 +102,8 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         pass_over(run, items, totals)
         return None
     scale = 1.0 if run.scaler is None else run.scaler.scale
-    run.timeline.begin(step)
+    if run.timeline is not None:
+        run.timeline.begin(step)
     gradients = accumulate(
         run.learner,
         items,
@@ -128,13 +130,14 @@ def train_step(run: Run, observer: StepObserver | None = None) -> StepGradients 
         run.record("overflow" if change.overflow else "loss_scale", before=change.before, after=change.after)
     if updates:
         PHASE.begin("optimizer")
-        with run.timeline.timed("update"):
+        with nullcontext() if run.timeline is None else run.timeline.timed("update"):
             run.optimizer.step(free_gradients=True)
         if run.ema is not None:
             run.ema.update()
         run.learner.updated(step)
         run.learner.parallel.release_pages()
-        run.timeline.end()
+        if run.timeline is not None:
+            run.timeline.end()
     run.optimizer.zero_grad()
     run.state.tokens += totals.tokens
     if run.due(run.cadence.log, since=step - 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,32 +11,23 @@ from pathlib import Path
 
 from danlu.core.errors import CheckpointError, RecipeError, ResourceError
 from danlu.core.output_folder import refuse_foreign_files
+from danlu.core.run_files import (
+    ADAPTER,
+    ADAPTER_EMA,
+    CHECKPOINTS,
+    METRICS,
+    MODEL,
+    MODEL_EMA,
+    OWN_FILES,
+    RECIPE,
+    SUMMARY,
+)
 from danlu.recipe import Change, Recipe, changes
 from danlu.recipe import load as load_recipe
 from danlu.training.checkpoints.folders import CheckpointInfo, is_checkpoint_folder, list_checkpoints, step_folder_name
 from danlu.training.checkpoints.loading import read_state
 from danlu.training.checkpoints.manifest import MARK
 from danlu.training.checkpoints.store import CheckpointStore
-from danlu.training.run_lock import LOCK_FILE
-from danlu.training.summary import SUMMARY
-from danlu.training.trackers import WANDB_ID_FILE
-
-RECIPE = "recipe.yaml"
-ENVIRONMENT = "environment.json"
-METRICS = "metrics.jsonl"
-ROLLOUTS = "rollouts.jsonl"
-REPORT = "report.html"
-LONGROPE_SEARCH = "longrope_search.jsonl"
-CHECKPOINTS = "checkpoints"
-MODEL = "model"
-MODEL_EMA = "model-ema"
-ADAPTER = "adapter"
-ADAPTER_EMA = "adapter-ema"
-
-_OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
-    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
-    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
-)
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ def check_output_folder(folder: Path) -> None:
     advice = "Choose an empty or new `output`."
     refuse_foreign_files(
         folder,
-        lambda name: _OWN_FILES.fullmatch(name) is not None,
+        lambda name: OWN_FILES.fullmatch(name) is not None,
         holds="the output folder holds other things",
         advice=advice,
     )

@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from danlu.core.file_lock import holder_of
+from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, LOCK_FILE, METRICS, RECIPE, SUMMARY
 from danlu.training.checkpoints.folders import best_checkpoint, list_checkpoints
 from danlu.training.checkpoints.manifest import STATE
 from danlu.training.criterion import LOSS
-from danlu.training.run_lock import LOCK_FILE
-
-# As `run_folder` and `summary` have them, which load torch.
-RECIPE, ENVIRONMENT, METRICS = "recipe.yaml", "environment.json", "metrics.jsonl"
-CHECKPOINTS, SUMMARY = "checkpoints", "summary.json"
 
 MAX_DEPTH = 4  # levels of folders that are searched
 _BLOCK_BYTES = 1 << 16

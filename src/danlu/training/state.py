@@ -13,6 +13,7 @@ from torch import Tensor
 
 from danlu.core.errors import CheckpointError, DanluError
 from danlu.core.shard_box import ShardBox
+from danlu.core.stop_signals import StopRequest
 from danlu.core.types import Item
 from danlu.optim.build import Optimizers
 from danlu.recipe.sections import EarlyStop, Schedule
@@ -24,7 +25,6 @@ from danlu.training.criterion import LOSS, Criterion
 from danlu.training.data_loader import DataLoader
 from danlu.training.executor import AnyLearner
 from danlu.training.metrics import MetricsLog, Recorder, Value
-from danlu.training.signals import StopRequest
 from danlu.training.timeline import TimelineWriter
 from danlu.training.watch import Watch
 
@@ -103,7 +103,7 @@ class Run:
     least_seconds: Callable[[Sequence[int], int], float] | None = None  # (document lengths, targets) -> at peak speed
     base: Mapping[str, Any] | None = None  # of an adapter: what tells its frozen base from another
     inputs: Mapping[str, Any] = field(default_factory=dict)  # fingerprints of what the run reads, as JSON
-    timeline: TimelineWriter = field(default_factory=TimelineWriter)  # when the process does what in a step
+    timeline: TimelineWriter | None = None  # when the process does what in a step; None where it is not written
     state: RunState = field(default_factory=RunState)
     started: float = field(default_factory=time.perf_counter)
 
@@ -168,7 +168,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
 
 def _optimizer_scalars(run: Run) -> dict[str, Any]:
     """`Optimizers.state_scalars` of the whole model, of which stages of a pipeline have different parameters."""
-    scalars = run.learner.parallel.pipeline.all_gather(run.optimizer.state_scalars())
+    scalars = run.learner.parallel.all_gather_stages(run.optimizer.state_scalars())
     unstepped = dict.fromkeys(name for part in scalars for name in part["unstepped"])
     return scalars[0] | {"unstepped": [*unstepped]}
 

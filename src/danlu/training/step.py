@@ -14,11 +14,11 @@ from torch import Tensor
 from danlu.core.types import Item, Loss, Metric, Totals
 from danlu.optim.gradients import HasGradient, clip_grad_norms, coalesce_gradients
 from danlu.parallel.parallel_context import ParallelContext
-from danlu.training.executor import AnyLearner, Executor
+from danlu.training.executor import AnyLearner, Executor, untimed
 from danlu.training.learner import StepItems
-from danlu.training.timeline import TimelineWriter
 
 if TYPE_CHECKING:
+    from danlu.training.timeline import TimelineWriter
     from danlu.training.trained_roles import RoleGradients
 
 
@@ -93,7 +93,7 @@ def accumulate(
 
     sums = StepSums()
     step_items = StepItems(items, micro_batches, totals, step, loss_scale)
-    timed = (timeline or TimelineWriter()).timed
+    timed = untimed if timeline is None else timeline.timed
     executor = Executor(learner, step_items, sums.add, arrange_gradients, timed=timed)
     executor.run(parallel.actions(len(micro_batches)))
     mean_loss, metrics = sums.means(totals.weight, parallel)
@@ -145,9 +145,9 @@ class StepSums:
 
         In a pipeline the stage with the last chunk has the losses, and sends them to the others.
         """
-        has_losses = bool(self._rows) or parallel.pipeline.alone
+        has_losses = bool(self._rows) or parallel.pipeline is None
         own = self.own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
-        return own if parallel.pipeline.alone else parallel.pipeline.from_last(own)
+        return parallel.from_last_stage(own)
 
     def own_means(self, weight: float, parallel: ParallelContext) -> tuple[float, dict[str, float]]:
         """The same on the stage that has losses, over its processes."""

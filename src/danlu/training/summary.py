@@ -25,12 +25,11 @@ from typing import Any
 
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import ResourceError
+from danlu.core.run_files import SUMMARY
 from danlu.training.criterion import LOSS
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.metrics import json_value, peak_memory_bytes, read_metrics
 from danlu.training.state import Run
-
-SUMMARY = "summary.json"
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 

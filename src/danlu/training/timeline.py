@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from danlu.core.line_log import OptionalLineLog
-from danlu.parallel.comm import ALONE, Group
+from danlu.parallel.comm import Group
 from danlu.parallel.schedules.action import Kind
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TimelineWriter:
-    """The timeline of each `every` steps, in the file of this rank; by default of no step.
+    """The timeline of each `every` steps, in the file of this rank.
 
     A pass begins when its inputs are here, so that waiting is no part of it. On a GPU each pass waits until the device
     has done it, so such a step takes longer than others.
@@ -27,13 +27,13 @@ class TimelineWriter:
 
     def __init__(
         self,
-        path: Path | None = None,
-        every: int | None = None,
-        world: Group = ALONE,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  # no call that could give another one later
+        path: Path,
+        every: int,
+        world: Group,
+        device: torch.device,
     ) -> None:
         """path: the file. world: all ranks; their clocks begin together."""
-        self._log = None if path is None else OptionalLineLog(path)
+        self._log = OptionalLineLog(path)
         self._every, self._world, self._device = every, world, device
         self._step: int | None = None  # that is being timed
         self._events: list[TimelineEvent] = []
@@ -41,18 +41,15 @@ class TimelineWriter:
 
     @classmethod
     def in_folder(
-        cls, folder: Path, every: int | None, world: Group, device: torch.device, *, after_step: int
+        cls, folder: Path, every: int, world: Group, device: torch.device, *, after_step: int
     ) -> TimelineWriter:
         """Makes the writer of a run that continues after a step: the lines of later steps are dropped.
 
         Raises DataError, with file and line, where there is something else in the file.
         """
-        if every is None:
-            return cls()
         from danlu.parallel.timeline import timeline_events, timeline_name
 
         writer = cls(folder / timeline_name(world.index), every, world, device)
-        assert writer._log is not None
         steps = [step for step, _ in timeline_events(writer._log.path, world.index)]
         writer._log.truncate(sum(step <= after_step for step in steps))
         return writer
@@ -60,7 +57,7 @@ class TimelineWriter:
     def begin(self, step: int) -> None:
         """Begins a step; every process calls this."""
         self._step, self._events = None, []
-        if self._every is not None and step % self._every == 0:
+        if step % self._every == 0:
             self._world.sum(torch.zeros(1, device=self._device))  # nobody goes on before all are here
             self._zero = 0.0
             self._step, self._zero = step, self._now()
@@ -79,7 +76,7 @@ class TimelineWriter:
 
     def end(self) -> None:
         """Ends a step, with the update as its last event, and writes it."""
-        if self._step is None or self._log is None:
+        if self._step is None:
             return
         from danlu.parallel.timeline import timeline_line
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import RecipeError, ResourceError
+from danlu.core.run_files import WANDB_ID_FILE
 from danlu.core.types import StepMetrics
 from danlu.training.metrics import Value, step_fields
 
-WANDB_ID_FILE = "wandb-id.txt"
 _FLUSH_S = 10  # a kill loses at most this much of the curves; metrics.jsonl loses nothing
 
 

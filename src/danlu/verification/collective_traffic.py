@@ -49,7 +49,7 @@ def _forward(learner: DecoderLearner, micro_batches: MicroBatches) -> None:
     numbers = iter(range(len(items)))
     own = [[next(numbers) for _ in micro_batch] for micro_batch in micro_batches]
     step_items = StepItems(items, own, learner.totals(items))
-    for actions, _ in learner.parallel.pipeline.evaluation_rounds(len(micro_batches)):
+    for actions, _ in learner.parallel.evaluation_rounds(len(micro_batches)):
         Executor(learner, step_items).run(actions)
 
 
@@ -65,7 +65,7 @@ def data_parallel_traffic(
     gathered: the type that parameters are gathered in. experts: names of parameters that are experts'.
     """
     section, layout = training.recipe.parallel, training.ranks.layout
-    chunks = len(training.learner.parallel.pipeline.chunks)
+    chunks = len(training.learner.parallel.chunks)
     weights = [
         Weight(
             tuple(parameter.shape),

@@ -29,6 +29,7 @@ def context_ranks_traffic(training: ProxyTraining, micro_batches: MicroBatches) 
     batches = [learner.collate([item for _, item in micro_batch]) for micro_batch in micro_batches]
     rows = [[sum(run.tokens for run in share.chunks) for share in batch.shares] for batch in batches]
     groups = learner.context
+    assert groups is not None, "a layout of context ranks has their groups"
     traffic = list(
         context_traffic(_layers(learner, placed.placed.plan, layout), rows, layout, groups.index, groups.transport)
     )

@@ -74,7 +74,8 @@ class Case:
         if recipe.batch.pairs is None:
             return shard_in_order(items, ParallelContext(Ranks(data=data)), micro)
         stages = Group("pipeline", tuple(range(self.layout.pipeline)))
-        parallel = ParallelContext(Ranks(data=data), pipeline=Pipeline(stages=stages))
+        pipeline = None if stages.alone else Pipeline("1f1b", 1, stages)
+        parallel = ParallelContext(Ranks(data=data), pipeline=pipeline)
         capacity, least = micro * recipe.data.max_length, parallel.least_micro_batches(len(items))
         return shard_by_tokens([item.tokens for item in items], data.index, data.size, capacity, least=least)
 

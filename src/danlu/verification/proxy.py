@@ -17,6 +17,7 @@ from danlu.assembly.optimizer import optimizer_of
 from danlu.assembly.parallelize import place, subject_of
 from danlu.assembly.parameters import TRAINED
 from danlu.core.shard_box import BoxValue
+from danlu.core.stop_signals import StopRequest
 from danlu.core.types import Item, Pack
 from danlu.data.batch import EMPTY_PACK
 from danlu.models.config import ModelConfig
@@ -40,7 +41,6 @@ from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.data_loader import DataLoader
 from danlu.training.executor import AnyLearner
 from danlu.training.run_folder import Start
-from danlu.training.signals import StopRequest
 from danlu.training.state import Cadence, Run
 from danlu.training.watch import Watch
 from danlu.verification.data import ItemList

@@ -56,7 +56,7 @@ def measure_step_traffic(training: ProxyTraining, items: Sequence[Item]) -> Step
 def _stages_traffic(training: ProxyTraining, micro_batches: MicroBatches) -> list[CollectiveTraffic]:
     """Predicts the traffic of this process to other stages of a pipeline; nothing where there are none."""
     layout, learner, pipeline = training.ranks.layout, training.learner, training.learner.parallel.pipeline
-    if pipeline.alone:
+    if pipeline is None:
         return []
     activation_bytes = []
     for micro_batch in micro_batches:

@@ -134,7 +134,7 @@ def trace_steps(
 def trained_names(training: ProxyTraining) -> set[str]:
     """The names of all trained parameters, those of other stages too."""
     own = [name for name, parameter in training.placed.parameters() if parameter.requires_grad]
-    return {name for of_stage in training.learner.parallel.pipeline.all_gather(own) for name in of_stage}
+    return {name for of_stage in training.learner.parallel.all_gather_stages(own) for name in of_stage}
 
 
 def withheld_parameter(training: ProxyTraining) -> str:
@@ -264,7 +264,7 @@ def spoiled_step(training: ProxyTraining, run: Run) -> SpoiledStep:
     error: str | None = None
     run.cadence = replace(run.cadence, total=run.state.step + 1, checkpoint=run.state.step + 1)
     try:
-        if training.learner.parallel.pipeline.updates_each_micro_batch:
+        if training.learner.parallel.updates_each_micro_batch:
             train_turn(run, StepObserver(before_clipping=spoil))
         else:
             step = train_step(run, StepObserver(before_clipping=spoil))

@@ -21,7 +21,7 @@ from danlu.objectives.preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.gradients import clip_grad_norm, clip_grad_norms
 from danlu.parallel import batch_sharding
-from danlu.parallel.context_groups import ContextGroups, context_attend_for
+from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.layout import Layout
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
@@ -233,11 +233,13 @@ def _visible_siblings(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[No
         root = run.ancestors[0] if run.ancestors else run.document
         return run._replace(ancestors=tuple(range(root, run.document)))
 
-    def attend_for(batch: Batch, groups: ContextGroups, **options: Any) -> Any:
-        shares = tuple(Share(*(tuple(map(with_all_before, runs)) for runs in share)) for share in batch.shares)
-        return context_attend_for(replace(batch, trees=(), shares=shares), groups, **options)
+    attend_for = ContextGroups.attend_for
 
-    return replaced(learner_module, "context_attend_for", attend_for)
+    def with_visible_siblings(groups: ContextGroups, batch: Batch, **options: Any) -> Any:
+        shares = tuple(Share(*(tuple(map(with_all_before, runs)) for runs in share)) for share in batch.shares)
+        return attend_for(groups, replace(batch, trees=(), shares=shares), **options)
+
+    return replaced(ContextGroups, "attend_for", with_visible_siblings)
 
 
 def _divisors_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from danlu.core.errors import Stopped
-from danlu.core.stop_signals import STOP_SIGNALS
-from danlu.training.signals import StopRequest
+from danlu.core.stop_signals import STOP_SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,7 @@ def test_the_first_signal_asks_and_the_second_stops(number: signal.Signals, line
 def test_signals_that_come_together_are_one_request(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     now = [100.0]
-    monkeypatch.setattr("danlu.training.signals.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("danlu.core.stop_signals.time.monotonic", lambda: now[0])
     with StopRequest(said.append, together_s=1.0) as stop:
         os.kill(os.getpid(), signal.SIGTERM)  # from a scheduler
         now[0] += 0.9

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from danlu.core.types import StepMetrics
-from danlu.training.optional_recorder import OptionalRecorder
+from danlu.training.recorders import OptionalRecorder
 
 
 class Failing:

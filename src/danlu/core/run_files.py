@@ -1,14 +1,34 @@
-"""One process at a time in a run folder."""
+"""The files of a run folder by name, and its lock, which one process holds at a time."""
 
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 from danlu.core.errors import ResourceError
 from danlu.core.file_lock import AlreadyLocked, FileLock
 
+RECIPE = "recipe.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+SUMMARY = "summary.json"
+REPORT = "report.html"
+LONGROPE_SEARCH = "longrope_search.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+MODEL_EMA = "model-ema"
+ADAPTER = "adapter"
+ADAPTER_EMA = "adapter-ema"
+WANDB_ID_FILE = "wandb-id.txt"
 LOCK_FILE = ".lock"
+
+OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
+    rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
+    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
+)
+"""All names that a run gives, as a pattern for the whole of one."""
 
 
 class RunLock:

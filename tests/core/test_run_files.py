@@ -10,7 +10,7 @@ import pytest
 
 from danlu.core.errors import ResourceError
 from danlu.core.machine import pid_is_alive
-from danlu.training.run_lock import RunLock
+from danlu.core.run_files import RunLock
 
 FORK = multiprocessing.get_context("fork")
 
