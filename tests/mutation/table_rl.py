@@ -380,7 +380,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stages/tree_scoring.py",
-        "parallel.from_last_stage(scores)",
+        "parallel.from_end_of_pipeline(scores)",
         "scores",
         "test_rl_stages.py",
     ),

@@ -50,7 +50,7 @@ def test_what_any_process_of_the_last_stage_names_is_told(
 def test_a_turn_ends_when_the_last_sums_of_votes_are_there() -> None:
     """They run on while steps are made, and what goes wrong with them is raised where they are waited for."""
     said: list[str] = []
-    parallel = SimpleNamespace(from_last_stage=lambda own: own, all_gather_stages=lambda own: [own])
+    parallel = SimpleNamespace(from_end_of_pipeline=lambda own: own, all_gather_pipeline=lambda own: [own])
     run = SimpleNamespace(learner=SimpleNamespace(parallel=parallel))
     votes = [SimpleNamespace(wait=lambda number=number: said.append(f"vote {number}")) for number in range(2)]
     stash = SimpleNamespace(clear=lambda: said.append("cleared"))

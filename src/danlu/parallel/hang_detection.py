@@ -95,7 +95,7 @@ class HangReport:
 
 @dataclass
 class HangDetector:
-    """What a watchdog knows of its process: whether it makes progress, or hangs in `report.collective`, or that failed.
+    """The state that a watchdog sees its process in: it makes progress, hangs in `report.collective`, or has failed.
 
     A look calls `looked`; then, where there are inquiries that it has not answered, `replied`; then `exit_message`.
     Each returns a message, None where there is nothing to say.

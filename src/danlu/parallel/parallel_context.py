@@ -128,11 +128,11 @@ class ParallelContext:
         for micro in range(micro_batches):
             yield [Action("forward", 0, micro)], range(micro, micro + 1)
 
-    def from_last_stage(self, value: T) -> T:
+    def from_end_of_pipeline(self, value: T) -> T:
         """The value of the stage that has the last chunk, on all stages, each of which calls this."""
         return value if self.pipeline is None else self.pipeline.from_last(value)
 
-    def all_gather_stages(self, value: T) -> list[T]:
+    def all_gather_pipeline(self, value: T) -> list[T]:
         """The values of all stages, on all of them, each of which calls this."""
         return [value] if self.pipeline is None else self.pipeline.all_gather(value)
 

@@ -130,7 +130,7 @@ class ClassifierBuilder:
         objectives = self.stage.objectives(self.recipe, OFFERED, "a classifier of images")
         if self.stage.models(self.recipe) or any(isinstance(objective, nn.Module) for objective in objectives):
             raise RecipeError(
-                f"stage {self.recipe.stage}: a classifier of images trains alone, without other, frozen models or "
+                f"stage {self.recipe.stage}: a classifier of images trains alone, without frozen models or "
                 "parameters in its objective"
             )
         return objectives

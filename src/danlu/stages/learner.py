@@ -137,7 +137,7 @@ class DecoderLearner:
             return {}
         from danlu.models.load_balancing import merged_metrics
 
-        return merged_metrics(self.parallel.all_gather_stages(self.balancer.end_step(self.parallel.all_reduce_data)))
+        return merged_metrics(self.parallel.all_gather_pipeline(self.balancer.end_step(self.parallel.all_reduce_data)))
 
     def updated(self, step: int) -> None:
         """Models that move take up the policy's new weights, and routers move the biases of their choice."""

@@ -117,7 +117,7 @@ def step_logprobs(
     for numbers, values in own:
         places = [place for number in numbers for place in range(starts[number], starts[number + 1])]
         sums[:, places] = values.double().cpu()[:, : len(places)]
-    sums = learner.parallel.from_last_stage(learner.parallel.all_reduce_data(sums))
+    sums = learner.parallel.from_end_of_pipeline(learner.parallel.all_reduce_data(sums))
     facts = {
         name: torch.from_numpy(np.concatenate([sample.facts[name] for pack in items for sample in pack.samples]))
         for name in items[0].samples[0].facts

@@ -62,4 +62,4 @@ def policy_logprobs(
         counts = [len(rows[number]) - prompt_lengths[number] for number in numbers]
         for number, own in zip(numbers, values.split(counts), strict=True):
             logprobs[number] = own.tolist()
-    return placed.parallel.from_last_stage(logprobs)
+    return placed.parallel.from_end_of_pipeline(logprobs)

@@ -73,7 +73,7 @@ class TreeScorer:
                 of_branches[branches] = scored.last[: len(branches)]
         parallel = self.learner.parallel
         scores = parallel.all_reduce_data(of_tokens), parallel.all_reduce_data(of_branches)
-        of_tokens, of_branches = parallel.from_last_stage(scores)
+        of_tokens, of_branches = parallel.from_end_of_pipeline(scores)
         parallel.reshard()
         of_items = list(zip(itertools.pairwise(token_starts), itertools.pairwise(branch_starts), strict=True))
         columns, ends = of_tokens.numpy(), of_branches.numpy()

@@ -133,7 +133,7 @@ class Executor:
 
     def _exchange(self, action: Action, chunk: int, micro: int) -> None:
         """Starts to send or to receive the tensors that pass between two chunks for a micro-batch."""
-        assert self._messages is not None, "only stages of a pipeline exchange messages"
+        assert self._messages is not None, "only processes of a pipeline exchange messages"
         match action.kind, action.what:
             case "send", "activation":
                 self._messages.send(action, self._activations.pop((chunk + 1, micro))())

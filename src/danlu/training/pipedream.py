@@ -84,7 +84,7 @@ class _Turn:
         self.most = self._last - run.state.step
         """Micro-batches, if no step is without targets and nothing ends the turn before."""
         pipeline = run.learner.parallel.pipeline
-        assert pipeline is not None, "only stages of a pipeline update after each micro-batch"
+        assert pipeline is not None, "only a pipeline updates after each micro-batch"
         self.stash = WeightStash(run.optimizer.parameters.values(), self.most, pipeline.weight_delay)
         self._steps: list[_Step] = []  # all
         self._trained: list[_Step] = []  # of each micro-batch
@@ -169,8 +169,8 @@ class _Turn:
             vote.wait()
         self.stash.clear()
         own = [step.sums.own_means(step.totals.weight, parallel) for step in self._trained[: self._losses]]
-        means = parallel.from_last_stage(own)
-        by_rank = parallel.all_gather_stages([step.norm for step in self._trained])
+        means = parallel.from_end_of_pipeline(own)
+        by_rank = parallel.all_gather_pipeline([step.norm for step in self._trained])
         norms = [math.hypot(*of_step) for of_step in zip(*by_rank, strict=True)]
         self._check_finite([loss for loss, _ in means], norms)
         done, gradients_of = [], iter(zip(means, norms, strict=True))

@@ -168,7 +168,7 @@ def snapshot(run: Run) -> tuple[dict[str, Mapping[str, Tensor]], dict[str, Any]]
 
 def _optimizer_scalars(run: Run) -> dict[str, Any]:
     """`Optimizers.state_scalars` of the whole model, of which stages of a pipeline have different parameters."""
-    scalars = run.learner.parallel.all_gather_stages(run.optimizer.state_scalars())
+    scalars = run.learner.parallel.all_gather_pipeline(run.optimizer.state_scalars())
     unstepped = dict.fromkeys(name for part in scalars for name in part["unstepped"])
     return scalars[0] | {"unstepped": [*unstepped]}
 

@@ -147,7 +147,7 @@ class StepSums:
         """
         has_losses = bool(self._rows) or parallel.pipeline is None
         own = self.own_means(weight, parallel) if has_losses else (math.nan, dict[str, float]())
-        return parallel.from_last_stage(own)
+        return parallel.from_end_of_pipeline(own)
 
     def own_means(self, weight: float, parallel: ParallelContext) -> tuple[float, dict[str, float]]:
         """The same on the stage that has losses, over its processes."""

@@ -51,7 +51,7 @@ def trace_turn(training: ProxyTraining, run: Run, steps: int) -> list[StepTrace]
     run.cadence = replace(run.cadence, checkpoint=run.state.step + steps)  # after which the turn ends
     done = train_turn(run, StepObserver(before_clipping, after_clipping, after_update))
     assert len(done) == steps, "the items of a verification have targets"
-    clipped = [math.hypot(*of_stages) for of_stages in zip(*parallel.all_gather_stages(norms), strict=True)]
+    clipped = [math.hypot(*of_stages) for of_stages in zip(*parallel.all_gather_pipeline(norms), strict=True)]
     taken = [targets_of(run, range(first + step * per_step, first + (step + 1) * per_step)) for step in range(steps)]
     return [
         StepTrace(

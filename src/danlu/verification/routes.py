@@ -70,7 +70,7 @@ def expert_counts(training: ProxyTraining) -> dict[str, Tensor]:
     if balancer is None:
         return {}
     own = {f"layers.{name}.mlp.router": layer.counts.cpu().clone() for name, layer in balancer.layers.items()}
-    of_stages = training.learner.parallel.all_gather_stages(own)
+    of_stages = training.learner.parallel.all_gather_pipeline(own)
     return {name: counts for of_stage in of_stages for name, counts in of_stage.items()}
 
 

@@ -134,7 +134,7 @@ def trace_steps(
 def trained_names(training: ProxyTraining) -> set[str]:
     """The names of all trained parameters, those of other stages too."""
     own = [name for name, parameter in training.placed.parameters() if parameter.requires_grad]
-    return {name for of_stage in training.learner.parallel.all_gather_stages(own) for name in of_stage}
+    return {name for of_stage in training.learner.parallel.all_gather_pipeline(own) for name in of_stage}
 
 
 def withheld_parameter(training: ProxyTraining) -> str:

@@ -109,7 +109,7 @@ def _unstepped_of_first_stage(recipe: Recipe, ranks: Ranks) -> AbstractContextMa
     """A checkpoint knows of the first stage alone which parameters have had no gradient yet."""
 
     def scalars(run: Run) -> dict[str, Any]:
-        of_stages: list[dict[str, Any]] = run.learner.parallel.all_gather_stages(run.optimizer.state_scalars())
+        of_stages: list[dict[str, Any]] = run.learner.parallel.all_gather_pipeline(run.optimizer.state_scalars())
         return of_stages[0]
 
     return replaced(state, "_optimizer_scalars", scalars)
