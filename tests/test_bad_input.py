@@ -424,7 +424,7 @@ def test_a_model_that_only_several_processes_can_hold(
     check(1, **adapted, precision="bf16")
     check(1, **adapted, quantization="nf4")
     for changes in ({}, {"parallel": {"shard": "zero3"}}, adapted):
-        with pytest.raises(ModelError, match=r"base: a model of 44,192 parameters, .* 0\.0 GiB here; this machine has"):
+        with pytest.raises(ModelError, match=r"base: a model of 44,192 parameters: .* 0\.0 GiB here; this machine has"):
             check(1, **changes)
 
 
