@@ -52,7 +52,7 @@ TOUCHED = [
     (DecoderLearner, "prepare"),
     (DecoderLearner, "at"),
     (Pipeline, "actions"),
-    (ContextGroups, "attend_for"),
+    (DecoderLearner, "_attend"),
     (context_sharding, "share_of_batch"),
     (ContextGroups, "sum"),
     (ring_attention, "as_rows"),

@@ -21,7 +21,6 @@ from danlu.objectives.preference import sees_whole_step
 from danlu.optim.build import Optimizers
 from danlu.optim.gradients import clip_grad_norm, clip_grad_norms
 from danlu.parallel import batch_sharding
-from danlu.parallel.context_groups import ContextGroups
 from danlu.parallel.layout import Layout
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
@@ -233,13 +232,13 @@ def _visible_siblings(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[No
         root = run.ancestors[0] if run.ancestors else run.document
         return run._replace(ancestors=tuple(range(root, run.document)))
 
-    attend_for = ContextGroups.attend_for
+    attend = DecoderLearner._attend
 
-    def with_visible_siblings(groups: ContextGroups, batch: Batch, **options: Any) -> Any:
+    def with_visible_siblings(learner: DecoderLearner, batch: Batch) -> Any:
         shares = tuple(Share(*(tuple(map(with_all_before, runs)) for runs in share)) for share in batch.shares)
-        return attend_for(groups, replace(batch, trees=(), shares=shares), **options)
+        return attend(learner, replace(batch, trees=(), shares=shares))
 
-    return replaced(ContextGroups, "attend_for", with_visible_siblings)
+    return replaced(DecoderLearner, "_attend", with_visible_siblings)
 
 
 def _divisors_per_rank(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]:
