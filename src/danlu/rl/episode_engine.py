@@ -70,9 +70,8 @@ class EpisodeEngine:
         self._most_growing = most_growing
         self._playing: dict[EpisodeKey, _Playing] = {}
         self._by_turn: dict[int, _Playing] = {}  # by the number of its turns' requests
-        self._to_draw: list[
-            tuple[int, EpisodeKey]
-        ] = []  # a heap: those with a next answer that the engine was not given
+        # A heap: those with a next answer that the engine was not given.
+        self._to_draw: list[tuple[int, EpisodeKey]] = []
         self._asked: set[EpisodeKey] = set()  # with environments that are to reply
         self._done: list[tuple[Request, Episode]] = []
         self._places = itertools.count()

@@ -5,6 +5,7 @@ G prompts · M answers of all of them · R rewards of an answer · S tokens of a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,7 +170,7 @@ class KlPenalty:
         return of_answers
 
 
-class Estimator:
+class Estimator(ABC):
     """Gives each token its advantage; an adaptive coefficient of KL is its state between rollouts."""
 
     columns: Sequence[str] = ()
@@ -178,9 +179,9 @@ class Estimator:
     """The facts that it gives to their branches."""
     kl: KlPenalty | None = None
 
+    @abstractmethod
     def estimate(self, judged: Judged) -> tuple[list[Pack], dict[str, float]]:
         """The items with their columns, and numbers about the rollout to be shown."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """The coefficient of KL, where it is in the reward."""

@@ -268,9 +268,8 @@ class Stage:
     reader: Callable[[Recipe], Reader]
     builder: Callable[[Recipe, Stage], ModelBuilder]  # of the kind of model that the stage trains
     objective: Callable[[Recipe], Objective]
-    models: Callable[[Recipe], Mapping[Role, RoleSpec]] = (
-        policy_alone  # other than the policy, by role; none is trained
-    )
+    # Models other than the policy, by role; none is trained.
+    models: Callable[[Recipe], Mapping[Role, RoleSpec]] = policy_alone
     evaluation: Callable[[Recipe, Objective], Objective] = lambda recipe, objective: objective
     """Makes the objective that judges held-out items, from the recipe and the training objective."""
     task: Callable[[Recipe], Task] = lambda recipe: "causal-lm"
