@@ -195,6 +195,14 @@ def test_a_process_that_is_killed_is_one_conversations_error() -> None:
         with pytest.raises(ResourceError, match="ended early.*by a chat template"):
             process.render(hello, HELLO)
         assert process.render(hello, HELLO) == "Hello"
+        nested: list[Any] = []
+        for _ in range(100_000):
+            nested = [nested]
+        processes = list(process._pool._processes)
+        with pytest.raises(DataError, match="nested too deeply to be rendered"):
+            process.render(hello, [{"role": "user", "content": nested}])
+        assert process.render(hello, HELLO) == "Hello"
+        assert process._pool._processes == processes, "what could not be sent has cost its process"
     finally:
         process.close()
 
