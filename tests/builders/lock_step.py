@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from danlu.inference.engine import RolloutEngine
 from danlu.inference.request import Completion, Request
+from danlu.rl.rollout_worker import WorkerEngine
 
 
 class LockStepEngine:
@@ -18,7 +18,7 @@ class LockStepEngine:
     passes: after each update, over and over.
     """
 
-    def __init__(self, engine: RolloutEngine, passes: Sequence[int] = (3,)) -> None:
+    def __init__(self, engine: WorkerEngine, passes: Sequence[int] = (3,)) -> None:
         self.engine = engine
         self.passes = itertools.cycle(passes)
         self.left = 0

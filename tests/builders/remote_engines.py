@@ -14,8 +14,10 @@ from builders.reference_attention import ReferenceAttention
 from builders.rollout_servers import TIMEOUT_S, VLLM, SGLang, StandIn, open_gloo_group
 from builders.tiny_adapters import adapter_set, perturb
 from danlu.adapters.peft_folder import write_adapter
+from danlu.core.http_client import HTTPClient
 from danlu.models.decoder import Decoder
 from danlu.recipe.sections.adapters import Lora
+from danlu.remote_engines.fleet import ServerFleet
 from danlu.remote_engines.hand_over import FolderHandOver, GroupHandOver, HandOver
 from danlu.remote_engines.http_engine import HTTPEngine
 from danlu.remote_engines.server_interface import RolloutServer, ServerOptions
@@ -26,10 +28,20 @@ KINDS = {"vllm": VLLM, "sglang": SGLang}
 BUCKET_BYTES = 20_000  # several buckets for the small decoders of the tests
 
 
-def server_of(kind: str, options: ServerOptions) -> RolloutServer:
-    if kind == "vllm":
-        return VLLMServer(options.client, bucket_bytes=BUCKET_BYTES, open_group=open_gloo_group)
-    return SGLangServer(options.client)
+def servers_of(kind: str, options: ServerOptions) -> ServerFleet:
+    """The only server of an engine, as `rollout.engine: vllm` and `sglang` have it."""
+
+    def connect(client: HTTPClient) -> RolloutServer:
+        if kind == "vllm":
+            return VLLMServer(client, bucket_bytes=BUCKET_BYTES, open_group=open_gloo_group)
+        return SGLangServer(client)
+
+    return ServerFleet(options.clients, connect, reloads=False)
+
+
+def only_server(engine: HTTPEngine) -> Any:
+    (server,) = engine.servers.connected
+    return server
 
 
 def hand_over_of(route: str, model: Decoder, folder: Path) -> HandOver:
@@ -52,7 +64,7 @@ def serving(
     engine = None
     try:
         options = ServerOptions((stand_in.url,), timeout_s=TIMEOUT_S, **{"reconnect_s": 0.2, **options})
-        engine = HTTPEngine(server_of(kind, options), options, model.config, hand_over=hand_over, decode=decode)
+        engine = HTTPEngine(servers_of(kind, options), options, model.config, hand_over=hand_over, decode=decode)
         yield engine, stand_in
     finally:
         stand_in.answer_gate.set()
@@ -86,7 +98,7 @@ def answer_in_part(engine: HTTPEngine, stand_in: StandIn, tokens: int = 3) -> No
     served.stop_after = tokens
     engine._dispatch()
     deadline = time.monotonic() + TIMEOUT_S
-    sent = engine._in_flight.ids(lambda answer: True)
+    sent = engine._in_flight._answers
     ids = [name for request_id in sent for name in (request_id, f"cmpl-{request_id}-0")]
     while sum(served.progress.get(name, 0) == tokens for name in ids) < len(sent):
         assert time.monotonic() < deadline

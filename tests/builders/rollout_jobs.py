@@ -11,7 +11,6 @@ import torch
 
 from builders.small_config import small_config
 from danlu.inference.embedded import EmbeddedEngine
-from danlu.inference.engine import RolloutEngine
 from danlu.inference.request import Request
 from danlu.models.decoder import Decoder
 
@@ -51,7 +50,7 @@ class SmallDecoderJob:
     dies_at: int | None = None
 
     @contextmanager
-    def __call__(self) -> Iterator[RolloutEngine]:
+    def __call__(self) -> Iterator[EmbeddedEngine]:
         torch.set_num_threads(1)
         engine = FailingEngine(small_decoder_of(0))
         engine.dies_at = self.dies_at

@@ -130,7 +130,7 @@ def failing(file: str) -> Any:
     local.step = fails_on_the_last_rank
     said.append(_said(lambda: engine.generate(REQUESTS)))
     local.step = step
-    return said, engine.unfinished, engine.generate(REQUESTS)
+    return said, engine.generate(REQUESTS)
 
 
 def _said(work: Callable[[], object]) -> str:
@@ -139,28 +139,6 @@ def _said(work: Callable[[], object]) -> str:
     except DanluError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def streamed(file: str) -> Any:
-    """Requests that are submitted one by one while others are answered, one of them taken back; state on the way."""
-    engine = policy_of(file).engine
-    found: list[Completion] = []
-    engine.submit(REQUESTS[0])
-    engine.submit(REQUESTS[1])
-    found += engine.step()
-    for request in REQUESTS[2:]:
-        engine.submit(request)
-    found += engine.step()
-    state = engine.state()
-    engine.abort(8)
-    while engine.unfinished:
-        found += engine.step()
-    other = policy_of(file).engine
-    other.restore(state)
-    resumed: list[Completion] = []
-    while other.unfinished:
-        resumed += other.step()
-    return found, resumed, sorted(entry["request"]["number"] for entry in state["requests"])
 
 
 def trains_afterwards(file: str) -> Any:
@@ -289,7 +267,7 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 CHECKS: dict[str, Callable[[str], Any]] = {
     "uneven": uneven,
     "failing": failing,
-    "streamed": streamed,
+    "tight": lambda file: policy_of(file).engine.generate(REQUESTS),
     "trains afterwards": trains_afterwards,
     "weight copies": weight_copies,
 }

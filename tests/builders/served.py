@@ -23,8 +23,8 @@ from danlu.inference.engine import EngineOptions
 from danlu.inference.load_engine import engine_of
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.inference.resolve_model import ResolvedModel, resolve_model
-from danlu.serving.rollout_control import RolloutControl, rollout_control_of
 from danlu.serving.served_models import ServedModels, served_models
+from danlu.serving.served_weights import ServedWeights, served_weights
 from danlu.serving.server import Server, ServerOptions, bind, url_of
 
 PATIENCE_S = 20
@@ -85,9 +85,9 @@ def serving_rollouts(
     resolved = resolve_model(str(folder))
     tokenizer = load_chat_tokenizer(resolved.tokenizer_folder, model=resolved.folder)
     loaded = load_model(resolved, tokenizer, precision=dtype)  # type: ignore[arg-type]
-    control = rollout_control_of(loaded, EngineOptions(cache_gib=0.01, exact=exact, routes=True))
+    weights = served_weights(loaded, EngineOptions(cache_gib=0.01, exact=exact, routes=True))
     options = {"weights_root": Path("/"), **options}  # trainers of tests hand weights over in temporary folders
-    with serving(served_models(resolved, loaded), control.engine, control=control, port=port, **options) as served:
+    with serving(served_models(resolved, loaded), weights.engine, weights=weights, port=port, **options) as served:
         yield served
 
 
@@ -96,13 +96,13 @@ def serving(
     models: ServedModels,
     engine: EmbeddedEngine,
     *,
-    control: RolloutControl | None = None,
+    weights: ServedWeights | None = None,
     port: int = 0,
     **options: Any,
 ) -> Iterator[Served]:
     """Serves until the block ends."""
     listener = bind("127.0.0.1", port)
-    server = Server(models, engine, listener, ServerOptions(**{"seed": 0, "quiet": True, **options}), control)
+    server = Server(models, engine, listener, ServerOptions(**{"seed": 0, "quiet": True, **options}), weights)
     served = Served(server, url_of(listener))
 
     def listen() -> None:

@@ -14,9 +14,7 @@ from danlu.core.errors import DataError, ModelError
 from danlu.inference.blocks import BlockPool
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
-from danlu.inference.ranks import ParallelEngine
 from danlu.inference.request import Request, SamplingOptions
-from danlu.parallel.ranks import Ranks
 from danlu.recipe import sections
 
 DRAWN = SamplingOptions(seed=3)
@@ -107,25 +105,11 @@ def test_pause_and_resume(small_decoder):
     engine.resume()
     check_same(finish(engine), expected)
     submitted(engine, requests(count=6))
-    check_same(engine.pause("wait"), expected)
-    engine.resume()
-    submitted(engine, requests(count=6))
     engine.step()
     aborted = engine.pause("abort")
     assert [(one.tokens, one.finish) for one in aborted] == [(one.tokens[:1], "abort") for one in expected]
     engine.resume()
     assert engine.step() == [] and engine.unfinished == 0
-
-
-def test_a_pause_ends_on_every_process(small_decoder):
-    model = small_decoder()
-    engine = ParallelEngine.embedded(EmbeddedEngine(model), Ranks(), model)
-    submitted(engine, requests(count=6)).step()
-    assert engine.pause("keep") == engine.step() == [] and engine.unfinished == 4
-    engine.resume()
-    done = [one for _ in range(5) for one in engine.step()]
-    check_same(sorted(done, key=lambda one: one.number), EmbeddedEngine(model).generate(requests(count=6)))
-    ParallelEngine.remote(None, Ranks()).resume()  # another process has the engine
 
 
 def test_sleep_gives_memory_back_and_loses_nothing(small_decoder):
@@ -153,14 +137,12 @@ def test_another_process_goes_on_where_this_one_was_killed(small_decoder, steps)
     returned = [completion for _ in range(steps) for completion in engine.step()]
     engine.abort(3)  # ended, but not yet returned: is not lost either
     state = json.loads(json.dumps(engine.state()))
-    told = []
     other = EmbeddedEngine(model, cache_of(model, 12, block=4), decode=decode)
-    other.restore(state, told.append)
+    other.restore(state)
     assert other.unfinished == 8 - len(returned)
     done = finish(other)
     check_same(done[:6], expected[:6])
     assert [(one.tokens, one.finish) for one in done[6:]] == [(one.tokens[:steps], "abort") for one in expected[6:]]
-    assert len(told) == 6 * (12 - steps)
     with pytest.raises(DataError, match="prompt 0: a request with this number is unfinished"):
         submitted(other, asked[:1]).restore(state)
 

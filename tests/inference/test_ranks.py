@@ -12,7 +12,7 @@ import torch
 from builders import rollout_worker
 from builders.parallel_steps import recipe_file
 from builders.process_group import run_group
-from builders.rollout_worker import REQUESTS, TIGHT, difference
+from builders.rollout_worker import TIGHT, difference
 from builders.tiny_world import World
 
 from danlu.inference.request import Completion
@@ -134,7 +134,7 @@ def checks(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Mappi
     """What each check gave in each of its layouts on two processes, by process."""
     changes = {
         f"{check}: {layout}": {"parallel": LAYOUTS[2][layout][0], "rollout": {**LAYOUTS[2][layout][1], **extra}}
-        for check, extra in {"uneven": {}, "failing": {}, "streamed": TIGHT, "trains afterwards": {}}.items()
+        for check, extra in {"uneven": {}, "failing": {}, "tight": TIGHT, "trains afterwards": {}}.items()
         for layout in TWO
         if not (check == "trains afterwards" and layout == "pipeline")  # its step is that of a whole model
     }
@@ -156,30 +156,18 @@ def test_ranks_that_have_little_or_nothing_to_answer(checks: Mapping[str, list[A
 
 @pytest.mark.parametrize("layout", TWO)
 def test_an_error_on_one_rank_is_raised_on_all(checks: Mapping[str, list[Any]], layout: str) -> None:
-    (said, unfinished, afterwards), other = checks[f"failing: {layout}"]
+    (said, afterwards), other = checks[f"failing: {layout}"]
     assert said == other[0]
     assert said[0].startswith("DataError: rank ") and "prompt 99 has token 1000000" in said[0]
     assert said[1] == "ModelError: rank 1: not finite at position 9"
-    assert unfinished == other[1] == 0
-    assert difference(afterwards, other[2]) == 0
+    assert difference(afterwards, other[1]) == 0
 
 
 @pytest.mark.parametrize("layout", TWO)
-def test_requests_may_come_one_by_one(checks: Mapping[str, list[Any]], found: Answers, layout: str) -> None:
-    wanted = {(each.number, each.sample): each for each in found.one["full"]}
-    (answers, resumed, numbers), other = checks[f"streamed: {layout}"]
-    assert [(each.number, each.tokens) for each in answers] == [(each.number, each.tokens) for each in other[0]]
-    assert len(answers) == len(wanted)
-    for each in answers:
-        whole = wanted[each.number, each.sample]
-        if each.number == 8:
-            assert each.finish == "abort" and each.tokens == whole.tokens[: len(each.tokens)]
-        else:
-            assert difference([each], [whole]) < 1e-5
-    assert numbers == sorted({each.number for each in REQUESTS}), "all were unfinished after two steps"
-    assert {(each.number, each.sample): each.tokens for each in resumed} == {
-        key: each.tokens for key, each in wanted.items()
-    }
+def test_answers_that_wait_for_room_in_the_cache(checks: Mapping[str, list[Any]], found: Answers, layout: str) -> None:
+    first, second = checks[f"tight: {layout}"]
+    assert difference(first, second) == 0
+    assert difference(first, found.one["full"]) < 1e-5
 
 
 @pytest.mark.parametrize("layout", TWO[:-1])

@@ -1856,7 +1856,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "remote_engines/test_danlu_server.py",
     ),
     Mutation(
-        "serving/rollout_control.py",
+        "serving/served_weights.py",
         "if self.engine.exact:  # which",
         "if False:  # which",
         "remote_engines/test_danlu_server.py",
@@ -1864,7 +1864,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "serving/engine_thread.py",
-        "return not self.is_paused and self._engine.unfinished > 0",
+        "return not self._engine.is_paused and self._engine.unfinished > 0",
         "return self._engine.unfinished > 0",
         "remote_engines/test_danlu_server.py",
         only="sleep",

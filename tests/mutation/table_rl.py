@@ -821,12 +821,4 @@ MUTATIONS: tuple[Mutation, ...] = (
         "objectives/test_policy.py",
         "models_are_asked",
     ),
-    # -- drawn at random by a tool
-    Mutation(
-        "inference/ranks.py",
-        "            self.engine.resume()",
-        "            pass",
-        "inference/test_embedded_requests.py",
-        only="every_process",
-    ),
 )

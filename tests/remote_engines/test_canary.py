@@ -12,7 +12,7 @@ from danlu.adapters.peft_folder import add_adapter
 from danlu.core.errors import TrainingError
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
-from danlu.remote_engines.canary import Canary, compare_with_server
+from danlu.remote_engines.canary import Canary, compare_with_servers
 from danlu.remote_engines.hand_over import AdapterHandOver
 
 PROMPTS = [tuple(range(3, 40)), tuple(range(60, 22, -1))]  # of several blocks
@@ -27,7 +27,7 @@ def parameters(model):
 
 
 def canary_of(engine, trainer, **settings):
-    differing = compare_with_server(engine.server, trainer.config, trainer.get_parameter)
+    differing = compare_with_servers(engine.servers, trainer.config, trainer.get_parameter)
     return Canary(PROMPTS, scores(trainer), TOLERANCE, new_tokens=8, differing=differing, **settings)
 
 
@@ -197,7 +197,7 @@ def test_processes_without_the_server_help_with_the_values_and_hear_what_differs
     def value(name):
         asked.append(name)
 
-    differing = compare_with_server(None, model.config, value, lambda make: ["a.weight"])
+    differing = compare_with_servers(None, model.config, value, lambda make: ["a.weight"])
     assert differing(4) == ["a.weight"]
     layers = {name.split(".")[1] for name in asked if name.startswith("layers.")}
     assert layers == {"1"} and {"embed_tokens.weight", "norm.weight"} <= set(asked)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from builders.expert_folder import expert_folder
-from builders.served import ask, serving_rollouts
+from builders.remote_engines import only_server
+from builders.served import ask, serving_rollouts, wait_until
 from builders.tiny_adapters import adapter_set, perturb
 from builders.tiny_world import World
 
@@ -34,6 +35,7 @@ from danlu.recipe.sections.adapters import Lora
 from danlu.remote_engines.danlu_protocol import continuation_to_json
 from danlu.remote_engines.danlu_server import DanluServer
 from danlu.remote_engines.detect import Demands, detect_server
+from danlu.remote_engines.fleet import ServerFleet
 from danlu.remote_engines.hand_over import AdapterHandOver, FolderHandOver, HandOver, folder_weights
 from danlu.remote_engines.http_engine import HTTPEngine
 from danlu.remote_engines.server_interface import Continuation, ServerOptions
@@ -61,8 +63,9 @@ def engine_at(
     routes: bool = False,
 ) -> Iterator[HTTPEngine]:
     options = ServerOptions((url.removesuffix("/v1"),), timeout_s=20, reconnect_s=0.2)
-    server = detect_server(options.client, Demands(exact, push, routes=routes))
-    engine = HTTPEngine(server, options, model.config, hand_over=hand_over)
+    demands = Demands(exact, push, routes=routes)
+    servers = ServerFleet(options.clients, lambda client: detect_server(client, demands), reloads=False)
+    engine = HTTPEngine(servers, options, model.config, hand_over=hand_over)
     try:
         yield engine
     finally:
@@ -91,7 +94,7 @@ def test_it_answers_as_the_embedded_engine_does_to_the_last_bit(tiny_world: Worl
         serving_rollouts(tiny_world.base, exact=True) as served,
         engine_at(served.url, model, exact="float32") as engine,
     ):
-        assert isinstance(engine.server, DanluServer) and engine.exact
+        assert isinstance(only_server(engine), DanluServer)
         answers = engine.generate(requests(top_logprobs=2))
         others = engine.generate(requests(replace(FILTERED, seed=5), top_logprobs=2))
     own = embedded(model, exact=True)
@@ -142,11 +145,11 @@ def test_weights_arrive_whole_and_in_float32_where_numerics_are_exact(
         engine.update(1, model.named_parameters())
         assert len(list((tmp_path / "exchange" / "weights-1").iterdir())) > 3
         answers = engine.generate(requests())
-        assert engine.server.version_label() == "1"
+        assert only_server(engine).version_label() == "1"
         tensors = dict(folder_weights(model.config, model.named_parameters()))
-        assert engine.server.differing(tensors) == []
+        assert only_server(engine).differing(tensors) == []
         tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-2
-        assert engine.server.differing(tensors) == ["model.norm.weight"]
+        assert only_server(engine).differing(tensors) == ["model.norm.weight"]
     assert not (tmp_path / "exchange" / "weights-1").exists()
     expected = embedded(model, exact=True, dtype=torch.bfloat16).generate(requests())
     expected = [replace(answer, versions=[1] * len(answer.tokens)) for answer in expected]
@@ -160,10 +163,9 @@ def test_a_running_answer_goes_on_with_new_weights_and_says_which(tiny_world: Wo
     with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model, hand_over) as engine:
         for request in requests(SamplingOptions(seed=1), count=40, samples=1):
             engine.submit(request)
-        assert engine.pause("keep") == []
+        only_server(engine).pause("keep")
         engine._dispatch()  # asked for while the server is paused, and answered by the weights that come
         engine.update(1, changed(model).named_parameters())
-        engine.resume()
         done = []
         while engine.unfinished:
             done += engine.step()
@@ -171,20 +173,15 @@ def test_a_running_answer_goes_on_with_new_weights_and_says_which(tiny_world: Wo
     assert all(len(completion.tokens) == 40 for completion in done)
 
 
-def test_pausing_to_abort_gives_what_there_is_and_sleep_gives_the_cache_back(tiny_world: World) -> None:
+def test_what_is_aborted_is_asked_for_again_and_sleep_gives_the_cache_back(tiny_world: World) -> None:
     model = load(tiny_world.base)
     with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model) as engine:
         expected = engine.generate(requests(count=60, samples=1))
         for request in requests(count=60, samples=1):
             engine.submit(request)
         engine._dispatch()
-        aborted = engine.pause("abort")
-        assert {completion.finish for completion in aborted} == {"abort"} and engine.unfinished == 0
-        for completion in aborted:
-            assert completion.tokens == expected[completion.number].tokens[: len(completion.tokens)]
-        engine.resume()
-        for request in requests(count=60, samples=1):
-            engine.submit(request)
+        only_server(engine).pause("abort")
+        only_server(engine).resume()
         engine._dispatch()
         engine.sleep()
         assert served.blocks_used == 0 and engine.unfinished == 3
@@ -199,14 +196,15 @@ def test_pausing_to_abort_gives_what_there_is_and_sleep_gives_the_cache_back(tin
 def test_one_request_is_aborted(tiny_world: World) -> None:
     model = load(tiny_world.base)
     with serving_rollouts(tiny_world.base) as served, engine_at(served.url, model) as engine:
-        engine.server.pause("keep")
+        only_server(engine).pause("keep")
         engine.submit(Request(0, (3,), max_new_tokens=60))
         engine._dispatch()
-        while not (served.server._rollouts and served.server._rollouts._under_way):
-            pass
-        engine.abort(0)
-        (completion,) = engine.step()
-        assert completion.finish == "abort"
+        rollouts = served.server._rollouts
+        assert rollouts is not None
+        wait_until(lambda: bool(rollouts._under_way))
+        engine._forget(0)
+        engine._in_flight.abort_abandoned()
+        wait_until(lambda: not rollouts._under_way)
 
 
 def test_an_adapter_is_replaced_by_its_name(tiny_world: World, tmp_path: Path) -> None:
@@ -278,9 +276,9 @@ def test_a_server_that_a_killed_trainer_left_asleep_answers_the_next_one(tiny_wo
     with serving_rollouts(tiny_world.base) as served:
         with engine_at(served.url, model) as engine:
             expected = engine.generate(requests())
-            engine.server.sleep()
-            engine.server.sleep()  # as often as it comes
-            assert engine.server.client.get("/rollouts/info")["paused"]
+            only_server(engine).sleep()
+            only_server(engine).sleep()  # as often as it comes
+            assert only_server(engine).client.get("/rollouts/info")["paused"]
         with engine_at(served.url, model) as engine:
             again = engine.generate(requests())
     assert [answer.tokens for answer in again] == [answer.tokens for answer in expected]
@@ -350,7 +348,7 @@ def test_every_field_of_a_request_reaches_the_server(longrope_folder: Path) -> N
         if value is not None:
             asked[name] = replace(DEFAULT, sampling=replace(DEFAULT.sampling, **{name: value}))
     with serving_rollouts(longrope_folder, exact=True) as served, engine_at(served.url, model) as engine:
-        engine._decode = decode
+        engine.decode = decode
         for name, request in asked.items():
             without_adapters = replace(request, adapter=None)
             expected = own.generate([without_adapters])
@@ -363,9 +361,9 @@ def test_every_field_of_a_request_reaches_the_server(longrope_folder: Path) -> N
 def test_a_field_that_one_side_does_not_know_is_refused(longrope_folder: Path) -> None:
     model = load(longrope_folder)
     with serving_rollouts(longrope_folder) as served, engine_at(served.url, model) as engine:
-        continuation = Continuation("a", DEFAULT, DEFAULT.prompt, 4, None, 0)
+        continuation = Continuation("a", DEFAULT, DEFAULT.prompt, 4, None)
         body = continuation_to_json(continuation)
-        assert engine.server.client.post("/rollouts/answer", body)["tokens"]
+        assert only_server(engine).client.post("/rollouts/answer", body)["tokens"]
         more = {**body, "request": {**body["request"], "mood": 1}}
         less = {**body, "request": {name: value for name, value in body["request"].items() if name != "draw_sample"}}
         wrong = {**body, "request": {**body["request"], "prompt": "abc"}}
@@ -378,7 +376,7 @@ def test_a_field_that_one_side_does_not_know_is_refused(longrope_folder: Path) -
             ({**body, "request": {**body["request"], "samples": 0}}, "one answer of one token or more"),
         ):
             with pytest.raises(RequestRefused, match=said) as refused:
-                engine.server.client.post("/rollouts/answer", changed_body)
+                only_server(engine).client.post("/rollouts/answer", changed_body)
             assert refused.value.status == 400
 
 

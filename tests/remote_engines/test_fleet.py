@@ -19,7 +19,7 @@ from danlu.core.http_client import RequestRefused
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.models.decoder import Decoder
 from danlu.remote_engines import fleet as fleet_module
-from danlu.remote_engines.canary import Canary, CanaryAnswers
+from danlu.remote_engines.canary import Canary, CanaryAnswers, compare_with_servers
 from danlu.remote_engines.detect import Demands, detect_server
 from danlu.remote_engines.fleet import ServerFleet
 from danlu.remote_engines.hand_over import FolderHandOver
@@ -191,9 +191,8 @@ def test_a_server_that_answers_otherwise_stops_the_run_when_weights_were_handed_
     stand_ins = [KINDS["vllm"](small_decoder()), KINDS["vllm"](small_decoder(), faults=faults)]
     with fleet_of(stand_ins, small_decoder(), tmp_path) as (engine, fleet):
         engine.update(1, trained.named_parameters())
-        weights = dict(trained.named_parameters())
-        down = {"model.layers.1.mlp.down_proj.weight": weights["layers.1.mlp.down_proj.weight"]}
-        assert fleet.differing(down) == [f"model.layers.1.mlp.down_proj.weight ({stand_ins[1].url})"]
+        differing = compare_with_servers(fleet, trained.config, trained.get_parameter)
+        assert differing(None) == [f"model.layers.1.mlp.down_proj.weight ({stand_ins[1].url})"]
         report = canary_answers(engine, trained)  # by the first, which has fewest
         with pytest.raises(TrainingError, match=f"canary: {stand_ins[1].url} does not answer as"):
             fleet.accept(report)

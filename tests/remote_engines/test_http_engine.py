@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from builders.remote_engines import KINDS, answer_in_part, scores, serving
+from builders.remote_engines import KINDS, answer_in_part, only_server, scores, servers_of, serving
 from builders.rollout_servers import TIMEOUT_S
 
 from danlu.core.errors import DataError, ModelError, ResourceError
@@ -242,11 +242,9 @@ def test_versions_of_another_release(version):
 
 
 def test_no_server_is_told_with_its_url(small_decoder):
-    from builders.remote_engines import server_of
-
     options = ServerOptions(("http://127.0.0.1:9",), reconnect_s=0.2, timeout_s=1)
     with pytest.raises(ResourceError, match="http://127.0.0.1:9: no rollout server answers GET /health"):
-        HTTPEngine(server_of("vllm", options), options, small_decoder().config)
+        HTTPEngine(servers_of("vllm", options), options, small_decoder().config)
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -272,10 +270,9 @@ def test_pausing_to_keep_changes_no_answer(small_decoder, kind):
         for request in requests(count=20):
             engine.submit(request)
         answer_in_part(engine, stand_in)
-        assert engine.pause("keep") == []
+        engine.servers.each(lambda server: server.pause("keep"))
         stand_in.served.go_on()
-        assert engine.step() == [] and engine.unfinished == 3  # does not wait
-        engine.resume()
+        engine.servers.each(lambda server: server.resume())
         done = []
         while engine.unfinished:
             done += engine.step()
@@ -284,42 +281,35 @@ def test_pausing_to_keep_changes_no_answer(small_decoder, kind):
 
 
 @both
-def test_pausing_to_abort_gives_what_there_is(small_decoder, kind):
+def test_answers_that_a_server_aborts_are_asked_for_again_from_their_tokens(small_decoder, kind):
     with serving(kind, small_decoder(), connections=2) as (engine, stand_in):
         (whole, *_) = engine.generate(requests(count=20))
         for request in requests(count=20):
             engine.submit(request)
         answer_in_part(engine, stand_in)
-        completions = engine.pause("abort")
-        assert engine.unfinished == 0 and {completion.number for completion in completions} == {0, 1, 2}
-        assert {completion.finish for completion in completions} == {"abort"}
-        lengths = {completion.number: len(completion.tokens) for completion in completions}
-        assert lengths == {0: 3, 1: 3, 2: 0}  # two connections
-        (first,) = [completion for completion in completions if completion.number == 0]
-        assert first.tokens == whole.tokens[:3]
+        engine.servers.each(lambda server: server.pause("abort"))
+        engine._receive(wait=True)
+        (first,) = [entry["answers"][0] for entry in engine.state()["requests"] if entry["request"]["number"] == 0]
+        assert [token for token, *_ in first["drawn"]] in (whole.tokens[:3], [])
         stand_in.served.go_on()
-        engine.resume()
-        assert len(engine.generate(requests())) == 3
+        engine.servers.each(lambda server: server.resume())
+        done = []
+        while engine.unfinished:
+            done += engine.step()
+        assert sorted((each.number, len(each.tokens), each.finish) for each in done) == [
+            (number, 20, "length") for number in range(3)
+        ]
 
 
 @both
-def test_pausing_to_wait_finishes_first(small_decoder, kind):
-    with serving(kind, small_decoder(), connections=2) as (engine, _):
-        for request in requests():
-            engine.submit(request)
-        completions = engine.pause("wait")
-        assert {completion.finish for completion in completions} == {"length"} and engine.unfinished == 0
-
-
-@both
-def test_one_request_is_aborted_and_the_others_go_on(small_decoder, kind):
+def test_a_request_that_is_forgotten_is_aborted_and_the_others_go_on(small_decoder, kind):
     with serving(kind, small_decoder()) as (engine, stand_in):
         for request in [Request(0, (3,), max_new_tokens=20), Request(1, (4,), max_new_tokens=5)]:
             engine.submit(request)
         answer_in_part(engine, stand_in)
-        engine.abort(0)
-        (aborted,) = engine.step()
-        assert (aborted.number, len(aborted.tokens), aborted.finish) == (0, 3, "abort")
+        engine._forget(0)
+        engine._in_flight.abort_abandoned()
+        assert stand_in.calls[-1][1] == {"vllm": "/abort_requests", "sglang": "/abort_request"}[kind]
         stand_in.served.go_on()
         done = []
         while engine.unfinished:
@@ -442,7 +432,7 @@ def test_an_answer_that_never_comes_is_not_asked_for_without_end(small_decoder, 
 
         stand_in.routes = lambda: routes | {path: breaks}
         # What the check asks is answered.
-        engine.server.check = lambda vocab_size: None
+        only_server(engine).check = lambda vocab_size: None
         with pytest.raises(
             ResourceError, match="asked for 3 times without a token.*engine core is dead.*1 answers are"
         ):

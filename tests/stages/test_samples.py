@@ -126,12 +126,12 @@ def test_the_cache_is_no_larger_than_the_samples_and_goes_while_training(
 
     def checked(placed: PlacedDecoder) -> Generate | None:
         write = generate(placed)
-        asleep.append(engines[-1]._is_asleep)
+        asleep.append(engines[-1].is_asleep)
         return write
 
     monkeypatch.setattr(PlacedDecoder, "generate", checked)
     recorded(tiny_world, tmp_path / "run")
     (engine,) = engines
-    assert asleep == [True] and engine._is_asleep and engine.version == 2
+    assert asleep == [True] and engine.is_asleep and engine.version == 2
     assert 3 <= engine.statistics.blocks <= 3 * 128 // 16
     assert load(tmp_path / "run" / "recipe.yaml").recipe.rollout.cache_gib == 2.0

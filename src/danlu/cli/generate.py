@@ -25,7 +25,7 @@ from danlu.core.errors import DataError, RecipeError
 from danlu.core.terminal import echo, escape_unencodable, print_status_early
 
 if TYPE_CHECKING:
-    from danlu.inference.engine import RolloutEngine
+    from danlu.inference.embedded import EmbeddedEngine
     from danlu.inference.prompt_rows import PromptRow
     from danlu.inference.request import Request
     from danlu.inference.resolve_model import ResolvedModel
@@ -121,7 +121,7 @@ def check_one_adapter(resolved: ResolvedModel) -> None:
         )
 
 
-def stream_answer(engine: RolloutEngine, request: Request) -> None:
+def stream_answer(engine: EmbeddedEngine, request: Request) -> None:
     """Prints the text of one answer as it is generated."""
     engine.submit(request, lambda new: echo(new.text, end=""))
     try:
@@ -132,7 +132,7 @@ def stream_answer(engine: RolloutEngine, request: Request) -> None:
 
 
 def write_answers(
-    engine: RolloutEngine, requests: Sequence[Request], rows: Sequence[PromptRow], *, numbered: bool
+    engine: EmbeddedEngine, requests: Sequence[Request], rows: Sequence[PromptRow], *, numbered: bool
 ) -> None:
     """Prints a line of JSON for each answer as soon as it is complete. numbered: with the number of its row."""
     from danlu.training.progress import RowProgress

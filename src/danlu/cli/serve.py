@@ -84,8 +84,8 @@ def serve(
     print_status_early(f"reading {resolved.given_path}")
     from danlu.inference.engine import DraftOptions, EngineOptions
     from danlu.inference.load_engine import engine_of
-    from danlu.serving.rollout_control import rollout_control_of
     from danlu.serving.served_models import served_models
+    from danlu.serving.served_weights import served_weights
 
     loaded = loading.load(resolved, loading.load_tokenizer(resolved))
     models = served_models(resolved, loaded, name, loading.chat_template)
@@ -95,14 +95,14 @@ def serve(
     settings = EngineOptions(
         cache_gib=cache_gib, sequences=sequences, draft=draft, exact=numerics == "exact", routes=rollouts
     )
-    control = rollout_control_of(loaded, settings) if rollouts else None
-    engine = engine_of(loaded, settings) if control is None else control.engine
+    weights = served_weights(loaded, settings) if rollouts else None
+    engine = engine_of(loaded, settings) if weights is None else weights.engine
     if makes_key:
         api_key = _new_key(listener.getsockname()[1])
     options = server.ServerOptions(
         secrets.randbits(62) if seed is None else seed, api_key, quiet, makes_key, weights_root or Path.cwd()
     )
-    server.Server(models, engine, listener, options, control).listen()
+    server.Server(models, engine, listener, options, weights).listen()
 
 
 def _server_module() -> ModuleType:

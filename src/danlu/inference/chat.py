@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from danlu.core.errors import DataError
-from danlu.inference.engine import RolloutEngine
 from danlu.inference.request import Completion, NewToken, OnToken, Request, SamplingOptions
 from danlu.inference.stopping import Decode
+
+if TYPE_CHECKING:
+    from danlu.inference.embedded import EmbeddedEngine
 
 Message = Mapping[str, str]
 Render = Callable[[Sequence[Message]], list[int]]
@@ -40,7 +43,7 @@ class Conversation:
     """
 
     def __init__(
-        self, engine: RolloutEngine, chat_format: ChatFormat, options: SamplingOptions, *, system: str | None = None
+        self, engine: EmbeddedEngine, chat_format: ChatFormat, options: SamplingOptions, *, system: str | None = None
     ) -> None:
         self.messages: list[dict[str, str]] = []  # user and assistant in turn, without the system prompt
         self.system = system

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from danlu.inference.answer import Answer
 from danlu.inference.blocks import BlockPool, long_root_digest, root_digest
 from danlu.inference.draft_model import speculation_of
 from danlu.inference.engine import EngineAdapters, EngineOptions, EngineStatistics, PauseMode
-from danlu.inference.engine_state import request_from_json, request_to_json
 from danlu.inference.model_runner import ModelRunner, gib
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.prompts import prompt_problem
@@ -27,13 +25,14 @@ from danlu.inference.request import Completion, OnError, OnToken, Request
 from danlu.inference.sampling import check_allowed_ids
 from danlu.inference.scheduler import Counters, Scheduler
 from danlu.inference.sequence_state import SequenceState
+from danlu.inference.stepwise import StepwiseEngine
 from danlu.inference.stopping import Decode
 from danlu.models.decoder import Decoder
 from danlu.models.rope import rotated_by_length
 
 
-class EmbeddedEngine:
-    """Satisfies `engine.RolloutEngine`. Equal prompts are read once; answers share blocks as long as they are alike.
+class EmbeddedEngine(StepwiseEngine):
+    """An `engine.RolloutEngine`. Equal prompts are read once; answers share blocks as long as they are alike.
 
     An answer depends on its request and the weights alone: not on its neighbours, the size of the pool, or the time of
     the request.
@@ -64,8 +63,8 @@ class EmbeddedEngine:
         draft_model: Decoder | None = None,
         stages: PipelinedDecoder | None = None,
     ) -> None:
-        self.options, self.decode, self.version = options or EngineOptions(), decode, version
-        self._config = model.config
+        super().__init__(model.config, model.config.context_length, decode)
+        self.options, self.version = options or EngineOptions(), version
         self._speculation, own_options = speculation_of(model, self.options, dtype, draft_model)
         self._runner = ModelRunner(model, own_options, dtype, adapters, self._speculation, stages)
         self._adapters = adapters
@@ -73,14 +72,11 @@ class EmbeddedEngine:
         self._counters = Counters()
         self._generated_tokens = 0
         self._arrivals = itertools.count()
-        self._live: dict[int, list[Answer]] = {}  # unfinished, by the request's number, in the order of arrival
-        self._done: dict[tuple[int, int], Answer] = {}  # finished, and not yet returned
         self._by_number: dict[int, Answer] = {}  # by the sequence's number
         self._undelivered: list[Answer] = []  # with tokens that are not in their text
         self._on_error: dict[int, OnError] = {}  # by the numbers of requests that take their errors themselves
         self._drafts_proposed = self._drafts_accepted = 0
         self._scheduler = self._new_scheduler()
-        self._is_paused = self._is_asleep = False
 
     @property
     def exact(self) -> bool:
@@ -97,11 +93,6 @@ class EmbeddedEngine:
         self._runner.copies_weights = value and not self.exact
         if not value:
             self._runner.weights_changed()
-
-    @property
-    def unfinished(self) -> int:
-        """Answers that were asked for and that `step` has not returned."""
-        return sum(map(len, self._live.values())) + len(self._done)
 
     @property
     def longest(self) -> int:
@@ -132,57 +123,21 @@ class EmbeddedEngine:
         decode: Decode | None = None,
         on_error: OnError | None = None,
     ) -> None:
-        """Takes a request; its answers come with later steps.
+        """Takes a request as `StepwiseEngine.submit` does.
 
-        on_token: called with each token as it is drawn. decode: in place of the engine's, for an adapter with a
-        tokenizer of its own. on_error: called, within a step, with an error of this request alone, which then ends as
-        it is; without it the step raises.
+        on_error: called, within a step, with an error of this request alone, which then ends as it is; without it the
+        step raises.
 
         Raises DataError for a prompt that the model cannot continue, an adapter that is not there and a number that is
         in use, and ResourceError for a request that the cache cannot hold.
         """
-        self._check(request)
-        decode = decode or self.decode
-        assert decode is not None or not request.stop_strings, "stop strings are looked for in text: give decode"
-        context, virtual = self._config.context_length, self._virtual_tokens(request.adapter)
-        self._enqueue(
-            [Answer(request, sample, virtual, context, decode, on_token) for sample in request.sample_numbers]
-        )
+        super().submit(request, on_token, decode=decode)
         if on_error is not None:
             self._on_error[request.number] = on_error
 
     def abort(self, number: int) -> None:
         """Ends the unfinished answers of a request as they are; the next step returns them."""
         self._abort(self._live.get(number, ()))
-
-    def step(self) -> list[Completion]:
-        """Runs one pass over the unfinished requests; returns the answers that are complete.
-
-        After an error or an interruption all drawn tokens are kept, and the rest is computed again by the next step.
-        Raises ModelError when the model answers with NaN, unless the request takes its errors itself.
-        """
-        self._advance()
-        return self._take_done()
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Returns all answers to the requests, in their order and by sample. Raises the errors of `submit` and `step`;
-        if a request is refused none has been taken."""
-        assert not self._is_paused, "the engine is paused: resume it before it answers"
-        for request in requests:
-            self._check(request)
-        numbers = [request.number for request in requests]
-        if len(set(numbers)) < len(numbers):
-            repeated = next(number for number in numbers if numbers.count(number) > 1)
-            raise DataError(f"prompt {repeated}: two requests have this number. Give each its own")
-        for request in requests:
-            self.submit(request)
-        keys = [(request.number, sample) for request in requests for sample in request.sample_numbers]
-        expected = set(keys)
-        while not expected <= self._done.keys():
-            self._advance()
-        completions = [self._done[key].completion() for key in keys]
-        self._done = {key: answer for key, answer in self._done.items() if key not in expected}
-        return completions
 
     def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Goes on with other weights. Nothing that was cached is used again; tokens that were drawn stay.
@@ -201,57 +156,28 @@ class EmbeddedEngine:
             self._restart()
 
     def pause(self, mode: PauseMode) -> list[Completion]:
-        """Stops answering until `resume`; returns the answers that `abort` and `wait` completed."""
-        match mode:
-            case "abort":
-                self._abort(list(self._answers()))
-            case "wait":
-                while self._live:
-                    self._advance()
-            case "keep":
-                pass
-        self._is_paused = True
+        """Stops answering until `resume`; returns the answers that are complete, which with `abort` are all."""
+        if mode == "abort":
+            self._abort(list(self._answers()))
+        self.is_paused = True
         return self._take_done()
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self._is_paused = False
+        self.is_paused = False
 
     def sleep(self) -> None:
         """Gives the cache's memory back until `wake`; unfinished answers are read again then."""
         self._restart()
         self._runner.weights_changed()
         self._runner.pool.release()
-        self._is_asleep = True
+        self.is_asleep = True
 
     def wake(self) -> None:
         """Takes the cache's memory again."""
-        if self._is_asleep:
+        if self.is_asleep:
             self._runner.pool.allocate()
-        self._is_asleep = False
-
-    def state(self) -> dict[str, Any]:
-        """Unfinished requests with their answers so far, as JSON has it. To be read between two steps."""
-        requests: dict[int, dict[str, Any]] = {}
-        for answer in (*self._done.values(), *self._answers()):
-            entry = requests.setdefault(answer.request.number, {"request": request_to_json(answer.request)})
-            entry.setdefault("answers", []).append(answer.state())
-        return {"requests": list(requests.values())}
-
-    def restore(self, state: dict[str, Any], on_token: OnToken | None = None) -> None:
-        """Takes up the requests of another engine's `state`, and goes on where their answers ended."""
-        context, vocab_size = self._config.context_length, self._config.vocab_size
-        for entry in state["requests"]:
-            request = request_from_json(entry["request"])
-            self._check(request)
-            answers = []
-            for answer_state in entry["answers"]:
-                virtual = self._virtual_tokens(request.adapter)
-                answer = Answer(request, answer_state["sample"], virtual, context, self.decode, on_token)
-                answer.restore(answer_state, vocab_size)
-                answers.append(answer)
-            self._enqueue(answers)
-            self._collect(answers)
+        self.is_asleep = False
 
     def close(self) -> None:
         """Gives the cache's memory back. Unfinished requests are gone."""
@@ -259,11 +185,12 @@ class EmbeddedEngine:
         self.sleep()
 
     def _advance(self) -> None:
-        """Runs one pass, as `step`; complete answers are in `_done`."""
-        assert not self._is_asleep, "the engine sleeps: wake it before it answers"
+        """Runs one pass over the unfinished requests. Raises ModelError when the model answers with NaN, unless the
+        request takes its errors itself."""
+        assert not self.is_asleep, "the engine sleeps: wake it before it answers"
         try:
             self._report()  # where an earlier step was interrupted
-            if self._live and not self._is_paused:
+            if self._live and not self.is_paused:
                 self._run()
                 self._report()
         except BaseException:
@@ -272,17 +199,8 @@ class EmbeddedEngine:
             self._restart()
             raise
 
-    def _take_done(self) -> list[Completion]:
-        completions = [answer.completion() for answer in self._done.values()]
-        self._done = {}  # Python runs no signal handler between here and the caller: what is taken is returned
-        return completions
-
-    def _answers(self) -> Iterator[Answer]:
-        """All that are unfinished, in the order of arrival."""
-        return itertools.chain.from_iterable(self._live.values())
-
-    def _check(self, request: Request) -> None:
-        """Raises DataError and ResourceError as `submit` does."""
+    def _check(self, request: Request, decode: Decode | None) -> None:
+        assert decode is not None or not request.stop_strings, "stop strings are looked for in text: give decode"
         where = f"prompt {request.number}"
         known = () if self._adapters is None else (*self._adapters.names, "none")
         if request.adapter is not None and request.adapter not in known:
@@ -292,8 +210,7 @@ class EmbeddedEngine:
         if problem := prompt_problem(self._config, request.prompt, virtual_tokens):
             raise DataError(f"{where} {problem}")
         check_allowed_ids(request.sampling, self._config.vocab_size)
-        if request.number in self._live or any(number == request.number for number, _ in self._done):
-            raise DataError(f"{where}: a request with this number is unfinished. Give each its own")
+        self._check_number(request.number)
         # The last token is not cached: nothing comes after it.
         total = min(virtual_tokens + len(request.prompt) + request.max_new_tokens, self._config.context_length)
         if self.exact and self._config.rotates_by_growth and rotated_by_length(self._config.ropes, total):
@@ -329,7 +246,7 @@ class EmbeddedEngine:
             has_states=self._config.has_states,
         )
 
-    def _enqueue(self, answers: Sequence[Answer]) -> None:
+    def _begin(self, answers: Sequence[Answer]) -> None:
         """Gives answers of one request to the scheduler. Of those without a token one reads the prompt for all."""
         self._live[answers[0].request.number] = list(answers)
         for answer in answers:
@@ -345,6 +262,7 @@ class EmbeddedEngine:
             answer.sequence = self._new_sequence(answer)
             self._scheduler.add(answer.sequence)
         self._undelivered += answers
+        self._collect(answers)
 
     def _new_sequence(self, answer: Answer) -> SequenceState:
         is_long = rotated_by_length(self._config.ropes, answer.rotary_length)
@@ -373,8 +291,7 @@ class EmbeddedEngine:
             for answer in answers if self._runner.route_shape is not None else ():
                 if answer.finish not in (None, "abort") and answer.routes is None:
                     answer.draw_last_again()
-            self._enqueue(answers)
-            self._collect(answers)
+            self._begin(answers)
 
     def _abort(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
@@ -399,12 +316,8 @@ class EmbeddedEngine:
         """Makes completions of those answers that are finished, and gives their blocks back."""
         for answer in [answer for answer in answers if answer.finish is not None and answer.number in self._by_number]:
             number = answer.request.number
-            self._done[answer.key] = answer
-            unfinished = [other for other in self._live[number] if other is not answer]
-            if unfinished:
-                self._live[number] = unfinished
-            else:
-                del self._live[number]
+            self._finish(answer)
+            if number not in self._live:
                 self._on_error.pop(number, None)
             if answer.sequence is not None:
                 self._read_routes(answer, answer.sequence)

@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from danlu.inference.request import Completion, OnToken, Request
-from danlu.inference.stopping import Decode
+from danlu.inference.request import Completion, Request
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-PauseMode = Literal["abort", "wait", "keep"]
-"""The treatment of unfinished requests: they end as they are, are finished first, or stay where they are until
-`resume`. As in vLLM's `/pause`."""
+PauseMode = Literal["abort", "keep"]
+"""The treatment of unfinished requests: they end as they are, or stay where they are until `resume`. As in vLLM's
+`/pause`."""
 
 
 class RolloutEngine(Protocol):
-    """Answers requests with a model that gets new weights from time to time. Not safe for several threads at once."""
+    """The engine that a trainer asks for answers. Not safe for several threads at once.
+
+    `EmbeddedEngine` decodes in this process, `ParallelEngine` is one of these on each process, and `ServedPolicy` asks
+    rollout servers; on several processes all make the same calls in the same order.
+    """
 
     @property
     def version(self) -> int: ...  # of the weights that the next token is drawn with
 
-    @property
-    def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
-
-    @property
-    def unfinished(self) -> int: ...  # answers that were asked for and that `step` has not returned
-
-    def submit(
-        self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None
-    ) -> None: ...  # decode: in place of the engine's, for an adapter with a tokenizer of its own
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...  # all answers, by request and sample
 
     # Raises DataError for a prompt that the model cannot continue, ResourceError for one the cache cannot hold.
 
-    def abort(self, number: int) -> None: ...  # of a request: its answers end as they are, with the next step
+    def update(self, version: int) -> None: ...  # goes on with the policy's present weights; nothing cached is left
 
-    def step(self) -> list[Completion]: ...  # one forward pass; the answers that it completed
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...  # all answers, by request and sample
-
-    def update(self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None) -> None: ...
-
-    # None: the trainer's tensors are the engine's. Drops the prefix cache, and what unfinished answers have cached.
-
-    def pause(self, mode: PauseMode) -> list[Completion]: ...  # what `abort` and `wait` completed
-
-    def resume(self) -> None: ...
-
-    def sleep(self) -> None: ...  # gives the cache's memory back; unfinished answers are read again afterwards
+    def sleep(self) -> None: ...  # gives the cache's memory back
 
     def wake(self) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...  # unfinished requests with their answers so far, as JSON has it
-
-    def restore(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 

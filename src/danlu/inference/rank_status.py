@@ -9,7 +9,7 @@ import torch
 
 from danlu.core import errors
 from danlu.core.errors import DanluError, TrainingError
-from danlu.inference.completion_bytes import to_bytes
+from danlu.inference.completion_bytes import from_bytes, to_bytes
 from danlu.inference.request import Completion
 from danlu.parallel.comm import Group
 
@@ -46,7 +46,15 @@ class PeerStatus:
         return bool(sums[0])
 
 
-def payload_of(completions: Sequence[Completion], error: Exception | None) -> bytes:
+def gather_answers(world: Group, own: Sequence[Completion], error: Exception | None) -> list[Completion]:
+    """The completions of all ranks. Raises an error of any on all."""
+    payloads = world.all_gather_bytes(_payload_of(own, error))
+    if (failure := _first_failure(payloads, error)) is not None:
+        raise failure from error
+    return [completion for payload in payloads for completion in from_bytes(payload[1:])]
+
+
+def _payload_of(completions: Sequence[Completion], error: Exception | None) -> bytes:
     """The message of a rank: its completions, or its error."""
     if error is None:
         return b"c" + to_bytes(completions)
@@ -57,7 +65,7 @@ def payload_of(completions: Sequence[Completion], error: Exception | None) -> by
     return b"e" + json.dumps([kind.__name__, str(error)]).encode()
 
 
-def first_failure(payloads: Sequence[bytes], own: Exception | None) -> Exception | None:
+def _first_failure(payloads: Sequence[bytes], own: Exception | None) -> Exception | None:
     """The error of the first rank that has one; on a rank with one that danlu does not raise on purpose, that one."""
     failures = [(rank, json.loads(payload[1:])) for rank, payload in enumerate(payloads) if payload[:1] == b"e"]
     if not failures:

@@ -25,10 +25,12 @@ from danlu.inference.logprob_gap import RolloutGap, rollout_gap
 from danlu.inference.request import Completion, Request, SamplingOptions
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.remote_engines.hand_over import folder_weights
-from danlu.remote_engines.server_interface import Continuation, RolloutServer, seed_of
+from danlu.remote_engines.server_interface import Continuation, RolloutServer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from danlu.remote_engines.fleet import ServerFleet
 
 Score = Callable[[Sequence[Sequence[int]], Sequence[int], str | None], list[list[float]]]
 """Maps (sequences of prompt and answer, tokens of each prompt, adapter or "none") to the trainer's log-probabilities of
@@ -77,7 +79,6 @@ class CanaryAnswers:
                     tokens=request.prompt,
                     max_new_tokens=request.max_new_tokens,
                     adapter=request.adapter,
-                    seed=seed_of(request, 0, len(request.prompt)),
                 )
             )
             both = zip(answer.tokens, completion.tokens, answer.logprobs, completion.logprobs, strict=False)
@@ -187,16 +188,16 @@ class Canary:
         )
 
 
-def compare_with_server(
-    server: RolloutServer | None,
+def compare_with_servers(
+    servers: ServerFleet | None,
     config: ModelConfig,
     value: Callable[[str], Tensor | None],
     from_first: Callable[[Callable[[], list[str]]], list[str]] = lambda make: make(),
 ) -> Differing:
-    """Compares tensors with those of a server.
+    """Compares tensors with those of servers.
 
     Args:
-        server: None on processes that only help with `value`.
+        servers: None on processes that only help with `value`.
         value: maps a parameter's name in the decoder to the whole tensor, on the first process at least; a collective
             call where parameters are sharded.
         from_first: returns a function's result of the first process on all of them; see `parallel.comm.Group`.
@@ -206,9 +207,15 @@ def compare_with_server(
         sampled = {name: value(name) for name in _sampled_parameters(config, version)}
 
         def ask() -> list[str]:
-            assert server is not None, "the first process speaks to the server"
+            assert servers is not None, "the first process speaks to servers"
             weights = ((name, tensor) for name, tensor in sampled.items() if tensor is not None)
-            return server.differing(dict(folder_weights(config, weights, complete=False)))
+            tensors = dict(folder_weights(config, weights, complete=False))
+
+            def names_of(server: RolloutServer) -> list[str]:
+                where = f" ({server.address})" if len(servers.replicas) > 1 else ""
+                return [f"{name}{where}" for name in server.differing(tensors)]
+
+            return [name for names in servers.each(names_of) for name in names]
 
         return from_first(ask)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from danlu import __version__
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient
-from danlu.inference.request import Request
+from danlu.inference.engine import PauseMode
 from danlu.remote_engines.danlu_protocol import PREFIX, PROTOCOL, answer_from_json, continuation_to_json, float_digest
-from danlu.remote_engines.server_interface import Continuation, ServerAnswer, ServerClient, TakesFiles, check_vocabulary
+from danlu.remote_engines.server_interface import Continuation, RolloutServer, ServerAnswer, check_vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from danlu.models.config import ModelConfig
 
 
-class DanluServer(ServerClient, TakesFiles):
-    """A `RolloutServer`.
+class DanluServer(RolloutServer):
+    """A client of such a server.
 
     Args:
         exact: the type of activations ("float32") that a trainer with numerics: exact computes in, which the server has
@@ -41,7 +41,6 @@ class DanluServer(ServerClient, TakesFiles):
     ) -> None:
         super().__init__(client)
         self._routes = routes
-        self.exact = exact is not None
         self._dtype = exact
         self._push = push
 
@@ -70,9 +69,6 @@ class DanluServer(ServerClient, TakesFiles):
         info: dict[str, Any] = self.client.get(f"{PREFIX}/info")
         return info
 
-    def problem(self, request: Request) -> str | None:
-        return None
-
     def answer(self, continuation: Continuation) -> ServerAnswer:
         return answer_from_json(self._post("answer", continuation_to_json(continuation, routes=self._routes)))
 
@@ -82,7 +78,7 @@ class DanluServer(ServerClient, TakesFiles):
     def abort(self, request_ids: Sequence[str]) -> None:
         self._post("abort", {"request_ids": list(request_ids)})
 
-    def pause(self, mode: Literal["abort", "keep"]) -> None:
+    def pause(self, mode: PauseMode) -> None:
         self._post("pause", {"mode": mode})
 
     def resume(self) -> None:
@@ -90,9 +86,6 @@ class DanluServer(ServerClient, TakesFiles):
 
     def sleep(self) -> None:
         self._post("sleep")
-
-    def wake_weights(self) -> None:
-        """Does nothing: the weights never slept."""
 
     def wake(self) -> None:
         self._post("wake")

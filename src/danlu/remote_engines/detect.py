@@ -38,7 +38,8 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
     info = _answer(client, f"{PREFIX}/info")
     if isinstance(info, dict) and info.get("server") == "danlu":
         return DanluServer(client, exact=demands.exact, push=demands.push, routes=demands.routes)
-    name = _other_kind(client)
+    server = _other_kind(client, demands)
+    name = server.name
     if demands.exact is not None:
         raise ModelError(
             f"{url}: {name} has kernels of its own, which do not round as the trainer's do. Use danlu serve --rollouts "
@@ -55,9 +56,7 @@ def detect_server(client: HTTPClient, demands: Demands) -> RolloutServer:
         )
     if demands.routes:
         print_status(without_routes(name))
-    if name == SGLangServer.name:
-        return SGLangServer(client)
-    return VLLMServer(client, bucket_bytes=demands.bucket_bytes)
+    return server
 
 
 def without_routes(name: str) -> str:
@@ -68,7 +67,7 @@ def without_routes(name: str) -> str:
     )
 
 
-def _other_kind(client: HTTPClient) -> str:
+def _other_kind(client: HTTPClient, demands: Demands) -> RolloutServer:
     """vLLM or SGLang, whichever answers. Raises ModelError where neither does."""
     cards = _answer(client, "/v1/models")
     data = cards.get("data") if isinstance(cards, dict) else None
@@ -79,10 +78,10 @@ def _other_kind(client: HTTPClient) -> str:
         )
     version = _answer(client, "/version")
     if isinstance(version, dict) and "version" in version:
-        return VLLMServer.name
+        return VLLMServer(client, bucket_bytes=demands.bucket_bytes)
     info = _answer(client, "/server_info")
     if isinstance(info, dict) and "version" in info and "tp_size" in info:
-        return SGLangServer.name
+        return SGLangServer(client)
     raise ModelError(
         f"{client.url}: neither danlu serve --rollouts nor vLLM nor SGLang answers there, as far as /version and "
         "/server_info tell"

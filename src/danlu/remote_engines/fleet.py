@@ -1,4 +1,5 @@
-"""Several rollout servers as one: the least loaded is asked, and requests of a lost one are answered by the others.
+"""The rollout servers of an engine, of which there may be one: the least loaded is asked, the others answer requests of
+a lost one.
 
 A server that does not answer any more is left out. One that is there again gets the present weights from the files of
 the latest hand-over, has to answer a canary's prompts as the others did, and then gets requests again. Draws follow
@@ -10,26 +11,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 from danlu.core.errors import DanluError, ModelError
 from danlu.core.http_client import ConnectionLost, HTTPClient, RequestRefused
 from danlu.core.terminal import print_status
-from danlu.inference.request import Request
 from danlu.remote_engines.canary import CanaryAnswers
-from danlu.remote_engines.server_interface import Continuation, RolloutServer, ServerAnswer, TakesFiles
+from danlu.remote_engines.server_interface import Continuation, RolloutServer, ServerAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from danlu.models.config import ModelConfig
+
+Result = TypeVar("Result")
 
 POLL_S = 0.5
 """Seconds between looks for a server that is gone."""
@@ -51,7 +51,6 @@ class Replica:
     is_usable: bool = False
     in_flight: int = 0
     """Requests that it is working on."""
-    is_asleep: bool = False
     refused_at: str | None = None
     """The label of the weights with which it did not pass; it is not tried again before there are others."""
 
@@ -77,21 +76,23 @@ class Weights:
     """The answers of a server with these weights, once the canary has passed."""
 
 
-class ServerFleet(TakesFiles):
-    """A `RolloutServer` over several; its calls reach all that are usable.
+class ServerFleet:
+    """The servers of an engine, and the requests and weights that each has.
 
     Args:
-        clients: one for each server. connect: detects the kind of a server.
-        exact: whether each of them must be exact.
+        clients: one for each server.
+        connect: makes the server of a client, such as `detect.detect_server`.
+        reloads: whether a lost server is left out, and given the present weights when it is there again. Else there is
+            one server: its errors are raised, and it has to come back with the weights that it had.
     """
 
-    name = "the rollout servers"
-
-    def __init__(self, clients: Sequence[HTTPClient], connect: Connect, *, exact: bool = False) -> None:
-        assert clients, "a fleet has servers"
-        self.replicas = [Replica(client) for client in clients]
-        self.exact = exact
+    def __init__(self, clients: Sequence[HTTPClient], connect: Connect, *, reloads: bool = True) -> None:
+        assert clients and (reloads or len(clients) == 1), "several servers are given weights when they come back"
+        self.reloads = reloads
+        self.replicas = [Replica(client, is_usable=not reloads) for client in clients]
+        self.address = ", ".join(replica.url for replica in self.replicas)
         self.context = 0
+        """The most tokens of a prompt and its answer that all of them take; known after `check`."""
         self._connect = connect
         self._config: ModelConfig | None = None
         self._weights = Weights()
@@ -107,14 +108,20 @@ class ServerFleet(TakesFiles):
         self._watcher = threading.Thread(target=self._watch, name="rollout-servers", daemon=True)
 
     @property
-    def address(self) -> str:
-        return ", ".join(replica.url for replica in self.replicas)
-
-    @property
     def usable(self) -> list[Replica]:
         """Those that are asked now."""
         with self._changed:
             return [replica for replica in self.replicas if replica.is_usable]
+
+    @property
+    def connected(self) -> list[RolloutServer]:
+        """The servers that were reached."""
+        return [replica.server for replica in self.replicas if replica.server is not None]
+
+    @property
+    def name(self) -> str:
+        """Their name in messages."""
+        return "the rollout servers" if self.reloads else self.connected[0].name
 
     # -- who is there
 
@@ -123,30 +130,34 @@ class ServerFleet(TakesFiles):
 
         The first call waits for all, as they are being started; missing ones are reported and looked for later.
         """
-        if not self._watcher.is_alive():
-            waits = [self._pool.submit(replica.client.wait_until_healthy, timeout_s) for replica in self.replicas]
-            for replica, wait in zip(self.replicas, waits, strict=True):
-                replica.is_usable = wait.result()
+        if self._watcher.is_alive():
+            with self._changed:
+                return self._changed.wait_for(lambda: any(replica.is_usable for replica in self.replicas), timeout_s)
+        waits = [self._pool.submit(replica.client.wait_until_healthy, timeout_s) for replica in self.replicas]
+        are_there = [wait.result() for wait in waits]
+        if self.reloads:
+            for replica, is_there in zip(self.replicas, are_there, strict=True):
+                replica.is_usable = is_there
             missing = [replica.url for replica in self.replicas if not replica.is_usable]
-            if missing and len(missing) < len(self.replicas):
+            if missing and any(are_there):
                 print_status(f"warning: no rollout server answers at {', '.join(missing)}; going on with the others")
-            return len(missing) < len(self.replicas)
-        with self._changed:
-            return self._changed.wait_for(lambda: any(replica.is_usable for replica in self.replicas), timeout_s)
+        return any(are_there)
 
     def check(self, config: ModelConfig) -> None:
         """Checks each server as its own `check` does. Later ones are checked before they are used."""
         self._config = config
         for replica in self.usable:
-            if replica.server is None:
-                server = self._connect(replica.client)
+            server = replica.server or self._connect(replica.client)
+            if replica.server is None or not self.reloads:
                 server.check(config)
-                replica.server = server
-        self.context = min(replica.connected.context for replica in self.replicas if replica.server is not None)
-        if not self._watcher.is_alive() and not self._closing.is_set():
+            replica.server = server
+        self.context = min(server.context for server in self.connected)
+        if self.reloads and not self._watcher.is_alive() and not self._closing.is_set():
             self._watcher.start()
 
     def _lose(self, replica: Replica, error: Exception) -> None:
+        if not self.reloads:
+            return
         with self._changed:
             was_usable, replica.is_usable = replica.is_usable, False
             others = sum(other.is_usable for other in self.replicas)
@@ -193,7 +204,7 @@ class ServerFleet(TakesFiles):
                 "as much room"
             )
         is_same = server.version_label() == weights.label
-        if is_same and replica.is_asleep:
+        if is_same and replica.server is not None and replica.server.is_asleep:
             server.wake()
         server.pause("abort")
         if not is_same and weights.load is not None:
@@ -203,13 +214,9 @@ class ServerFleet(TakesFiles):
         server.resume()
         if weights.canary is not None:
             weights.canary.check(server)
-        replica.server, replica.is_asleep = server, False
+        replica.server = server
 
     # -- answers
-
-    def problem(self, request: Request) -> str | None:
-        problems = (replica.connected.problem(request) for replica in self.replicas if replica.server is not None)
-        return next((problem for problem in problems if problem is not None), None)
 
     def answer(self, continuation: Continuation) -> ServerAnswer:
         """Answers with the least loaded server; with another where that one is lost meanwhile. Raises ConnectionLost
@@ -221,15 +228,16 @@ class ServerFleet(TakesFiles):
                     break
                 try:
                     answer = replica.connected.answer(continuation)
-                    foreign = {label for label in answer.version_labels if not label.isdecimal()}
-                    if not foreign:
+                    foreign = answer.foreign_labels
+                    if not (foreign and self.reloads):
                         return answer
                     lost = ConnectionLost(f"{replica.url}: it was restarted and has weights {sorted(foreign)}")
                 except ConnectionLost as error:
                     lost = error
                 except RequestRefused as error:
                     # One that is there failed at this request, as another would: who asks knows how often it did.
-                    if error.status < 500 or (error.status == FAILED and _is_healthy(replica.client)):
+                    is_there = error.status == FAILED and self.reloads and _is_healthy(replica.client)
+                    if error.status < 500 or is_there:
                         raise
                     lost = error
             self._lose(replica, lost)
@@ -256,89 +264,59 @@ class ServerFleet(TakesFiles):
                     self._places.pop(request_id, None)
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        """Has the servers that work on these requests end them as they are."""
         with self._changed:
-            places = {request_id: self._places.get(request_id) for request_id in request_ids}
+            servers = {request_id: self._places[request_id].server for request_id in request_ids & self._places.keys()}
 
-        def abort(replica: Replica) -> None:
-            if own := [request_id for request_id, place in places.items() if place is replica]:
-                replica.connected.abort(own)
+        def abort(server: RolloutServer) -> None:
+            if own := [request_id for request_id in request_ids if servers.get(request_id) is server]:
+                server.abort(own)
 
-        self._each(abort)
+        self.each(abort)
 
-    # -- what all are told
+    # -- control of all
 
-    def _each(self, tell: Callable[[Replica], None]) -> None:
-        """Calls `tell` for all usable servers at once; one that is gone is left out. Raises the error of one that
-        refuses."""
+    def each(self, tell: Callable[[RolloutServer], Result], *, idle: bool | None = None) -> list[Result]:
+        """Calls `tell` for all usable servers at once, and returns its results; one that is gone is left out. Raises
+        the error of one that refuses.
 
-        def tell_one(replica: Replica) -> None:
+        idle: whether answers are not wanted from then on; None: as before.
+        """
+
+        def tell_one(replica: Replica) -> list[Result]:
             try:
-                tell(replica)
-            except ConnectionLost as error:
-                self._lose(replica, error)
-            except RequestRefused as error:
-                if error.status < 500:
+                return [tell(replica.connected)]
+            except (ConnectionLost, RequestRefused) as error:
+                if not self.reloads or (isinstance(error, RequestRefused) and error.status < 500):
                     raise
                 self._lose(replica, error)
+                return []
 
         with self._control:
-            list(self._pool.map(tell_one, self.usable))
-
-    def pause(self, mode: Literal["abort", "keep"]) -> None:
-        with self._control:
-            self._is_idle = True
-            self._each(lambda replica: replica.connected.pause(mode))
-
-    def resume(self) -> None:
-        with self._control:
-            self._each(lambda replica: replica.connected.resume())
-            self._is_idle = False
-
-    def sleep(self) -> None:
-        def sleep(replica: Replica) -> None:
-            replica.connected.sleep()
-            replica.is_asleep = True
-
-        with self._control:
-            self._is_idle = True
-            self._each(sleep)
-
-    def wake_weights(self) -> None:
-        self._each(lambda replica: replica.connected.wake_weights())
-
-    def wake(self) -> None:
-        def wake(replica: Replica) -> None:
-            replica.connected.wake()
-            replica.is_asleep = False
-
-        with self._control:
-            self._each(wake)
-            self._is_idle = False
-
-    def drop_prefix_cache(self) -> None:
-        self._each(lambda replica: replica.connected.drop_prefix_cache())
+            if idle is not None:
+                self._is_idle = True
+            results = list(chain.from_iterable(self._pool.map(tell_one, self.usable)))
+            if idle is not None:
+                self._is_idle = idle
+        return results
 
     # -- weights
 
     def version_label(self) -> str:
-        return self._weights.label
+        """Returns the label of the weights of all of them, or of the only one."""
+        return self._weights.label if self.reloads else self.connected[0].version_label()
 
     def label_version(self, label: str) -> None:
+        """Gives the weights that are loaded a label."""
         with self._control:
             self._weights.label = label
-            self._each(lambda replica: replica.connected.label_version(label))
+            self.each(lambda server: server.label_version(label))
 
-    def load_folder(self, folder: Path, label: str) -> None:
-        self._hand_over(lambda server: server.load_folder(folder, label), label)
-
-    def load_adapter(self, name: str, folder: Path) -> None:
-        """The label comes after it."""
-        self._hand_over(lambda server: server.load_adapter(name, folder), self._weights.label)
-
-    def _hand_over(self, load: Callable[[RolloutServer], None], label: str) -> None:
+    def load(self, load: Callable[[RolloutServer], None], label: str) -> None:
+        """Hands weights to all, and later to those that come back. load: hands them to one."""
         with self._control:
             self._weights = Weights(label, load)
-            self._each(lambda replica: load(replica.connected))
+            self.each(load)
 
     def accept(self, canary: CanaryAnswers) -> None:
         """Keeps the answers of a canary that passed, as those of a server with the present weights.
@@ -346,19 +324,8 @@ class ServerFleet(TakesFiles):
         Raises TrainingError, with its url, where one of them answers otherwise.
         """
         with self._control:
-            self._each(lambda replica: canary.check(replica.connected))
+            self.each(canary.check)
             self._weights.canary = canary
-
-    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        names: list[str] = []
-        several = len(self.replicas) > 1
-
-        def compare(replica: Replica) -> None:
-            where = f" ({replica.url})" if several else ""
-            names.extend(f"{name}{where}" for name in replica.connected.differing(tensors))
-
-        self._each(compare)
-        return names
 
     def close(self) -> None:
         self._closing.set()

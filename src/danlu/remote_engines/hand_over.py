@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,12 +21,13 @@ from danlu.core.safetensors_format import read_header
 from danlu.models.config import ModelConfig, parameter_shapes
 from danlu.models.hf_folder import INDEX
 from danlu.models.hf_layout import HFTensor, hf_tensors
-from danlu.remote_engines.server_interface import RolloutServer, Route, WeightGroup
+from danlu.remote_engines.server_interface import GroupServer, Route, WeightGroup
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from danlu.remote_engines.fleet import ServerFleet
 
 Weights = Iterable[tuple[str, "Tensor"]]
 
@@ -33,7 +35,7 @@ _MIB = 1 << 20
 
 
 class HandOver(Protocol):
-    """A way to a server. Called while the server is paused; `label` is the version that its weights have afterwards."""
+    """A way to servers. Called while they are paused; `label` is the version that their weights have afterwards."""
 
     @property
     def route(self) -> Route: ...
@@ -41,41 +43,68 @@ class HandOver(Protocol):
     @property
     def adapter(self) -> str | None: ...  # what requests without an adapter's name are answered with; None: the base
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None: ...
+    def __call__(self, servers: ServerFleet, label: str, weights: Weights | None) -> None: ...
 
     def close(self) -> None: ...
 
 
-class FolderHandOver:
-    """The weights as safetensors files of a model folder; the folder before is deleted when the server has the new one.
+class _FileHandOver(ABC):
+    """Files on a disk that both sides see; those before are deleted when the servers have the new ones.
 
-    dtype: of the files; by default that of the weights.
+    Each version has a folder of its own, since servers know what they have loaded by its path.
     """
 
-    route: Route = "folder"
-    adapter = None
+    route: Route
+    adapter: str | None = None
 
-    def __init__(self, config: ModelConfig, folder: Path, bucket_mib: int, dtype: torch.dtype | None = None) -> None:
-        self._config, self._folder, self._dtype = config, folder, dtype
-        self._bucket_bytes = bucket_mib * _MIB
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
         self._last: Path | None = None
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None:
-        folder = _fresh_folder(self._folder / f"weights-{label}")
-        tensors = folder_weights(self._config, _required(weights), self._dtype)
-        for number, bucket in enumerate(buckets(tensors, self._bucket_bytes), start=1):
-            file = folder / f"model-{number:05d}.safetensors"
-            _write(file, {name: tensor.detach().to("cpu").contiguous() for name, tensor in bucket})
-        _write_index(folder)
-        server.load_folder(folder, label)
+    def __call__(self, servers: ServerFleet, label: str, weights: Weights | None) -> None:
+        folder = _fresh_folder(self._folder / f"{self._name}-{label}")
+        self._write(folder, weights)
+        self._load(servers, folder, label)
         if self._last is not None and self._last != folder:
             shutil.rmtree(self._last)
         self._last = folder
+
+    @abstractmethod
+    def _write(self, folder: Path, weights: Weights | None) -> None:
+        """Writes the files into an empty folder."""
+
+    @abstractmethod
+    def _load(self, servers: ServerFleet, folder: Path, label: str) -> None:
+        """Has the servers read them."""
 
     def close(self) -> None:
         """Deletes the files on the exchange disk."""
         if self._last is not None:
             shutil.rmtree(self._last, ignore_errors=True)
+
+
+class FolderHandOver(_FileHandOver):
+    """The weights as safetensors files of a model folder.
+
+    dtype: of the files; by default that of the weights.
+    """
+
+    route: Route = "folder"
+
+    def __init__(self, config: ModelConfig, folder: Path, bucket_mib: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__(folder, "weights")
+        self._config, self._dtype = config, dtype
+        self._bucket_bytes = bucket_mib * _MIB
+
+    def _write(self, folder: Path, weights: Weights | None) -> None:
+        tensors = folder_weights(self._config, _required(weights), self._dtype)
+        for number, bucket in enumerate(buckets(tensors, self._bucket_bytes), start=1):
+            file = folder / f"model-{number:05d}.safetensors"
+            _write_tensors(file, {name: tensor.detach().to("cpu").contiguous() for name, tensor in bucket})
+        _write_index(folder)
+
+    def _load(self, servers: ServerFleet, folder: Path, label: str) -> None:
+        servers.load(lambda server: server.load_folder(folder, label), label)
 
 
 class GroupHandOver:
@@ -92,8 +121,10 @@ class GroupHandOver:
         self._bucket_bytes = bucket_mib * _MIB
         self._group: WeightGroup | None = None
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None:
+    def __call__(self, servers: ServerFleet, label: str, weights: Weights | None) -> None:
         tensors = folder_weights(self._config, _required(weights), self._dtype)
+        (server,) = servers.connected
+        assert isinstance(server, GroupServer), f"{server.address}: danlu serve takes files of weights"
         if self._group is None:
             self._group = server.open_group(self._address)
         try:
@@ -112,7 +143,7 @@ class GroupHandOver:
         self._group = None
 
 
-class AdapterHandOver:
+class AdapterHandOver(_FileHandOver):
     """The trained adapter alone, as a PEFT folder; the base is the server's own.
 
     write: writes the adapter into an empty folder.
@@ -121,28 +152,20 @@ class AdapterHandOver:
     route: Route = "adapter"
 
     def __init__(self, name: str, folder: Path, write: Callable[[Path], None]) -> None:
-        self.adapter: str | None = name
-        self._name, self._folder, self._write_adapter = name, folder, write
-        self._last: Path | None = None
+        super().__init__(folder, name)
+        self.adapter = name
+        self._write_adapter = write
 
-    def __call__(self, server: RolloutServer, label: str, weights: Weights | None) -> None:
+    def _write(self, folder: Path, weights: Weights | None) -> None:
         assert weights is None, "the adapter is written as a folder; the base stays as it is"
-        # A folder of its own for each version: servers know what they have loaded by its path.
-        folder = _fresh_folder(self._folder / f"{self._name}-{label}")
         self._write_adapter(folder)
         for file in folder.rglob("*"):
             if file.is_file():
                 sync_file(file)
-        server.load_adapter(self._name, folder)
-        server.label_version(label)
-        if self._last is not None and self._last != folder:
-            shutil.rmtree(self._last)
-        self._last = folder
 
-    def close(self) -> None:
-        """Deletes the files on the exchange disk."""
-        if self._last is not None:
-            shutil.rmtree(self._last, ignore_errors=True)
+    def _load(self, servers: ServerFleet, folder: Path, label: str) -> None:
+        servers.load(lambda server: server.load_adapter(self._name, folder), label)
+        servers.label_version(label)
 
 
 def folder_weights(
@@ -225,7 +248,7 @@ def _write_index(folder: Path) -> None:
         raise ResourceError(f"{folder / INDEX}: cannot be written: {error}") from error
 
 
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(tensors, file, metadata={"format": "pt"})
         sync_file(file)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from danlu.inference.answer import Answer
-from danlu.remote_engines.server_interface import Continuation, RolloutServer, ServerAnswer, seed_of
+from danlu.remote_engines.fleet import ServerFleet
+from danlu.remote_engines.server_interface import Continuation, ServerAnswer
 
 Outcome = ServerAnswer | Exception
 
@@ -17,8 +18,8 @@ class RequestsInFlight:
     """Requests in flight, for one thread, which sends and receives; the threads of the pool touch nothing but the queue
     of outcomes."""
 
-    def __init__(self, server: RolloutServer, connections: int) -> None:
-        self._server, self._connections = server, connections
+    def __init__(self, servers: ServerFleet, connections: int) -> None:
+        self._servers, self._connections = servers, connections
         self._executor = ThreadPoolExecutor(connections, thread_name_prefix="rollout-request")
         self._outcomes: queue.SimpleQueue[tuple[str, Outcome]] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # by the request's id at the server
@@ -36,14 +37,13 @@ class RequestsInFlight:
     def send(self, answer: Answer, adapter: str | None) -> None:
         """Requests an answer, or the missing part of it."""
         self._sent_count += 1
-        request, tokens = answer.request, tuple(answer.tokens)
+        request = answer.request
         continuation = Continuation(
             request_id=f"{self._prefix}-{request.number}-{answer.sample}-{self._sent_count}",
             request=request,
-            tokens=tokens,
+            tokens=tuple(answer.tokens),
             max_new_tokens=answer.longest - len(answer.drawn),
             adapter=adapter,
-            seed=seed_of(request, answer.sample, len(tokens)),
             sample=answer.sample,
         )
         self._answers[continuation.request_id] = answer
@@ -51,7 +51,7 @@ class RequestsInFlight:
 
     def _ask(self, continuation: Continuation) -> None:
         try:
-            self._outcomes.put((continuation.request_id, self._server.answer(continuation)))
+            self._outcomes.put((continuation.request_id, self._servers.answer(continuation)))
         except Exception as error:
             self._outcomes.put((continuation.request_id, error))
 
@@ -66,13 +66,9 @@ class RequestsInFlight:
             if (answer := self._answers.pop(request_id, None)) is not None:
                 arrived.append((answer, outcome))
 
-    def ids(self, wanted: Callable[[Answer], bool]) -> dict[str, Answer]:
-        """The requests for certain answers, by their ids at the server."""
-        return {request_id: answer for request_id, answer in self._answers.items() if wanted(answer)}
-
     def abandon(self, wanted: Callable[[Answer], bool] = lambda answer: True) -> list[Answer]:
         """Waits no longer for certain answers, whatever the server says of them; returns them."""
-        abandoned = self.ids(wanted)
+        abandoned = {request_id: answer for request_id, answer in self._answers.items() if wanted(answer)}
         for request_id in abandoned:
             del self._answers[request_id]
         self._abandoned += abandoned
@@ -81,7 +77,7 @@ class RequestsInFlight:
     def abort_abandoned(self) -> None:
         """Has the server forget them, too."""
         if self._abandoned:
-            self._server.abort(self._abandoned)
+            self._servers.abort(self._abandoned)
         self._abandoned = []
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from danlu.core.errors import ModelError
-from danlu.core.http_client import HTTPClient
+from danlu.core.http_client import HTTPClient, RequestRefused
+from danlu.inference.engine import PauseMode
 from danlu.inference.request import Request
 from danlu.inference.support import Support
 
@@ -29,7 +30,7 @@ folder."""
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of rollout servers: connections and weight sync."""
+    """Options of the connections to rollout servers."""
 
     urls: tuple[str, ...]
     api_key_variable: str | None = None
@@ -40,26 +41,11 @@ class ServerOptions:
     """The longest wait for one answer."""
     reconnect_s: float = 120.0
     """Seconds to wait for a server that is gone."""
-    hand_over: Route = "folder"
-    exchange_folder: Path | None = None
-    """folder, adapter: a folder on a disk that trainer and server both see, under the same path."""
-    bucket_mib: int = 512
-    """group: tensors of one broadcast, in MiB."""
-    group_address: str = "127.0.0.1"
-    """group: where the server reaches this machine."""
-    canary_tolerance: float = 0.05
-    """The mean difference of log-probabilities from the trainer's that the canary lets pass, in nats."""
 
     @property
     def clients(self) -> list[HTTPClient]:
         """One for each server."""
         return [HTTPClient(url, self.timeout_s, self.api_key_variable, server_key=True) for url in self.urls]
-
-    @property
-    def client(self) -> HTTPClient:
-        """The client of the only server."""
-        (client,) = self.clients
-        return client
 
 
 @dataclass(frozen=True)
@@ -73,9 +59,13 @@ class Continuation:
     max_new_tokens: int
     adapter: str | None
     """The adapter's name; None: the base."""
-    seed: int
     sample: int = 0
     """The number of the answer among the request's."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of servers that draw by means of their own."""
+        return seed_of(self.request, self.sample, len(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,11 @@ class ServerAnswer:
     routes: np.ndarray | None = None
     """Routes as in `Completion.routes`, of all tokens that were continued, and of the new ones."""
 
+    @property
+    def foreign_labels(self) -> set[str]:
+        """Labels of weights that no trainer has labelled, as those of a server that was started again are."""
+        return {label for label in self.version_labels if not label.isdecimal()}
+
 
 class WeightGroup(Protocol):
     """A process group of the trainer, which is rank 0, and the server's workers."""
@@ -104,94 +99,108 @@ class WeightGroup(Protocol):
     def close(self) -> None: ...
 
 
-class RolloutServer(Protocol):
+class RolloutServer(ABC):
     """A server that continues prompts with a model that can get new weights.
 
     Calls raise ConnectionLost where the server is not there, RequestRefused where it refuses.
     """
 
-    @property
-    def name(self) -> str: ...  # for messages
-
-    @property
-    def address(self) -> str: ...  # likewise
-
-    @property
-    def exact(self) -> bool: ...  # whether log-probabilities are the trainer's to the last bit
-
-    @property
-    def context(self) -> int: ...  # tokens of a prompt and its answer; known after `check`
-
-    def wait_until_there(self, timeout_s: float) -> bool: ...  # whether it answers at some moment of these seconds
-
-    def check(self, config: ModelConfig) -> None: ...
-
-    # Raises ModelError for a version that is not supported, a setting that log-probabilities could not be trusted with,
-    # and a model with another vocabulary, or one that the server may rotate otherwise. Nothing but questions is sent
-    # before the version is known.
-
-    def problem(self, request: Request) -> str | None: ...  # why the server cannot answer as a Completion promises
-
-    def answer(self, continuation: Continuation) -> ServerAnswer: ...
-
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-
-    def pause(self, mode: Literal["abort", "keep"]) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def sleep(self) -> None: ...  # aborts what is under way
-
-    def wake_weights(self) -> None: ...  # so that they can be replaced; the rest sleeps on
-
-    def wake(self) -> None: ...
-
-    def drop_prefix_cache(self) -> None: ...  # while paused; running answers are read again
-
-    def version_label(self) -> str: ...  # of the weights that are loaded
-
-    def label_version(self, label: str) -> None: ...
-
-    def load_folder(self, folder: Path, label: str) -> None: ...
-
-    def open_group(self, address: str) -> WeightGroup: ...
-
-    def begin_update(self) -> None: ...
-
-    def send_bucket(self, group: WeightGroup, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
-
-    def finish_update(self, label: str) -> None: ...
-
-    def load_adapter(self, name: str, folder: Path) -> None: ...  # in place of one of the same name
-
-    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]: ...
-
-    # Those of these tensors of a model folder, in the type that was handed over, that are others on the server. A
-    # tensor that the server has in a form of its own cannot be compared, and passes.
-
-    def close(self) -> None: ...  # nothing is asked any more; the server itself goes on
-
-
-class ServerClient:
-    """The common part of servers with one address."""
-
-    exact = False
+    name: str  # in messages
+    is_asleep = False
 
     def __init__(self, client: HTTPClient) -> None:
         self.client = client
         self.context = 0
+        """The most tokens of a prompt and its answer; known after `check`."""
 
     @property
     def address(self) -> str:
         """The url of the server."""
         return self.client.url
 
-    def wait_until_there(self, timeout_s: float) -> bool:
-        """Waits until GET /health succeeds, for at most `timeout_s` seconds; returns whether it did."""
-        return self.client.wait_until_healthy(timeout_s)
+    @abstractmethod
+    def check(self, config: ModelConfig) -> None:
+        """Raises ModelError for a version that is not supported, a setting that log-probabilities could not be trusted
+        with, and a model with another vocabulary, or one that the server may rotate otherwise.
 
-    def close(self) -> None:
-        """There is nothing to let go of: each call has a connection of its own."""
+        Nothing but questions is sent before the version is known.
+        """
+
+    def problem(self, request: Request) -> str | None:
+        """Returns the reason why the server cannot answer as a `Completion` promises; None: it can."""
+        return None
+
+    @abstractmethod
+    def answer(self, continuation: Continuation) -> ServerAnswer:
+        """Waits for an answer, or the rest of one."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends answers as they are."""
+
+    @abstractmethod
+    def pause(self, mode: PauseMode) -> None:
+        """Stops answering until `resume`."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Aborts the requests that are under way, and gives the cache's memory back until `wake`."""
+
+    def wake_weights(self) -> None:  # noqa: B027  # most have nothing to do
+        """Wakes the weights alone, so that they can be replaced. Does nothing where they never sleep."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Takes the memory again, and goes on."""
+
+    @abstractmethod
+    def drop_prefix_cache(self) -> None:
+        """Drops the prefix cache; while paused. Running answers are read again."""
+
+    @abstractmethod
+    def version_label(self) -> str:
+        """Returns the label of the weights that are loaded."""
+
+    @abstractmethod
+    def label_version(self, label: str) -> None:
+        """Gives the weights that are loaded a label."""
+
+    @abstractmethod
+    def load_folder(self, folder: Path, label: str) -> None:
+        """Replaces the weights by those of a model folder, and labels them."""
+
+    @abstractmethod
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Loads an adapter in place of one of the same name."""
+
+    @abstractmethod
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names those of these tensors of a model folder, in the type that was handed over, that are others on the
+        server. A tensor that the server has in a form of its own cannot be compared, and passes."""
+
+
+class GroupServer(RolloutServer):
+    """A `RolloutServer` that takes weights over a process group too."""
+
+    @abstractmethod
+    def open_group(self, address: str) -> WeightGroup:
+        """Forms a group with the server's workers. address: where they reach this machine."""
+
+    @abstractmethod
+    def begin_update(self) -> None:
+        """Begins a replacement of all weights."""
+
+    @abstractmethod
+    def send_bucket(self, group: WeightGroup, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Sends some of them."""
+
+    @abstractmethod
+    def finish_update(self, label: str) -> None:
+        """Ends the replacement, and labels the weights."""
 
 
 def seed_of(request: Request, sample: int, position: int) -> int:
@@ -202,34 +211,6 @@ def seed_of(request: Request, sample: int, position: int) -> int:
     """
     key = f"{request.sampling.seed}/{request.random_number}/{request.draw_sample + sample}/{position}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
-
-
-class TakesFiles(ABC):
-    """The common part of servers that receive weights by files alone, not over a process group."""
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """The server's name in messages."""
-
-    def open_group(self, address: str) -> WeightGroup:
-        """Raises ModelError, since these servers have no process group."""
-        raise ModelError(
-            f"{self.address}: hand_over: group: danlu serve, and several servers, take files of weights. Use "
-            "hand_over: folder, with push: true where a server does not see the trainer's disk"
-        )
-
-    def begin_update(self) -> None:
-        """There is no group to send weights over."""
-        raise AssertionError("no group was opened")
-
-    def send_bucket(self, group: WeightGroup, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """There is no group to send weights over."""
-        raise AssertionError("no group was opened")
-
-    def finish_update(self, label: str) -> None:
-        """There is no group to send weights over."""
-        raise AssertionError("no group was opened")
 
 
 @dataclass(frozen=True)
@@ -261,6 +242,17 @@ def check_version(name: str, url: str, version: Any) -> None:
             f"{url}: {name} {version} is not supported, only {name} {supported}: requests and weight updates differ "
             "between releases. Nothing was sent to it. Install a supported release of the server"
         )
+
+
+def is_accepted(ask: Callable[[], object]) -> bool:
+    """Whether a server takes a request, or refuses it with status 400. Raises RequestRefused for other refusals."""
+    try:
+        ask()
+    except RequestRefused as error:
+        if error.status != 400:
+            raise
+        return False
+    return True
 
 
 def check_vocabulary(name: str, url: str, vocab_size: int, accepts: Callable[[int], bool]) -> None:

@@ -18,21 +18,23 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient, RequestRefused
+from danlu.inference.engine import PauseMode
 from danlu.inference.request import Request
 from danlu.inference.support import Support
 from danlu.remote_engines.server_interface import (
     Continuation,
+    GroupServer,
     ServerAnswer,
-    ServerClient,
     WeightGroup,
     check_rotation,
     check_version,
     check_vocabulary,
     during,
+    is_accepted,
     versions_by_token,
 )
 
@@ -49,7 +51,7 @@ the width of a head in every model."""
 _PROBE_TEMPERATURES = (1.0, 2.0)
 
 
-class SGLangServer(ServerClient):
+class SGLangServer(GroupServer):
     """A `RolloutServer` for SGLang."""
 
     name = "SGLang"
@@ -71,21 +73,11 @@ class SGLangServer(ServerClient):
         cards = self.client.get("/v1/models")["data"]
         self.context = next(card["max_model_len"] for card in cards if card.get("parent") is None)
         self._adapters = {card["id"] for card in cards if card.get("parent") is not None}
-        check_vocabulary(self.name, url, config.vocab_size, self._accepts)
+        check_vocabulary(self.name, url, config.vocab_size, lambda token: is_accepted(lambda: self._probe(1.0, token)))
         check_rotation(self.name, url, config, self.context)
         logprobs = [self._probe(temperature, 0) for temperature in _PROBE_TEMPERATURES]
         # Equal where SGLANG_RETURN_ORIGINAL_LOGPROB leaves out the temperature, which no question tells.
         self._scales_by_temperature = abs(logprobs[0] - logprobs[1]) > 1e-3
-
-    def _accepts(self, token: int) -> bool:
-        """Whether a token is in the vocabulary."""
-        try:
-            self._probe(1.0, token)
-        except RequestRefused as error:
-            if error.status != 400:
-                raise
-            return False
-        return True
 
     def _probe(self, temperature: float, token: int) -> float:
         """The log-probability of a token after token 0, as the server reports it at a temperature."""
@@ -153,7 +145,7 @@ class SGLangServer(ServerClient):
         for request_id in request_ids:
             self.client.post("/abort_request", {"rid": request_id})
 
-    def pause(self, mode: Literal["abort", "keep"]) -> None:
+    def pause(self, mode: PauseMode) -> None:
         # retract: running answers give their cache back, so that it can be dropped, and are read again.
         self.client.post("/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
 
@@ -164,9 +156,6 @@ class SGLangServer(ServerClient):
         self.pause("abort")
         # Weights that are released are lost; keys and values are read again.
         self.client.post("/release_memory_occupation", {"tags": ["kv_cache"]})
-
-    def wake_weights(self) -> None:
-        """Does nothing: the weights never slept."""
 
     def wake(self) -> None:
         self.client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})

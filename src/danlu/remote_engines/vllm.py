@@ -20,21 +20,23 @@ import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient, RequestRefused
 from danlu.core.safetensors_format import raw_bytes
+from danlu.inference.engine import PauseMode
 from danlu.inference.request import Request
 from danlu.remote_engines.server_interface import (
     Continuation,
+    GroupServer,
     ServerAnswer,
-    ServerClient,
     WeightGroup,
     check_rotation,
     check_version,
     check_vocabulary,
     during,
+    is_accepted,
     versions_by_token,
 )
 
@@ -65,7 +67,7 @@ def open_nccl_group(address: str, world_size: int) -> tuple[dict[str, Any], Call
     return info, lambda: NCCLGroup(unique_id, world_size)
 
 
-class VLLMServer(ServerClient):
+class VLLMServer(GroupServer):
     """A `RolloutServer` for vLLM."""
 
     name = "vLLM"
@@ -97,18 +99,12 @@ class VLLMServer(ServerClient):
             )
         base = next(card for card in self.client.get("/v1/models")["data"] if card.get("parent") is None)
         self._model, self.context = base["id"], base["max_model_len"]
-        check_vocabulary(self.name, url, config.vocab_size, self._accepts)
+        check_vocabulary(self.name, url, config.vocab_size, lambda token: is_accepted(lambda: self._probe(token)))
         check_rotation(self.name, url, config, self.context)
 
-    def _accepts(self, token: int) -> bool:
-        """Whether a prompt may have a token."""
-        try:
-            self.client.post("/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1})
-        except RequestRefused as error:
-            if error.status != 400:
-                raise
-            return False
-        return True
+    def _probe(self, token: int) -> None:
+        """Asks for one token after this one."""
+        self.client.post("/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1})
 
     def problem(self, request: Request) -> str | None:
         sampling = request.sampling
@@ -166,7 +162,7 @@ class VLLMServer(ServerClient):
         # As the completions interface names the one prompt of a request.
         self.client.post("/abort_requests", {"request_ids": [f"cmpl-{request_id}-0" for request_id in request_ids]})
 
-    def pause(self, mode: Literal["abort", "keep"]) -> None:
+    def pause(self, mode: PauseMode) -> None:
         self.client.post("/pause", query={"mode": mode})
 
     def resume(self) -> None:

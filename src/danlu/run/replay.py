@@ -21,7 +21,6 @@ from danlu.assembly.parallelize import Placed
 from danlu.core.errors import CheckpointError, RecipeError, TrainingError
 from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, ROLLOUTS, SUMMARY
 from danlu.core.small_files import parse_json
-from danlu.inference.embedded import EmbeddedEngine
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Loaded, Recipe, load
 from danlu.recipe.sections import Parallel
@@ -36,7 +35,7 @@ from danlu.stages.prompt_reader import RolloutBuilder
 from danlu.stages.protocols import PlacedStage, Stage, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder
-from danlu.stages.rollout import rollout_engine
+from danlu.stages.rollout import embedded_engine
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.loading import read_state
 from danlu.training.checkpoints.store import CheckpointStore
@@ -164,10 +163,8 @@ class ReplayBuilder(RolloutBuilder):
 
     def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
         chat = chat_tokenizer_of(recipe, placed.subject.model.config)
-        engine = rollout_engine(recipe, placed, decode=chat.decode, cache_gib=cache_gib)
-        assert isinstance(engine, EmbeddedEngine), (
-            "one process replays, and the recipe's rules ask for the embedded one"
-        )
+        assert placed.parallel.alone, "one process replays"
+        engine = embedded_engine(recipe, placed, decode=chat.decode, cache_gib=cache_gib)
         play = None if recipe.environment is None else partial(episode_engine, recipe, chat, placed.subject)
         return RecordedEngine(engine, self.versions, play)
 

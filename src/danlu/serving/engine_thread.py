@@ -14,32 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from danlu.core.errors import DanluError
 from danlu.core.terminal import print_status
-from danlu.inference.engine import EngineStatistics, RolloutEngine
-from danlu.inference.request import Completion, NewToken, OnError, OnToken, Request
+from danlu.inference.request import Completion, NewToken, Request
 from danlu.inference.stopping import Decode
 
-
-class ServedEngine(RolloutEngine, Protocol):
-    """An engine of this process, with its capacity and its statistics."""
-
-    def submit(
-        self,
-        request: Request,
-        on_token: OnToken | None = None,
-        *,
-        decode: Decode | None = None,
-        on_error: OnError | None = None,  # called with what the request alone fails at
-    ) -> None: ...
-
-    @property
-    def longest(self) -> int: ...  # the most tokens of a sequence: the model's context, or what the cache holds if less
-
-    @property
-    def statistics(self) -> EngineStatistics: ...
+if TYPE_CHECKING:
+    from danlu.inference.embedded import EmbeddedEngine
 
 
 class EngineFailed(Exception):
@@ -95,20 +78,10 @@ class Call:
             self.accepted.set_result(None)
 
 
-@dataclass(frozen=True)
-class Submit:
-    call: Call
-
-
-@dataclass(frozen=True)
-class Abort:
-    call: Call
-
-
 class Work:
     """Something that the engine is to do between two steps, and who waits for it in the event loop."""
 
-    def __init__(self, do: Callable[[], list[Completion]]) -> None:
+    def __init__(self, do: Callable[[], list[Completion] | None]) -> None:
         self.do = do
         """The work to do; answers that it completed go to those who wait for them."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -123,11 +96,12 @@ class Work:
             self.done.set_result(None)
 
 
-class Stop:
-    """Ends the thread; unfinished answers end as they are."""
+@dataclass(frozen=True)
+class Command:
+    """Something for the engine's thread. refuse: tells whoever waits for it that the engine has ended."""
 
-
-Command = Submit | Abort | Work | Stop
+    carry_out: Callable[[], None]
+    refuse: Callable[[EngineStopped], None] = lambda error: None
 
 
 class EngineThread:
@@ -136,7 +110,7 @@ class EngineThread:
     Args: `on_failure` is called in the event loop when the engine has failed for good.
     """
 
-    def __init__(self, engine: ServedEngine, on_failure: Callable[[], None] | None = None) -> None:
+    def __init__(self, engine: EmbeddedEngine, on_failure: Callable[[], None] | None = None) -> None:
         self.longest = engine.longest
         self.statistics = engine.statistics
         """The statistics as of the last step."""
@@ -144,10 +118,9 @@ class EngineThread:
         """The error that ended the engine for good, once it has."""
         self._engine = engine
         self._on_failure = on_failure
-        self._ended = False
-        self.is_paused = False
-        """Whether no step is made; changed by work that is done between two steps."""
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self.is_ending = False
+        """Whether nothing is taken any more."""
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()  # None ends the thread
         self._calls: dict[int, Call] = {}  # by the numbers of unfinished requests
         self._growing: dict[int, int] = {}  # answers of each that are not complete
         self._failed: list[tuple[Call, Exception]] = []
@@ -163,9 +136,9 @@ class EngineThread:
 
     async def submit(self, call: Call) -> None:
         """Waits until the engine has taken the requests. Raises its refusal of one; it has none of them then."""
-        if self._ended:
+        if self.is_ending:
             raise EngineStopped(self._reason)
-        self._commands.put(Submit(call))
+        self._commands.put(Command(partial(self._submit, call), call.put))
         try:
             await call.accepted
         except asyncio.CancelledError:
@@ -175,38 +148,30 @@ class EngineThread:
     def abort(self, call: Call) -> None:
         """Takes back the unfinished requests of a call; their blocks are free with the next step."""
         if call.missing:
-            self._commands.put(Abort(call))
+            self._commands.put(Command(partial(self._abort, call.requests)))
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether nothing is taken any more."""
-        return self._ended
-
-    async def do(self, work: Callable[[], list[Completion]]) -> None:
+    async def do(self, work: Callable[[], list[Completion] | None]) -> None:
         """Runs `work` in the engine's thread between two steps, and waits until it is done. Raises its error."""
-        if self._ended:
+        if self.is_ending:
             raise EngineStopped(self._reason)
-        command = Work(work)
-        self._commands.put(command)
-        await command.done
+        waiting = Work(work)
+        self._commands.put(Command(partial(self._work, waiting), waiting.put))
+        await waiting.done
 
     async def stop(self) -> None:
         """Ends unfinished answers as they are, and waits for the step that is going on."""
-        self._ended = True
-        self._commands.put(Stop())
+        self.is_ending = True
+        self._commands.put(None)
         while self._thread.is_alive():  # no thread waits for this one: a process that is to end at once does not
             await asyncio.sleep(0.01)
 
     def _end(self) -> None:
         """Refuses the commands that are still queued, and those that come from now on."""
-        self._ended = True
+        self.is_ending = True
         with suppress(Empty):
             while True:
-                match self._commands.get_nowait():
-                    case Submit(call):
-                        call.put(EngineStopped(self._reason))
-                    case Work() as work:
-                        work.put(EngineStopped(self._reason))
+                if (command := self._commands.get_nowait()) is not None:
+                    command.refuse(EngineStopped(self._reason))
         if self.failure is not None and self._on_failure is not None:
             self._on_failure()
 
@@ -218,7 +183,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while not any(isinstance(command, Stop) for command in self._carry_out_commands()):
+            while self._carry_out_commands():
                 if self._is_growing:
                     self._step()
                 self.statistics = self._engine.statistics
@@ -234,27 +199,23 @@ class EngineThread:
 
     @property
     def _is_growing(self) -> bool:
-        return not self.is_paused and self._engine.unfinished > 0
+        return not self._engine.is_paused and self._engine.unfinished > 0
 
-    def _carry_out_commands(self) -> list[Command]:
-        """Those that are there, carried out; the next one is waited for where the engine has nothing else to do."""
-        commands: list[Command] = [] if self._is_growing else [self._commands.get()]
+    def _carry_out_commands(self) -> bool:
+        """Carries out the commands that are there; waits for the next one where the engine has nothing else to do.
+        Returns whether the thread goes on."""
+        commands: list[Command | None] = [] if self._is_growing else [self._commands.get()]
         with suppress(Empty):
             while True:
                 commands.append(self._commands.get_nowait())
         for command in commands:
-            match command:
-                case Submit(call):
-                    self._submit(call)
-                case Abort(call):
-                    self._abort(call.requests)
-                case Work() as work:
-                    self._work(work)
-        return commands
+            if command is not None:
+                command.carry_out()
+        return None not in commands
 
     def _work(self, work: Work) -> None:
         try:
-            self._post(work.do())
+            self._post(work.do() or ())
         except Exception as error:
             self._outbox.append((work, error))
         else:

@@ -28,10 +28,11 @@ from danlu.inference.stopping import Decode
 from danlu.remote_engines.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
 from danlu.serving.api_endpoints import collect, read_request, unless_gone
 from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
-from danlu.serving.openai_api import ApiError, Body
-from danlu.serving.rollout_control import RolloutControl
+from danlu.serving.openai_api import AnyBody, ApiError, Body
+from danlu.serving.served_weights import ServedWeights
 
 Result = TypeVar("Result")
+Handler = Callable[[Request], Awaitable[Response]]
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
@@ -95,9 +96,9 @@ class RolloutEndpoints:
     decode: token ids to text, in which stop strings are looked for. weights_root: where folders of weights lie.
     """
 
-    def __init__(self, control: RolloutControl, thread: EngineThread, decode: Decode, weights_root: Path) -> None:
+    def __init__(self, weights: ServedWeights, thread: EngineThread, decode: Decode, weights_root: Path) -> None:
         self._weights_root = weights_root.resolve()
-        self._control, self._thread, self._decode = control, thread, decode
+        self._weights, self._engine, self._thread, self._decode = weights, weights.engine, thread, decode
         self._numbers = itertools.count(1 << 62)  # of engine requests, above those of other endpoints
         self._under_way: dict[str, int] = {}  # engine requests by the trainer's ids
         self._uploads = Path(tempfile.mkdtemp(prefix="danlu-uploads-"))
@@ -108,15 +109,16 @@ class RolloutEndpoints:
 
     @property
     def routes(self) -> list[Route]:
-        posts: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+        engine, weights = self._engine, self._weights
+        posts: Mapping[str, Handler] = {
             "answer": self.answer,
             "abort": self.abort,
-            "pause": self.pause,
-            "resume": self.resume,
-            "sleep": self.sleep,
-            "wake": self.wake,
-            "drop_prefix_cache": self.drop_prefix_cache,
-            "label": self.label,
+            "pause": self._control(PauseBody, lambda body: engine.pause(body.mode)),
+            "resume": self._control(EmptyBody, lambda body: engine.resume()),
+            "sleep": self._control(EmptyBody, lambda body: self._sleep()),
+            "wake": self._control(EmptyBody, lambda body: self._wake()),
+            "drop_prefix_cache": self._control(EmptyBody, lambda body: engine.update(engine.version)),
+            "label": self._control(LabelBody, lambda body: weights.name(body.label)),
             "weights": self.weights,
             "adapter": self.adapter,
             "digests": self.digests,
@@ -126,11 +128,9 @@ class RolloutEndpoints:
         return [Route(f"{PREFIX}/info", self.info), *routes]
 
     async def info(self, request: Request) -> Response:
-        return JSONResponse({"server": "danlu", "version": __version__, "protocol": PROTOCOL, **self._description})
-
-    @property
-    def _description(self) -> dict[str, Any]:
-        return {**self._control.description(), "paused": self._thread.is_paused}
+        return JSONResponse(
+            {"server": "danlu", "version": __version__, "protocol": PROTOCOL, **self._weights.description()}
+        )
 
     # -- answers
 
@@ -145,58 +145,53 @@ class RolloutEndpoints:
         finally:
             self._under_way.pop(body.request_id, None)
             self._thread.abort(call)
-        return JSONResponse(completion_to_json(completion, self._control.label_of, routes=body.routes))
+        return JSONResponse(completion_to_json(completion, self._weights.label_of, routes=body.routes))
 
     async def abort(self, request: Request) -> Response:
         body = await read_request(AbortBody, request)
         numbers = [self._under_way[name] for name in body.request_ids if name in self._under_way]
-        return await self._do(lambda: self._control.abort(numbers, paused=self._thread.is_paused))
 
-    # -- when answers are given
+        def abort() -> list[Completion]:
+            for number in numbers:
+                self._engine.abort(number)
+            return self._engine.pause("keep") if self._engine.is_paused else []  # no step will come for them
 
-    async def pause(self, request: Request) -> Response:
-        mode = (await read_request(PauseBody, request)).mode
-        return await self._do(partial(self._control.pause, mode), paused=True)
+        return await self._do(abort)
 
-    async def resume(self, request: Request) -> Response:
-        await read_request(EmptyBody, request)
-        return await self._do(self._control.resume, paused=False)
+    # -- control: between two steps
 
-    async def sleep(self, request: Request) -> Response:
-        await read_request(EmptyBody, request)
-        return await self._do(self._control.sleep, paused=True)
+    def _control(self, kind: type[AnyBody], work: Callable[[AnyBody], list[Completion] | None]) -> Handler:
+        """An endpoint that has the engine's thread do something with a body of this kind."""
 
-    async def wake(self, request: Request) -> Response:
-        await read_request(EmptyBody, request)
-        return await self._do(self._control.wake, paused=False)
+        async def handle(request: Request) -> Response:
+            return await self._do(partial(work, await read_request(kind, request)))
 
-    async def drop_prefix_cache(self, request: Request) -> Response:
-        await read_request(EmptyBody, request)
-        return await self._do(self._control.drop_prefix_cache)
+        return handle
+
+    def _sleep(self) -> list[Completion]:
+        """Gives the cache's memory back; unfinished answers end as they are."""
+        completions = self._engine.pause("abort")
+        self._engine.sleep()
+        return completions
+
+    def _wake(self) -> None:
+        self._engine.wake()
+        self._engine.resume()
 
     # -- weights
 
-    async def label(self, request: Request) -> Response:
-        body = await read_request(LabelBody, request)
-        return await self._do(partial(self._control.name_weights, body.label))
-
     async def weights(self, request: Request) -> Response:
         body = await read_request(FolderBody, request)
-        return await self._load(body, lambda folder: self._control.load_folder(folder, body.label))
+        return await self._load(body, lambda folder: self._weights.load_folder(folder, body.label))
 
     async def adapter(self, request: Request) -> Response:
         body = await read_request(AdapterBody, request)
-        return await self._load(body, lambda folder: self._control.load_adapter(body.name, folder))
+        return await self._load(body, lambda folder: self._weights.load_adapter(body.name, folder))
 
     async def digests(self, request: Request) -> Response:
         body = await read_request(DigestsBody, request)
         digests: dict[str, str] = {}
-
-        def ask() -> list[Completion]:
-            digests.update(self._control.digests(body.names))
-            return []
-
-        await self._do(ask)
+        await self._do(lambda: digests.update(self._weights.digests(body.names)))
         return JSONResponse({"digests": digests})
 
     async def upload(self, request: Request) -> Response:
@@ -219,7 +214,7 @@ class RolloutEndpoints:
             raise ApiError(f"{folder}: what is sent cannot be kept: {error}", status=500) from None
         return JSONResponse({})
 
-    async def _load(self, body: WeightsBody, load: Callable[[Path], list[Completion]]) -> Response:
+    async def _load(self, body: WeightsBody, load: Callable[[Path], None]) -> Response:
         if (body.folder is None) == (body.upload is None):
             raise ApiError("weights: either a folder or an upload says where they are")
         if body.folder is not None:
@@ -249,16 +244,9 @@ class RolloutEndpoints:
 
     # -- the engine's thread
 
-    async def _do(self, work: Callable[[], list[Completion]], *, paused: bool | None = None) -> Response:
-        """Has the engine's thread do something. paused: whether it makes no step from then on."""
-
-        def do() -> list[Completion]:
-            completions = work()
-            if paused is not None:
-                self._thread.is_paused = paused
-            return completions
-
-        await self._refusing(self._thread.do(do))
+    async def _do(self, work: Callable[[], list[Completion] | None]) -> Response:
+        """Has the engine's thread do something between two steps."""
+        await self._refusing(self._thread.do(work))
         return JSONResponse({})
 
     async def _refusing(self, work: Awaitable[Result]) -> Result:

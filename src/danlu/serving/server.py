@@ -28,14 +28,15 @@ from danlu.core.server_key import remove_key
 from danlu.core.terminal import print_status
 from danlu.remote_engines.danlu_protocol import PREFIX
 from danlu.serving.api_endpoints import CLIENT_GONE, Api, build_app
-from danlu.serving.engine_thread import EngineThread, ServedEngine
+from danlu.serving.engine_thread import EngineThread
 from danlu.serving.openai_answers import AnswerWriter
 from danlu.serving.openai_api import ApiError, given_key
 from danlu.serving.rollout_endpoints import RolloutEndpoints
 from danlu.serving.served_models import ServedModels
 
-if TYPE_CHECKING:  # it brings torch
-    from danlu.serving.rollout_control import RolloutControl
+if TYPE_CHECKING:  # they bring torch
+    from danlu.inference.embedded import EmbeddedEngine
+    from danlu.serving.served_weights import ServedWeights
 
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key, and are not logged: monitors of a server ask every few seconds."""
@@ -194,10 +195,10 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         models: ServedModels,
-        engine: ServedEngine,
+        engine: EmbeddedEngine,
         listener: socket.socket,
         options: ServerOptions,
-        rollouts: RolloutControl | None = None,
+        rollouts: ServedWeights | None = None,
     ) -> None:
         self.engine = EngineThread(engine, on_failure=self._leave)
         self._models = models

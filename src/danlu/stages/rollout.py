@@ -48,16 +48,34 @@ def rollout_engine(
     another vocabulary.
     """
     model, parallel = placed.subject.model, placed.parallel
-    ranks, dtype = parallel.ranks, DTYPES[recipe.precision]
     if recipe.rollout.engine != "embedded" and recipe.rollout.staleness == 0:
         from danlu.stages.served_policy import ServedPolicy
 
-        return ServedPolicy(recipe, placed).engine(decode)
+        return ServedPolicy(recipe, placed, decode)
+    stages = None if parallel.pipeline is None else PipelinedDecoder(model, parallel.pipeline)
+    engine = embedded_engine(recipe, placed, decode=decode, cache_gib=cache_gib, stages=stages)
+    if parallel.ranks.alone:
+        return engine
+    return ParallelEngine(engine, parallel.ranks, stages or model, sharded_weights(recipe, placed))
+
+
+def embedded_engine(
+    recipe: Recipe,
+    placed: Placed,
+    *,
+    decode: Decode | None = None,
+    cache_gib: float | None = None,
+    stages: PipelinedDecoder | None = None,
+) -> EmbeddedEngine:
+    """The engine of this process, with the arguments and errors of `rollout_engine`.
+
+    stages: the model with the chunks of other processes.
+    """
+    model, dtype = placed.subject.model, DTYPES[recipe.precision]
     options = engine_options(recipe)
     if cache_gib is not None:
         options = replace(options, cache_gib=min(options.cache_gib, cache_gib))
-    stages = None if parallel.pipeline is None else PipelinedDecoder(model, parallel.pipeline)
-    engine = EmbeddedEngine(
+    return EmbeddedEngine(
         model,
         options,
         dtype=dtype,
@@ -66,9 +84,6 @@ def rollout_engine(
         draft_model=draft_model(recipe.rollout, model.input_device, dtype),
         stages=stages,
     )
-    if ranks.alone:
-        return engine
-    return ParallelEngine.embedded(engine, ranks, stages or model, sharded_weights(recipe, placed))
 
 
 def sleeping_engine(recipe: Recipe, placed: Placed, decode: Decode, lengths: Sequence[int]) -> RolloutEngine:

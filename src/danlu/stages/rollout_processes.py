@@ -27,7 +27,7 @@ from danlu.rl.rollout_worker import WorkerEngine
 from danlu.stages.environments import episode_engine
 from danlu.stages.learner import trained_weights
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.rollout import policy_parameters, rollout_engine
+from danlu.stages.rollout import embedded_engine, policy_parameters
 from danlu.training.checkpoints.gathering import Gathering
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ class PolicyEngineJob:
             from danlu.stages.served_rollouts import ServedRollouts
 
             return ServedRollouts(self.recipe, subject, chat.decode)
-        return rollout_engine(
-            self.recipe, Placed(subject, ParallelContext()), decode=chat.decode, cache_gib=self.cache_gib
-        )
+        placed = Placed(subject, ParallelContext())
+        return embedded_engine(self.recipe, placed, decode=chat.decode, cache_gib=self.cache_gib)
 
 
 def policy_copy(recipe: Recipe, config: ModelConfig, device: torch.device, chat: ChatTokenizer) -> Subject:

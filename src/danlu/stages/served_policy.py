@@ -1,34 +1,38 @@
-"""The policy on a rollout server: all processes give it the weights, the first one asks it, a canary looks at it."""
+"""The policy on rollout servers: all processes give them the weights, the first one asks, a canary looks at answers."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from danlu.assembly.parallelize import Placed
+from danlu.core.errors import DanluError
 from danlu.core.shard_box import ShardBox
 from danlu.core.terminal import print_status
-from danlu.inference.engine import RolloutEngine
 from danlu.inference.engine_adapters import BASE
-from danlu.inference.ranks import ParallelEngine
+from danlu.inference.rank_status import gather_answers
+from danlu.inference.ranks import in_order, longest_first
+from danlu.inference.request import Completion, Request
 from danlu.inference.stopping import Decode
-from danlu.models.config import ModelConfig
+from danlu.parallel.process_group import untimed_barrier
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
 from danlu.recipe.routing_replay import replays_routes
 from danlu.recipe.rules.rollout import resolved_hand_over
-from danlu.remote_engines.canary import Canary, compare_with_server
+from danlu.remote_engines.canary import Canary, compare_with_servers
 from danlu.remote_engines.detect import Demands, detect_server, without_routes
-from danlu.remote_engines.fleet import ServerFleet
+from danlu.remote_engines.fleet import Connect, ServerFleet
 from danlu.remote_engines.hand_over import AdapterHandOver, FolderHandOver, GroupHandOver, HandOver
 from danlu.remote_engines.http_engine import HTTPEngine
-from danlu.remote_engines.server_interface import RolloutServer, ServerOptions
+from danlu.remote_engines.server_interface import ServerOptions
 from danlu.remote_engines.sglang import SGLangServer
 from danlu.remote_engines.vllm import VLLMServer
 from danlu.stages.export import write
@@ -42,58 +46,117 @@ HAND_OVER_FOLDER = "hand-over"
 CANARY_PROMPTS, CANARY_TOKENS = 2, 40
 
 
-class ServedPolicy:
-    """The policy of a recipe as a server needs it: weights, options and checks.
+_barriers = itertools.count()
 
-    step_s: how long a step of the engine waits for an answer; None: until one is there.
+
+class ServedPolicy:
+    """A `RolloutEngine`: the policy of a recipe on rollout servers. The first process speaks to them.
+
+    Args:
+        decode: token ids to text without special tokens; None: answers have no text.
+        step_s: how long a step of the servers' engine waits for an answer; None: until one is there.
+
+    Raises on all processes ResourceError where there is no server, ModelError where its answers could not be trusted.
     """
 
-    def __init__(self, recipe: Recipe, placed: Placed, *, step_s: float | None = None) -> None:
-        self.recipe, self.placed, self.step_s = recipe, placed, step_s
+    def __init__(self, recipe: Recipe, placed: Placed, decode: Decode | None, *, step_s: float | None = None) -> None:
+        self.recipe, self.placed = recipe, placed
         self.route = resolved_hand_over(recipe)
-        self._spoken_to: RolloutServer | None = None  # on the first process
+        self.engine: HTTPEngine | None = None
+        """The servers' engine, on the first process."""
+        self.version = 0
+        self._world = placed.parallel.ranks.world
         self._adapter_folder: Path | None = None  # where all processes have written the adapter, on the first
-
-    def engine(self, decode: Decode | None) -> ParallelEngine:
-        """Makes an engine on all processes, of which the first speaks to the server.
-
-        Raises on all processes ResourceError where there is no server, ModelError where its answers could not be
-        trusted.
-        """
-        ranks = self.placed.parallel.ranks
-        connected: list[HTTPEngine] = []
+        self._is_unchecked = False  # since an update
 
         def connect() -> None:
             options = self._server_options()
-            config = self.placed.subject.model.config
-            server, hand_over = self._server(options), self._hand_over(options, config)
+            config, hand_over = placed.subject.model.config, self._hand_over()
+            servers = self._servers(options)
             try:
-                engine = HTTPEngine(server, options, config, hand_over=hand_over, decode=decode, step_s=self.step_s)
+                self.engine = HTTPEngine(servers, options, config, hand_over=hand_over, decode=decode, step_s=step_s)
             except BaseException:
-                server.close()
+                servers.close()
                 raise
-            connected.append(engine)
 
-        ranks.world.from_first(connect)
-        engine = connected[0] if connected else None
-        self._spoken_to = None if engine is None else engine.server
-        return ParallelEngine.remote(engine, ranks, offer=self.offer, check=self.check)
+        self._world.from_first(connect)
 
-    @property
-    def connections(self) -> int:
-        """Requests that are under way at a time, at all servers."""
-        return self._server_options().connections
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Returns all answers to the requests, in their order and by sample, on all processes.
 
-    def offer(self) -> Iterator[tuple[str, Tensor]] | None:
-        """The weights that the server is handed, on the first process; all processes go through them together.
-
-        Of an adapter none: it is written as a folder, now.
+        Raises TrainingError where servers do not answer with the policy's weights, and on all processes the errors of
+        `HTTPEngine.generate`.
         """
-        if self.route != "adapter":
-            return self._whole_weights()
+        self.check_weights()
+        dealt = longest_first(requests)
+        return in_order(requests, self.together(lambda engine: engine.generate(dealt)))
+
+    def update(self, version: int) -> None:
+        """Hands the servers the policy's weights; those of an adapter are written as a folder by all processes."""
+        weights = None if self.route == "adapter" else self._whole_weights()
+        if weights is None:
+            self._write_adapter()
+
+        def hand_over(engine: HTTPEngine) -> list[Completion]:
+            engine.update(version, weights)
+            return []
+
+        self.together(hand_over, weights or ())
+        self.version = version
+        self._is_unchecked = True
+
+    def sleep(self) -> None:
+        """Has the servers give their caches' memory back until `wake`."""
+        if self.engine is not None:
+            self.engine.sleep()
+
+    def wake(self) -> None:
+        """Has the servers take the memory again."""
+        if self.engine is not None:
+            self.engine.wake()
+
+    def close(self) -> None:
+        """Closes the connections. The servers go on."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def together(
+        self, work: Callable[[HTTPEngine], list[Completion]], made_by_all: Iterable[object] = ()
+    ) -> list[Completion]:
+        """Has the first process speak to the servers; returns its answers on all. Raises an error of any on all.
+
+        made_by_all: gone through to its end on every process.
+        """
+        answers: list[Completion] = []
+        error: Exception | None = None
+        try:
+            try:
+                if self.engine is not None:
+                    answers = work(self.engine)
+            finally:
+                for _ in made_by_all:
+                    pass
+        except Exception as problem:
+            error = problem
+        untimed_barrier(f"rollout-{next(_barriers)}")  # a server may take longer than a collective may
+        return gather_answers(self._world, answers, error)
+
+    def check_weights(self) -> None:
+        """Checks once after each update whether answers are by its weights. Raises TrainingError on all processes."""
+        if not self._is_unchecked:
+            return
+        self._is_unchecked = False  # the check asks for answers
+        error: DanluError | None = None
+        try:
+            self._check()
+        except DanluError as problem:
+            error = problem
+        gather_answers(self._world, [], error)
+
+    def _write_adapter(self) -> None:
         parallel = self.placed.parallel
         parameters = parallel.all_parameters
-        with Gathering(parallel.ranks.world) as gathering:
+        with Gathering(self._world) as gathering:
 
             def value(name: str, box: ShardBox | None = None) -> Tensor | None:
                 return gathering.part(name, parameters[name].local, parameters[name].box, box)
@@ -102,10 +165,9 @@ class ServedPolicy:
                 self._adapter_folder = Path(tempfile.mkdtemp(prefix="danlu-adapter-")) / "adapter"
             target = self._adapter_folder or Path(ADAPTER)  # nothing is written on other processes
             write(self.placed.subject, self.recipe, target, value if parameters else None, writes=gathering.first)
-        return None
 
-    def check(self, engine: RolloutEngine) -> None:
-        """Raises TrainingError where the server does not answer with the policy's weights."""
+    def _check(self) -> None:
+        """Raises TrainingError where a server does not answer with the policy's weights."""
         config = self.placed.subject.model.config
         random = np.random.default_rng(0)
         length = max(1, min(CANARY_TOKENS, config.context_length // 2))
@@ -113,17 +175,17 @@ class ServedPolicy:
         new_tokens = self._canary_tokens(length)
         tolerance = 0.0 if self.recipe.numerics == "exact" else self.recipe.rollout.server.canary_tolerance
         adapter = ADAPTER if self.route == "adapter" else None
+        servers = None if self.engine is None else self.engine.servers
         differing = None
         if adapter is None:  # else the base is the server's own
-            from_first = self.placed.parallel.ranks.world.from_first
-            differing = compare_with_server(self._spoken_to, config, self._whole, from_first)
-        report = Canary(prompts, self._score, tolerance, new_tokens, adapter, differing).check(engine)
+            differing = compare_with_servers(servers, config, self._whole, self._world.from_first)
+        report = Canary(prompts, self._score, tolerance, new_tokens, adapter, differing).check(self)
 
         def accept() -> None:
-            if isinstance(self._spoken_to, ServerFleet):
-                self._spoken_to.accept(report.answers)
+            if servers is not None and servers.reloads:
+                servers.accept(report.answers)
 
-        self.placed.parallel.ranks.world.from_first(accept)
+        self._world.from_first(accept)
 
     def _score(
         self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], adapter: str | None
@@ -166,44 +228,48 @@ class ServedPolicy:
         section, server = self.recipe.rollout, self.recipe.rollout.server
         urls = section.urls if section.engine == "http" else [section.url or ""]
         assert all(urls), "the recipe's rules ask for them"
-        folder = Path(self.recipe.output) / HAND_OVER_FOLDER
         return ServerOptions(
             tuple(urls),
             api_key_variable=server.api_key_variable,
             connections=server.connections * len(urls),
             timeout_s=server.timeout_s,
             reconnect_s=server.reconnect_s,
-            hand_over=self.route,
-            exchange_folder=Path(server.exchange_folder).expanduser() if server.exchange_folder else folder.absolute(),
-            bucket_mib=server.bucket_mib,
-            group_address=server.group_address,
-            canary_tolerance=server.canary_tolerance,
         )
 
-    def _server(self, options: ServerOptions) -> RolloutServer:
+    def _servers(self, options: ServerOptions) -> ServerFleet:
+        section = self.recipe.rollout
+        bucket_bytes = section.server.bucket_mib << 20
         routes = replays_routes(self.recipe) and self.placed.subject.model.config.has_experts
-        if self.recipe.rollout.engine == "http":
-            exact = None
-            if self.recipe.numerics == "exact":
-                exact = str(DTYPES[self.recipe.precision]).removeprefix("torch.")
-            required = routes and self.recipe.rollout.routing_replay is True
-            demands = Demands(exact, self.recipe.rollout.server.push, options.bucket_mib << 20, routes, required)
-            return ServerFleet(options.clients, lambda client: detect_server(client, demands), exact=exact is not None)
+        connect: Connect
+        match section.engine:
+            case "http":
+                exact = None
+                if self.recipe.numerics == "exact":
+                    exact = str(DTYPES[self.recipe.precision]).removeprefix("torch.")
+                required = routes and section.routing_replay is True
+                demands = Demands(exact, section.server.push, bucket_bytes, routes, required)
+                return ServerFleet(options.clients, lambda client: detect_server(client, demands))
+            case "sglang":
+                kind, connect = SGLangServer.name, SGLangServer
+            case "vllm":
+                kind, connect = VLLMServer.name, partial(VLLMServer, bucket_bytes=bucket_bytes)
+            case unknown:
+                raise AssertionError(f"rollout.engine: no server is of the kind {unknown}")
         if routes:
-            print_status(without_routes("SGLang" if self.recipe.rollout.engine == "sglang" else "vLLM"))
-        if self.recipe.rollout.engine == "sglang":
-            return SGLangServer(options.client)
-        return VLLMServer(options.client, bucket_bytes=options.bucket_mib << 20)
+            print_status(without_routes(kind))
+        return ServerFleet(options.clients, connect, reloads=False)
 
-    def _hand_over(self, options: ServerOptions, config: ModelConfig) -> HandOver:
+    def _hand_over(self) -> HandOver:
+        server, config = self.recipe.rollout.server, self.placed.subject.model.config
         # Training multiplies by weights of this type; norms it computes with the trained weights as they are.
         dtype = None if self.recipe.numerics == "exact" else DTYPES[self.recipe.precision]
-        assert options.exchange_folder is not None
-        if self.route == "adapter":
-            return AdapterHandOver(ADAPTER, options.exchange_folder, self._copy_adapter)
         if self.route == "group":
-            return GroupHandOver(config, options.group_address, options.bucket_mib, dtype)
-        return FolderHandOver(config, options.exchange_folder, options.bucket_mib, dtype)
+            return GroupHandOver(config, server.group_address, server.bucket_mib, dtype)
+        given = server.exchange_folder
+        folder = Path(given).expanduser() if given else (Path(self.recipe.output) / HAND_OVER_FOLDER).absolute()
+        if self.route == "adapter":
+            return AdapterHandOver(ADAPTER, folder, self._copy_adapter)
+        return FolderHandOver(config, folder, server.bucket_mib, dtype)
 
     def _copy_adapter(self, folder: Path) -> None:
         assert self._adapter_folder is not None, "the adapter is written before it is handed over"

@@ -38,10 +38,11 @@ class ServedRollouts:
     """
 
     def __init__(self, recipe: Recipe, subject: Subject, decode: Decode) -> None:
-        policy = ServedPolicy(recipe, Placed(subject, ParallelContext()), step_s=WAIT_S)
+        self._policy = policy = ServedPolicy(recipe, Placed(subject, ParallelContext()), decode, step_s=WAIT_S)
+        assert policy.engine is not None, "one process is the first"
+        self._engine = policy.engine
         self._weights = trained_weights(subject.model, subject.adapters)
-        self._engine = policy.engine(decode)
-        self._most = max(1, policy.connections - CANARY_PROMPTS)
+        self._most = max(1, self._engine.options.connections - CANARY_PROMPTS)
         self._requests: dict[int, Request] = {}  # that have not been answered whole
         self._waiting: deque[tuple[Request, list[dict[str, Any]]]] = deque()  # with answers so far; the engine has not
         self._complete: list[Completion] = []
@@ -62,7 +63,7 @@ class ServedRollouts:
         Raises DataError for a request that a server refuses, ResourceError where no server is left.
         """
         self._ask()
-        self._complete += self._engine.step()
+        self._receive()
         complete, self._complete = self._complete, []
         for completion in complete:
             self._missing[completion.number] -= 1
@@ -79,12 +80,12 @@ class ServedRollouts:
         with torch.no_grad():
             for name, value in weights:
                 self._weights[name].copy_(value)
-        self._engine.update(version)
-        self._engine.check_weights()
+        self._policy.update(version)
+        self._policy.check_weights()
 
     def state(self) -> dict[str, Any]:
         """Unfinished requests with the tokens of their answers that have arrived, as JSON has it."""
-        self._complete += self._engine.step()
+        self._receive()
         entries: dict[int, dict[str, Any]] = {}
 
         def answers_of(number: int) -> list[Any]:
@@ -106,8 +107,12 @@ class ServedRollouts:
             self._take(request_from_json(entry["request"]), entry["answers"])
 
     def close(self) -> None:
-        """Closes the engine: servers forget unfinished requests. The servers themselves go on."""
-        self._engine.close()
+        """Has servers forget unfinished requests. The servers themselves go on."""
+        self._policy.close()
+
+    def _receive(self) -> None:
+        if self._engine.unfinished:
+            self._complete += self._policy.together(lambda engine: engine.step())
 
     def _take(self, request: Request, answers: list[dict[str, Any]]) -> None:
         self._requests[request.number] = request

@@ -1,15 +1,15 @@
-"""The trainer's control of the engine of `danlu serve --rollouts`: it pauses it, replaces its weights, and reads its
-state.
+"""The weights of `danlu serve --rollouts`, which a trainer replaces and compares.
 
 Methods that change something are called in the engine's thread, between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,6 @@ from danlu.inference.engine import EngineOptions
 from danlu.inference.engine_adapters import ReplaceableAdapters
 from danlu.inference.load_engine import engine_of
 from danlu.inference.load_model import LoadedModel
-from danlu.inference.request import Completion
 from danlu.models.config import parameter_shapes
 from danlu.models.decoder import Decoder
 from danlu.models.hf_layout import HFTensor, hf_tensors
@@ -38,8 +37,8 @@ INCOMPLETE = "incomplete"
 
 
 @dataclass
-class RolloutControl:
-    """The engine of a server, and the model that it answers with.
+class ServedWeights:
+    """The weights of a server's model, with the engine that answers with them.
 
     dtype: of activations. adapters: of the engine.
     """
@@ -48,14 +47,8 @@ class RolloutControl:
     model: Decoder
     dtype: torch.dtype
     adapters: ReplaceableAdapters
-    is_asleep: bool = False
     _labels: dict[int, str] = field(default_factory=dict)
     """Labels by the engine's versions, which count the replacements of weights since the server was started."""
-
-    @property
-    def label(self) -> str:
-        """The label of the loaded weights."""
-        return self.label_of(self.engine.version)
 
     def label_of(self, version: int) -> str:
         """The label of the weights that a token was drawn with."""
@@ -64,54 +57,21 @@ class RolloutControl:
     def description(self) -> dict[str, Any]:
         """Facts that a trainer has to know, as JSON."""
         return {
-            "label": self.label,
+            "label": self.label_of(self.engine.version),
             "vocab_size": self.model.config.vocab_size,
             "context": self.engine.longest,
             "dtype": str(self.dtype).removeprefix("torch."),
             "exact": self.engine.exact,
-            "asleep": self.is_asleep,
+            "asleep": self.engine.is_asleep,
+            "paused": self.engine.is_paused,
             "torch": torch.__version__,
         }
 
-    def pause(self, mode: Literal["abort", "keep"]) -> list[Completion]:
-        """Stops answering; returns the answers that `abort` has ended."""
-        return self.engine.pause(mode)
-
-    def resume(self) -> list[Completion]:
-        """Resumes the engine."""
-        self.engine.resume()
-        return []
-
-    def abort(self, numbers: Sequence[int], *, paused: bool) -> list[Completion]:
-        """Ends answers as they are; where no step will come for them, they are returned."""
-        for number in numbers:
-            self.engine.abort(number)
-        return self.engine.pause("keep") if paused else []
-
-    def sleep(self) -> list[Completion]:
-        """Gives the cache's memory back; unfinished answers end as they are."""
-        completions = self.engine.pause("abort")
-        self.engine.sleep()
-        self.is_asleep = True
-        return completions
-
-    def wake(self) -> list[Completion]:
-        """Takes the memory again, and goes on."""
-        self.engine.wake()
-        self.is_asleep = False
-        return self.resume()
-
-    def drop_prefix_cache(self) -> list[Completion]:
-        """Drops the prefix cache, so that all unfinished requests are read again."""
-        self.engine.update(self.engine.version)
-        return []
-
-    def name_weights(self, label: str) -> list[Completion]:
+    def name(self, label: str) -> None:
         """Gives the weights that are loaded a label."""
         self._labels[self.engine.version] = label
-        return []
 
-    def load_folder(self, folder: Path, label: str) -> list[Completion]:
+    def load_folder(self, folder: Path, label: str) -> None:
         """Replaces all weights by those of a model folder, and labels them.
 
         Raises ModelError for a folder with other tensors than the model's, before anything is replaced, and for
@@ -132,10 +92,10 @@ class RolloutControl:
         self._replaced(INCOMPLETE)
         if self.engine.exact:  # which training is with weights in float32, norms' for example
             self.adapters.cast_base(torch.float32)
-        self.engine.update(self.engine.version, _chain(first, values))
-        return self.name_weights(label)
+        self.engine.update(self.engine.version, chain([first], values))
+        self.name(label)
 
-    def load_adapter(self, name: str, folder: Path) -> list[Completion]:
+    def load_adapter(self, name: str, folder: Path) -> None:
         """Puts an adapter in place of one of that name. Its weights have no label until they are given one.
 
         Raises ModelError for a folder that holds none, or one of another base.
@@ -149,7 +109,6 @@ class RolloutControl:
         self.adapters.cast_base(self.dtype)  # as a frozen base has it in training
         self.adapters.put(name, opened)
         self._replaced(UNKNOWN)
-        return []
 
     def digests(self, names: Sequence[str]) -> dict[str, str]:
         """SHA-256 of tensors as model folders name them, in float32; without those that the server has otherwise."""
@@ -160,7 +119,7 @@ class RolloutControl:
     def _replaced(self, label: str) -> None:
         """Counts one more version, with no cache of the ones before."""
         self.engine.update(self.engine.version + 1)
-        self.name_weights(label)
+        self.name(label)
 
     def _value(self, tensor: HFTensor) -> Tensor | None:
         parameters = dict(self.model.named_parameters())
@@ -169,13 +128,8 @@ class RolloutControl:
         return tensor.assembled(lambda name: parameters[name].detach())
 
 
-def _chain(first: tuple[str, Tensor], rest: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    yield first
-    yield from rest
-
-
-def rollout_control_of(loaded: LoadedModel, options: EngineOptions) -> RolloutControl:
-    """Makes an engine with weights that a trainer may replace, and its control.
+def served_weights(loaded: LoadedModel, options: EngineOptions) -> ServedWeights:
+    """Makes an engine with weights that a trainer may replace.
 
     Adapters that the model was loaded with stay, below those that come. Raises the errors of `engine_of`.
     """
@@ -185,4 +139,4 @@ def rollout_control_of(loaded: LoadedModel, options: EngineOptions) -> RolloutCo
     else:
         adapters = ReplaceableAdapters(stacks.adapters, stacks.names[0])
     engine = engine_of(loaded, options, adapters)
-    return RolloutControl(engine, loaded.model, loaded.dtype, adapters)
+    return ServedWeights(engine, loaded.model, loaded.dtype, adapters)
