@@ -14,7 +14,8 @@ from builders.tiny_world import tiny_world
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tool_calls import ReadCalls
 from danlu.inference.request import Completion, Request, SamplingOptions
-from danlu.serving.agent_endpoint import AgentEndpoint, check_trained_as_drawn, reply_message
+from danlu.serving.agent_endpoint import AgentEndpoint, call_id, check_trained_as_drawn
+from danlu.serving.openai_answers import chat_message
 from danlu.serving.openai_api import ApiError, ChatBody
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -88,11 +89,11 @@ def test_calls_are_apart_from_the_text_where_there_are_tools(endpoint, client):
     (call,) = choice.message.tool_calls
     assert (choice.message.content, choice.finish_reason, call.function.name) == ("Let me look.", "tool_calls", "door")
     assert message["tool_calls"][0]["function"] == {"name": "door", "arguments": {"n": 1}}
-    assert len(call.id) == 9 and call.id == reply_message(CALL, ReadCalls(), "9/0/3")["tool_calls"][0]["id"]
+    assert len(call.id) == 9 and call.id == call_id("9/0/3", 0)
     without, *_ = answered(endpoint, client, CALL, messages=HELLO, tools=TOOLS, tool_choice="none")  # control
     assert without.choices[0].message.content == CALL and not without.choices[0].message.tool_calls
     broken = "<tool_call>{</tool_call>"
-    assert reply_message(broken, ReadCalls(), "")["content"] == broken
+    assert chat_message(broken, ReadCalls(), str)["content"] == broken
 
 
 def test_who_has_no_episode_is_refused(endpoint, client):

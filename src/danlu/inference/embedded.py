@@ -17,7 +17,8 @@ from danlu.core.errors import DataError, ResourceError
 from danlu.inference.answer import Answer
 from danlu.inference.blocks import BlockPool, long_root_digest, root_digest
 from danlu.inference.draft_model import speculation_of
-from danlu.inference.engine import EngineAdapters, EngineOptions, EngineStatistics, PauseMode
+from danlu.inference.engine import EngineOptions, EngineStatistics, PauseMode
+from danlu.inference.engine_adapters import EngineAdapters
 from danlu.inference.model_runner import ModelRunner, gib
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.prompts import prompt_problem

@@ -48,17 +48,6 @@ def awake(engine: RolloutEngine) -> Iterator[None]:
         engine.sleep()
 
 
-class EngineAdapters(Protocol):
-    """The adapters of a model that an engine may switch between, request by request."""
-
-    @property
-    def names(self) -> Sequence[str]: ...  # that a request may have; "none" is always allowed
-
-    def use(self, name: str | None) -> None: ...  # "none": the base alone; None: what was active at first
-
-    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]: ...  # what each of its prompts begins with
-
-
 @dataclass(frozen=True)
 class DraftOptions:
     """Speculative decoding (arXiv:2211.17192): tokens proposed cheaply, checked by the model in one pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,47 +17,63 @@ BASE = "none"
 """The name of the base without adapters."""
 
 
-class StackedAdapters:
-    """An `engine.EngineAdapters`: the stacks of a model; the first is the initially active one."""
+class EngineAdapters(ABC):
+    """The adapters of a model that an engine may switch between, request by request."""
+
+    names: Sequence[str]
+    """The names that a request may have; `BASE` is always allowed."""
+
+    def __init__(self, adapters: AdapterSet) -> None:
+        self._adapters = adapters
+
+    def use(self, name: str | None) -> None:
+        """Activates the adapters of a name, with `BASE` none at all; None stands for those that were active at
+        first."""
+        active = self._names_in_set(name)
+        if self._adapters.active != active:
+            self._adapters.activate(*active)
+
+    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
+        """The virtual tokens that every prompt of a name begins with, whether or not it is active."""
+        return self._adapters.virtual_token_ids_of(self._names_in_set(name))
+
+    def _names_in_set(self, name: str | None) -> tuple[str, ...]:
+        return () if name == BASE else self._stack(name)
+
+    @abstractmethod
+    def _stack(self, name: str | None) -> tuple[str, ...]:
+        """The names in the set of the adapters of a name."""
+
+
+class StackedAdapters(EngineAdapters):
+    """The stacks of a model, of which the first is active at first. names: one of each stack, in order."""
 
     def __init__(self, stacks: AdapterStacks, names: Sequence[str]) -> None:
         assert len(names) == len(stacks.names) > 0, f"{len(names)} names for {len(stacks.names)} stacks"
+        super().__init__(stacks.adapters)
         self.names = tuple(names)
-        """One of each stack, in order."""
         self._stacks = stacks
 
-    def use(self, name: str | None) -> None:
-        """Activates a stack, with `BASE` none of them; None stands for the first."""
-        active = self._names_in_set(name)
-        if self._stacks.adapters.active != active:
-            self._stacks.adapters.activate(*active)
-
-    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
-        """The virtual tokens that every prompt of a stack begins with, whether or not it is active."""
-        return self._stacks.adapters.virtual_token_ids_of(self._names_in_set(name))
-
-    def _names_in_set(self, name: str | None) -> tuple[str, ...]:
-        if name == BASE:
-            return ()
+    def _stack(self, name: str | None) -> tuple[str, ...]:
         return self._stacks.names[0 if name is None else self.names.index(name)]
 
 
-class ReplaceableAdapters:
-    """An `engine.EngineAdapters` with adapters that arrive while the engine runs, each in place of one of its name.
+class ReplaceableAdapters(EngineAdapters):
+    """Adapters that arrive while the engine runs, each in place of one of its name.
 
     below: adapters of the set underneath those that arrive; they are active at first.
     """
 
     def __init__(self, adapters: AdapterSet, below: Sequence[str] = ()) -> None:
+        super().__init__(adapters)
         self.below = tuple(below)
-        self._adapters = adapters
-        self._names_in_set: dict[str, str] = {}
+        self._arrived: dict[str, str] = {}  # names in the set
         self._count = 0
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the adapters that have arrived."""
-        return tuple(self._names_in_set)
+        return tuple(self._arrived)
 
     def put(self, name: str, folder: AdapterFolder) -> None:
         """Loads an adapter; the one before it is there until the new one is.
@@ -76,8 +93,8 @@ class ReplaceableAdapters:
             raise
         finally:
             self._adapters.activate(*self.below)
-        before = self._names_in_set.get(name)
-        self._names_in_set[name] = name_in_set
+        before = self._arrived.get(name)
+        self._arrived[name] = name_in_set
         if before is not None:
             self._adapters.remove(before)
 
@@ -86,17 +103,5 @@ class ReplaceableAdapters:
         for parameter in self._adapters.base_parameters().values():
             parameter.data = parameter.data.to(dtype)
 
-    def use(self, name: str | None) -> None:
-        """Activates an adapter on top of those below; `BASE`: none at all; None: those below."""
-        active = self._stack(name)
-        if self._adapters.active != active:
-            self._adapters.activate(*active)
-
-    def virtual_token_ids(self, name: str | None) -> tuple[int, ...]:
-        """The virtual tokens that every prompt of an adapter begins with, whether or not it is active."""
-        return self._adapters.virtual_token_ids_of(self._stack(name))
-
     def _stack(self, name: str | None) -> tuple[str, ...]:
-        if name == BASE:
-            return ()
-        return self.below if name is None else (*self.below, self._names_in_set[name])
+        return self.below if name is None else (*self.below, self._arrived[name])

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from danlu.inference.cache_size import cache_gib
 from danlu.inference.embedded import EmbeddedEngine
-from danlu.inference.engine import EngineAdapters, EngineOptions
+from danlu.inference.engine import EngineOptions
+from danlu.inference.engine_adapters import EngineAdapters
 from danlu.inference.load_model import LoadedModel, load_model
 from danlu.inference.request import Request
 from danlu.inference.resolve_model import resolve_model

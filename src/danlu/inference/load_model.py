@@ -24,7 +24,6 @@ from danlu.numerics.four_bit_weight import unpack_kernels
 
 if TYPE_CHECKING:
     from danlu.assembly.adapter_stacks import AdapterStacks
-    from danlu.inference.engine import EngineAdapters
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,7 +54,7 @@ class LoadedModel:
         return [*ignored_settings(self.folder), *unpacked]
 
     @property
-    def engine_adapters(self) -> EngineAdapters | None:
+    def engine_adapters(self) -> StackedAdapters | None:
         """The adapters as an engine switches between them; None where there are none, or they are merged."""
         return None if self.stacks is None else StackedAdapters(self.stacks, self.adapter_names)
 

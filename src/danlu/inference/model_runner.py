@@ -20,7 +20,8 @@ from danlu.core.spelling import did_you_mean
 from danlu.inference.answer import Answer, DrawnToken
 from danlu.inference.cache_size import GIB, CacheSizes, layer_caches
 from danlu.inference.device_pools import DevicePools
-from danlu.inference.engine import EngineAdapters, EngineOptions
+from danlu.inference.engine import EngineOptions
+from danlu.inference.engine_adapters import EngineAdapters
 from danlu.inference.exact_paged import ExactPagedAttention
 from danlu.inference.fused_decoder import FusedDecoder
 from danlu.inference.pipelined_decoder import PipelinedDecoder

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -26,7 +27,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from danlu.core.errors import ResourceError
-from danlu.core.types import ToolCall
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_calls import ReadCalls
 from danlu.inference import request as engine_request
@@ -34,7 +34,7 @@ from danlu.inference.request import Completion, SamplingOptions
 from danlu.rewards.environments.agents import POLICY
 from danlu.rewards.environments.protocol import EpisodeKey
 from danlu.serving.api_endpoints import CLIENT_GONE, EventStream, build_app, event_text, read_request, unless_gone
-from danlu.serving.openai_answers import ChatWriter, openai_call
+from danlu.serving.openai_answers import ChatWriter, chat_message
 from danlu.serving.openai_api import ApiError, ChatBody, given_key
 from danlu.serving.openai_api import Message as BodyMessage
 from danlu.serving.server import bind, url_of
@@ -143,7 +143,7 @@ class AgentEndpoint:
         """Sends an answer, where its agent still waits. Returns the message as chat templates would see it."""
         # Not of the clock or of chance: templates may show the names of calls.
         name = f"{asked.random_number}/{asked.draw_sample}/{len(asked.prompt)}"
-        message = reply_message(completion.text, self._read_calls(request.tools), name)
+        message = chat_message(completion.text, self._read_calls(request.tools), partial(call_id, name))
         self._finish(request, (asked, completion, message))
         return BodyMessage.model_validate(message).turn
 
@@ -296,23 +296,9 @@ _NOT_TRAINED: dict[str, Any] = {
 """Parameters that an answer must not have, and the values with which they change nothing."""
 
 
-def reply_message(text: str, read_calls: ReadCalls | None, name: str) -> Message:
-    """Returns an answer as the message of a chat completion, its calls apart from its text; read_calls: None without
-    tools.
-
-    name: the names of its calls follow from it, nine letters and digits each, which Mistral's templates ask for.
-
-    A text with a call that cannot be read stays as it is.
-    """
-    said, calls = (text, []) if read_calls is None else read_calls(text)
-    valid = [call for call in calls if isinstance(call, ToolCall)]
-    if not valid or len(valid) < len(calls):
-        return {"role": "assistant", "content": text}
-    written = [
-        openai_call(call, hashlib.blake2b(f"{name}/{index}".encode()).hexdigest()[:9])
-        for index, call in enumerate(valid)
-    ]
-    return {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
+def call_id(name: str, index: int) -> str:
+    """The name of a call in an answer: nine letters and digits, which Mistral's templates ask for."""
+    return hashlib.blake2b(f"{name}/{index}".encode()).hexdigest()[:9]
 
 
 async def _events(writer: ChatWriter, body: ChatBody, completion: Completion, message: Message) -> AsyncGenerator[str]:

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -207,7 +208,7 @@ class Api:
     async def _answer(self, request: Request, call: Call, body: SamplingBody, writer: AnswerWriter) -> Response:
         """Lets the engine answer. An error is in the response's status until the engine has taken the requests."""
         request.state.writer = writer
-        try:
+        with as_api_errors(prompt_parameter(body)):
             await self._engine.submit(call)
             if body.stream:
                 return EventStream(stream_events(call, body, writer), on_end=partial(self._engine.abort, call))
@@ -215,12 +216,6 @@ class Api:
                 completions = await unless_gone(request, collect(call))
             finally:
                 self._engine.abort(call)
-        except DanluError as error:  # with which the engine refused a request
-            raise ApiError(str(error), param=prompt_parameter(body)) from None
-        except (AnswerFailed, EngineFailed) as error:
-            raise ApiError(str(error), status=500) from None
-        except EngineStopped as error:
-            raise ApiError(str(error), status=503) from None
         if any(completion.finish == "abort" for completion in completions):
             ended_by = "the server is ending" if self._engine.is_ending else "a trainer has ended all answers"
             raise ApiError(ended_by, status=503)
@@ -229,10 +224,8 @@ class Api:
 
     async def _tokenize(self, encode: Callable[[], Result], param: str) -> Result:
         """Runs the tokenizer or the chat template in their thread. Raises ApiError for input that they refuse."""
-        try:
+        with as_api_errors(param):
             return await in_thread(self._tokenizing, encode)
-        except DanluError as error:
-            raise ApiError(str(error), param=param) from None
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
@@ -276,6 +269,24 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(metrics_text(self._engine.statistics), media_type="text/plain; version=0.0.4")
+
+
+@contextmanager
+def as_api_errors(param: str | None = None, *, answer_failed: int = 500) -> Iterator[None]:
+    """Raises ApiError where a request is refused, and where the engine fails at it or has ended.
+
+    answer_failed: the status where this answer alone failed.
+    """
+    try:
+        yield
+    except DanluError as error:
+        raise ApiError(str(error), param=param) from None
+    except AnswerFailed as error:
+        raise ApiError(str(error), status=answer_failed) from None
+    except EngineFailed as error:
+        raise ApiError(str(error), status=500) from None
+    except EngineStopped as error:
+        raise ApiError(str(error), status=503) from None
 
 
 def build_app(routes: Sequence[Route]) -> Starlette:

@@ -8,7 +8,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -175,6 +175,19 @@ def openai_call(call: ToolCall, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
+def chat_message(text: str, read_calls: ReadCalls | None, call_id: Callable[[int], str]) -> dict[str, Any]:
+    """An answer as the message of a chat completion, its calls apart from its text; read_calls: None without tools.
+
+    call_id: names the calls by their places. A text with a call that cannot be read stays as it is.
+    """
+    said, calls = (text, []) if read_calls is None else read_calls(text)
+    valid = [call for call in calls if isinstance(call, ToolCall)]
+    if valid and len(valid) == len(calls):
+        written = [openai_call(call, call_id(index)) for index, call in enumerate(valid)]
+        return {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
+    return {"role": "assistant", "content": text}
+
+
 class CompletionWriter(AnswerWriter):
     """The writer of POST /v1/completions."""
 
@@ -287,14 +300,9 @@ class ChatWriter(AnswerWriter):
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
         choice = super()._choice(completion)
-        if self._read_calls is not None:
-            said, calls = self._read_calls(completion.text)
-            valid = [call for call in calls if isinstance(call, ToolCall)]
-            if valid and len(valid) == len(calls):  # a text with a call that cannot be read stays as it is
-                written = [openai_call(call, uuid4().hex[:9]) for call in valid]
-                choice["message"] = {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
-                self._calls[self._index(completion)] = len(valid)
-                choice["finish_reason"] = self._finish_reason(completion)
+        choice["message"] = chat_message(completion.text, self._read_calls, lambda index: uuid4().hex[:9])
+        self._calls[self._index(completion)] = len(choice["message"].get("tool_calls", ()))
+        choice["finish_reason"] = self._finish_reason(completion)
         return choice
 
     def _delta(self, index: int, text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,12 +26,11 @@ from danlu.inference.engine_state import request_from_json
 from danlu.inference.request import Completion
 from danlu.inference.stopping import Decode
 from danlu.remote_engines.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
-from danlu.serving.api_endpoints import collect, read_request, unless_gone
-from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
+from danlu.serving.api_endpoints import as_api_errors, collect, read_request, unless_gone
+from danlu.serving.engine_thread import Call, EngineThread
 from danlu.serving.openai_api import AnyBody, ApiError, Body
 from danlu.serving.served_weights import ServedWeights
 
-Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -140,8 +139,9 @@ class RolloutEndpoints:
         call = Call([body.engine_request(number)], self._decode, stream=False)
         self._under_way[body.request_id] = number
         try:
-            await self._refusing(self._thread.submit(call))
-            (completion,) = await self._refusing(unless_gone(request, collect(call)))
+            with as_api_errors(answer_failed=422):  # as it would again: the trainer does not ask another time
+                await self._thread.submit(call)
+                (completion,) = await unless_gone(request, collect(call))
         finally:
             self._under_way.pop(body.request_id, None)
             self._thread.abort(call)
@@ -246,19 +246,6 @@ class RolloutEndpoints:
 
     async def _do(self, work: Callable[[], list[Completion] | None]) -> Response:
         """Has the engine's thread do something between two steps."""
-        await self._refusing(self._thread.do(work))
+        with as_api_errors():
+            await self._thread.do(work)
         return JSONResponse({})
-
-    async def _refusing(self, work: Awaitable[Result]) -> Result:
-        """Returns the result of work. Raises ApiError where the engine refuses it, fails at it, or is not there any
-        more."""
-        try:
-            return await work
-        except DanluError as error:
-            raise ApiError(str(error)) from None
-        except AnswerFailed as error:  # as it would again: the trainer does not ask another time
-            raise ApiError(str(error), status=422) from None
-        except EngineFailed as error:
-            raise ApiError(str(error), status=500) from None
-        except EngineStopped as error:
-            raise ApiError(str(error), status=503) from None

@@ -14,8 +14,8 @@ from danlu.core.dtensor import is_dtensor
 from danlu.core.terminal import print_status
 from danlu.inference.cache_size import cache_gib
 from danlu.inference.embedded import EmbeddedEngine
-from danlu.inference.engine import DraftOptions, EngineAdapters, EngineOptions, RolloutEngine
-from danlu.inference.engine_adapters import StackedAdapters
+from danlu.inference.engine import DraftOptions, EngineOptions, RolloutEngine
+from danlu.inference.engine_adapters import EngineAdapters, StackedAdapters
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.ranks import ParallelEngine
 from danlu.inference.request import SamplingOptions
