@@ -58,11 +58,11 @@ def test_words_keep_the_order_they_came_in(tmp_path: Path) -> None:
     assert [one.name for one in read_study(folder).results] == ["muon", "adamw", "lion"]
 
 
-def test_a_step_that_was_gone_through_twice_counts_once(tmp_path: Path) -> None:
+def test_a_step_that_was_gone_through_twice_counts_once_and_a_torn_line_not_at_all(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study", {"run": {"seed": "0"}})
     run = write_run(folder / "run")
     lines = ['{"step": 1, "loss": 4}', '{"step": 2, "loss": "nan"}', '{"step": 2, "event": "rewind"}']
-    lines += ['{"step": 2, "loss": 3}', '{"step": 2, "eval_loss": "inf"}', '{"step": 3, "lo']
+    lines += ['{"step": 2, "loss": 3}', '{"step": 2, "lo', '{"step": 2, "eval_loss": "inf"}', '{"step": 3, "lo']
     (run / "metrics.jsonl").write_text("\n".join(lines))
     (result,) = read_study(folder).results
     assert result.losses == ((1, 4.0), (2, 3.0)) and result.evaluations == ((2, math.inf),)
