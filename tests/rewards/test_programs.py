@@ -17,7 +17,7 @@ from builders.deceiving_programs import DECEIVING
 from builders.programs import CLOSE, CLOSE_TESTS, FORGED, HONEST, LIMITED
 
 from danlu.core.errors import ResourceError
-from danlu.rewards.programs import pod, sandbox
+from danlu.rewards.programs import cgroups, pod, sandbox, session
 from danlu.rewards.programs.blocks import code_of
 from danlu.rewards.programs.proxies import Answer
 from danlu.rewards.programs.sandbox import KINDS, find_sandbox
@@ -186,6 +186,24 @@ def test_a_sandbox_that_has_ended_serves_no_other_answer(monkeypatch):
     monkeypatch.setattr(ended, "hand_over", end_behind, raising=False)
     with ours:
         assert not ended.rest()
+
+
+def test_sandboxes_that_the_system_has_ended_while_they_rested_are_replaced(kind, monkeypatch):
+    monkeypatch.setattr(session, "_resting", resting := {})
+    limits = {"memory_mib": 254}
+    at_once(lambda name: judged(kind, HONEST[name][0], HONEST[name][1], **limits), [*HONEST][:4])
+    (waiting,) = resting.values()
+    waiting += [sandbox.Sandbox(kind, sandbox.GUEST, waiting[0]._limits, is_shared_limit=True) for _ in range(2)]
+    for each in waiting:
+        each.process.kill()
+        each.process.wait()
+    assert judged(kind, "def add(a, b): return a + b", ADD, **limits)[0].passed
+
+
+def test_a_control_group_that_is_gone_is_not_taken_again(monkeypatch, tmp_path):
+    gone, present = cgroups.Cgroup(tmp_path / "gone", None), cgroups.Cgroup(tmp_path, None)
+    monkeypatch.setattr(cgroups, "_free", {1: [present, gone]})
+    assert cgroups.take_cgroup(1, 1) is present
 
 
 def test_a_system_without_sandboxes_is_refused_once(monkeypatch):

@@ -359,7 +359,7 @@ def test_programs_are_judged_side_by_side(tmp_path):
     answers = [JudgedAnswer("x = 1", {"tests": ["assert x == 1", f"assert x == {number}"]}) for number in range(3)]
     with RewardRunner([RewardPart("code", Code("tests"))]) as many_rewards:
         table = many_rewards.score([*answers, JudgedAnswer("x = 1", {})])
-    assert table.values[:3, 0].tolist() == [0.5, 1, 0.5]
+    assert table.values[:3, 0].tolist() == [0.5, 1, 0.5], by_answer(table)
     assert math.isnan(table.values[3, 0]) and "no column 'tests'" in by_answer(table)[3]
 
 

@@ -35,6 +35,10 @@ class Cgroup:
                 return int(fields[fields.index("oom_kill") + 1]) if "oom_kill" in fields else 0
         return 0
 
+    def exists(self) -> bool:
+        """Whether nobody has removed it: one of a process that another PID namespace does not see looks abandoned."""
+        return all(folder.exists() for folder in self.folders)
+
     def is_empty(self) -> bool:
         return all(not (folder / "cgroup.procs").read_text().strip() for folder in self.folders)
 
@@ -43,15 +47,17 @@ def take_cgroup(memory_bytes: int, most_processes: int) -> Cgroup | None:
     """A control group with these limits and without processes; None where this process may make none."""
     with _lock:
         waiting = _free.setdefault(memory_bytes, [])
-        if waiting:
-            return waiting.pop()
+        while waiting:
+            cgroup = waiting.pop()
+            if cgroup.exists():
+                return cgroup
         parents = _parents()
         if parents is None:
             return None
-        cgroup = _make(*parents, f"{PREFIX}-{os.getpid()}-{len(_own_cgroups)}", memory_bytes, most_processes)
-        if cgroup is not None:
-            _own_cgroups.append(cgroup)
-        return cgroup
+        made = _make(*parents, f"{PREFIX}-{os.getpid()}-{len(_own_cgroups)}", memory_bytes, most_processes)
+        if made is not None:
+            _own_cgroups.append(made)
+        return made
 
 
 def give_cgroup_back(cgroup: Cgroup, memory_bytes: int) -> None:

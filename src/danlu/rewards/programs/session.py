@@ -126,11 +126,16 @@ class _Program:
         return "failed", "the test ended the process that ran it"
 
     def _resting(self) -> Sandbox | None:
-        """A sandbox that has run other answers and holds nothing of them."""
-        try:
-            return _resting.get(self._key, []).pop()
-        except IndexError:
-            return None
+        """A sandbox that has run other answers, holds nothing of them, and has not been ended by the system since."""
+        waiting = _resting.get(self._key, [])
+        while True:
+            try:
+                sandbox = waiting.pop()
+            except IndexError:
+                return None
+            if not sandbox.has_ended:
+                return sandbox
+            sandbox.end()
 
     def _end(self) -> None:
         if self._guest is not None:
