@@ -54,10 +54,10 @@ def take_cgroup(memory_bytes: int, most_processes: int) -> Cgroup | None:
         parents = _parents()
         if parents is None:
             return None
-        made = _make(*parents, f"{PREFIX}-{os.getpid()}-{len(_own_cgroups)}", memory_bytes, most_processes)
-        if made is not None:
-            _own_cgroups.append(made)
-        return made
+        new = _make(*parents, f"{PREFIX}-{os.getpid()}-{len(_own_cgroups)}", memory_bytes, most_processes)
+        if new is not None:
+            _own_cgroups.append(new)
+        return new
 
 
 def give_cgroup_back(cgroup: Cgroup, memory_bytes: int) -> None:
