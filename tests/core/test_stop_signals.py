@@ -120,17 +120,18 @@ def test_the_line_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     assert err == "\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
-def test_only_the_main_thread_can_ask() -> None:
-    caught: list[BaseException] = []
+def test_in_another_thread_signals_stay_the_programs() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    inside: list[list[object]] = []
 
     def enter() -> None:
-        try:
-            with StopRequest():
-                pass
-        except RuntimeError as error:
-            caught.append(error)
+        with StopRequest() as stop:
+            inside.append([signal.getsignal(number) for number in STOP_SIGNALS])
+            assert not stop.requested and stop.exit_code == 0
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert "only in the main thread" in str(caught[0])
+    assert inside == [before]
+    enter()  # control: in the main thread they are handled
+    assert inside[1] != before and [signal.getsignal(number) for number in STOP_SIGNALS] == before

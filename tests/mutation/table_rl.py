@@ -406,11 +406,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_a_dry_run_tries_what_can_be_tried",
     ),
     Mutation(
-        "run/chain.py",
-        "torch.set_num_threads(threads)",
+        "run/train.py",
+        "closing.callback(torch.set_num_threads, torch.get_num_threads())",
         "pass",
-        "run/test_chain.py",
-        "test_each_stage_has_the_threads_of_the_chain_and_none_begins_after_a_signal",
+        "api/test_training.py",
+        "test_a_program_has_the_bits_of_the_command_line",
     ),
     Mutation(
         "run/chain.py",

@@ -75,7 +75,6 @@ def check_flags(
     sampling: dict[str, Any], seed: int, dtype: str, device: str, stops: list[str], quantization: str | None = None
 ) -> Precision:
     """The precision that --dtype names. Raises RecipeError with everything that is wrong, before anything is loaded."""
-    from danlu.inference.generation_config import DEVICES, PRECISIONS
     from danlu.inference.request import SamplingOptions
 
     problems = []
@@ -83,12 +82,7 @@ def check_flags(
         SamplingOptions(**sampling, seed=seed)
     except RecipeError as error:
         problems += error.problems
-    if dtype not in PRECISIONS:
-        problems.append(f"dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}")
-    if device not in DEVICES:
-        problems.append(f"device: {device!r} is unknown; use {', '.join(DEVICES)}")
-    if quantization not in (None, "none", *QUANTIZATIONS):
-        problems.append(f"quantization: {quantization!r} is unknown; use {', '.join(QUANTIZATIONS)} or none")
+    problems += model_problems(dtype, device, quantization)
     if "" in stops:
         problems.append("stop: an empty text would stop before the first token")
     if problems:
@@ -96,6 +90,20 @@ def check_flags(
             [f"--{problem.replace('_', '-', problem.partition(':')[0].count('_'))}" for problem in problems]
         )
     return cast("Precision", dtype)
+
+
+def model_problems(dtype: str, device: str, quantization: str | None) -> list[str]:
+    """The words that are wrong about how a model is loaded, each with the ones to use."""
+    from danlu.inference.generation_config import DEVICES, PRECISIONS
+
+    problems = []
+    if dtype not in PRECISIONS:
+        problems.append(f"dtype: {dtype!r} is unknown; use {', '.join(PRECISIONS)}")
+    if device not in DEVICES:
+        problems.append(f"device: {device!r} is unknown; use {', '.join(DEVICES)}")
+    if quantization not in (None, "none", *QUANTIZATIONS):
+        problems.append(f"quantization: {quantization!r} is unknown; use {', '.join(QUANTIZATIONS)} or none")
+    return problems
 
 
 @dataclass(frozen=True)

@@ -73,21 +73,35 @@ def train(
     if world is not None:
         run_worker(world, lambda: _run_rank(world, recipe, overrides or [], resume, dry_run, quiet))
     loaded = recipes.load_recipe_or_chain(recipe, overrides or [])
-    flags = [*(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
-    arguments, count = [str(recipe), *(overrides or []), *flags], processes or 1
+    arguments = [str(recipe), *(overrides or [])]
+    code = run_training(loaded, arguments, resume=resume, processes=processes or 1, dry_run=dry_run, quiet=quiet)
+    if code:
+        raise typer.Exit(code)
+
+
+def run_training(
+    loaded: Loaded | Chain,
+    arguments: Sequence[str],
+    *,
+    resume: str,
+    processes: int,
+    dry_run: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Trains a recipe or a chain in this process, or in several that it starts, and returns the exit code.
+
+    arguments: of `danlu train` in these processes, the recipe's file and its overrides.
+    """
+    arguments = [*arguments, *(["--dry-run"] if dry_run else []), *(["--quiet"] if quiet else [])]
     if isinstance(loaded, Chain):
         from danlu.cli.chain import launch_chain, train_chain  # here: see `_train`
 
-        if count > 1:
-            code = launch_chain(loaded, arguments, resume, count, dry_run)
-        else:
-            code = train_chain(loaded, resume, dry_run, quiet)
-    elif count > 1:
-        code = _launch(loaded, arguments, resume, count, dry_run)
-    else:
-        code = _train(loaded, resume, dry_run, quiet)
-    if code:
-        raise typer.Exit(code)
+        if processes > 1:
+            return launch_chain(loaded, arguments, resume, processes, dry_run)
+        return train_chain(loaded, resume, dry_run, quiet)
+    if processes > 1:
+        return _launch(loaded, arguments, resume, processes, dry_run)
+    return _train(loaded, resume, dry_run, quiet)
 
 
 def _run_rank(world: World, recipe: Path, overrides: list[str], resume: str, dry_run: bool, quiet: bool) -> int:

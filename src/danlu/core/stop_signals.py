@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -37,8 +38,8 @@ class StopRequest:
 
     The loop reads `requested` between steps, saves, leaves, and exits with `exit_code`. A second signal of
     `INSISTENT_SIGNALS` (of either kind) raises Stopped wherever the program is; the others only ever ask. Handlers that
-    were there before return on exit. Only the main thread can handle signals: entering anywhere else raises
-    RuntimeError.
+    were there before return on exit. Python runs handlers in the main thread only: entered in another one, as of a
+    program that trains in its background, no signal is handled here, and all stay that program's.
 
     Args:
         announce    is called with one line of text when the first signal comes, inside the signal handler
@@ -69,11 +70,9 @@ class StopRequest:
         return 128 + self.signal if self.signal is not None else 0
 
     def __enter__(self) -> StopRequest:
-        try:
+        if threading.current_thread() is threading.main_thread():
             for number in heeded_signals():
                 self._previous[number] = signal.signal(number, self._handle)
-        except ValueError as error:
-            raise RuntimeError("StopRequest works only in the main thread, where Python runs handlers") from error
         return self
 
     def __exit__(self, *exc_info: object) -> None:

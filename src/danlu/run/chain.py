@@ -92,12 +92,11 @@ def train_chain(
     Raises CheckpointError where a stage was begun with another result of an earlier one than is there now, and the
     errors of `run.train`.
     """
-    folder, threads = Path(chain.output).expanduser(), torch.get_num_threads()
+    folder = Path(chain.output).expanduser()
     outcomes: list[StageOutcome] = []
     for number, stage in enumerate(chain.stages, 1):
         if leads:
             log(f"stage {number} of {len(chain.stages)}: {stage.name} in {run_folder(stage)}")
-        torch.set_num_threads(threads)  # an earlier stage may have had a number of its own
         earlier = {each.name: each for each in chain.stages[: number - 1]}
         inputs = {name: _result_hash(earlier[name].loaded.recipe) for name in stage.inputs}
         outcome = None

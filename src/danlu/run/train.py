@@ -139,6 +139,9 @@ def train(
     else:
         log, stream = _silence, io.StringIO()
     with ExitStack() as closing:
+        if recipe.threads is not None:
+            closing.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(recipe.threads)
         closing.enter_context(deterministic(recipe.deterministic))
         if recipe.numerics == "exact":
             from danlu.numerics.batch_invariant import batch_invariant
@@ -177,8 +180,6 @@ def _train(
     stop_request: StopRequest,
 ) -> Outcome:
     folder, into, device, ranks, log = session.folder, session.into, session.device, session.ranks, session.log
-    if loaded.recipe.threads is not None:
-        torch.set_num_threads(loaded.recipe.threads)
     recipe = ranks.world.from_first(
         lambda: with_auto_values(loaded, folder, resume, device, log, session.stream, dry=session.is_dry),
         barrier=lambda: _barrier("auto values"),
