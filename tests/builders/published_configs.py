@@ -152,7 +152,55 @@ _DEEPSEEK_ROPE = {
     "type": "yarn",
 }
 
+_GLM_4_9B = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}
+
 PUBLISHED: dict[str, Published] = {
+    "gemma-2b": Published(
+        "google/gemma-2b, its sizes as mllm's src/models/gemma/README.md lists them; transformers' "
+        "configuration_gemma.py says that official releases have hidden_act gelu",
+        {
+            "architectures": ["GemmaForCausalLM"],
+            "attention_bias": False,
+            "head_dim": 256,
+            "hidden_act": "gelu",
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "max_position_embeddings": 8192,
+            "model_type": "gemma",
+            "num_attention_heads": 8,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "vocab_size": 256000,
+        },
+    ),
+    "glm-4-9b": Published(
+        "THUDM/glm-4-9b-chat-hf, whose keys are the defaults of transformers' configuration_glm.py, written out",
+        {**_GLM_4_9B, "architectures": ["GlmForCausalLM"], "max_position_embeddings": 131072, "model_type": "glm"},
+    ),
+    "glm-4-9b-0414": Published(
+        "zai-org/GLM-4-9B-0414, sizes by the defaults of transformers' configuration_glm4.py; positions, epsilon and "
+        "rotary keys as an importer of Megatron-LM checks them",
+        {**_GLM_4_9B, "architectures": ["Glm4ForCausalLM"], "max_position_embeddings": 32768, "model_type": "glm4"},
+    ),
     "minimax-m2": Published(
         "MiniMaxAI/MiniMax-M2, as the tests of dappcore's go-mlx and NVIDIA's NeMo Automodel hold it; transformers' "
         "configuration_minimax_m2.py says that released folders have rotary_dim and no partial_rotary_factor",

@@ -70,6 +70,7 @@ TWINS = {
         "query_pre_attn_scalar": 12,
         "rope_local_base_freq": 100.0,
     },
+    "rotated-pairs": {"model_type": "glm4", "eos_token_id": None, "pad_token_id": None},
     "norms-behind": {"model_type": "olmo3", "sliding_window": 6},
     "unrotated": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "pad_token_id": None},
     "multipliers": {"model_type": "granite", "residual_multiplier": 0.5, "logits_scaling": 2.0},

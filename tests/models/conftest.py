@@ -349,6 +349,18 @@ CASES |= {
 }
 
 
+CASES |= {
+    "gemma": {"model_type": "gemma", "head_dim": 16, "hidden_act": "gelu", "num_key_value_heads": 1},
+    "glm": {"model_type": "glm", "head_dim": 16, "rope_theta": 5000.0},
+    "glm4": {
+        "model_type": "glm4",
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 0.25},
+    },
+}
+"""Families with rotated pairs of neighbours, or with gelu in a name for something else."""
+
+
 @pytest.fixture(scope="session")
 def tiny_values() -> Callable[[str], dict[str, Any]]:
     """Name of a case -> the config.json of its tiny model."""

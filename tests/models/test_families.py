@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders.family_twins import random_tokens, twin
 from builders.reference_attention import ReferenceAttention
 from safetensors.torch import load_file
 
@@ -30,28 +31,7 @@ from danlu.models.loading import load
 from danlu.models.mixer_spec import Delta
 from danlu.models.saving import save
 
-LENGTH = 40
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-def twin(values: dict[str, Any], folder: Path) -> Any:
-    """A random transformers model of this config, saved to `folder`; every parameter matters to its logits."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    (folder / "config.json").write_text(json.dumps(values))
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name or "bias" in name else 0.15))
-            if "norm" in name and not values["model_type"].startswith(("gemma", "qwen3_5", "qwen3_next")):
-                parameter.add_(1.0)
-        for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape) * 0.3)
-    model.save_pretrained(folder)
-    return model
 
 
 def load_theirs(folder: Path) -> Any:
@@ -85,10 +65,6 @@ def in_float64(model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         model.set_experts_implementation("eager")  # torch's grouped products have no float64
         return oracle(model.double(), tokens)
-
-
-def random_tokens(vocabulary: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, (LENGTH,), generator=torch.Generator().manual_seed(1))
 
 
 def test_logits_equal_transformers_and_the_folder_goes_back(
@@ -171,6 +147,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("granite", {"embedding_multiplier": 1.0}),
     ("granite", {"residual_multiplier": 1.0}),
     ("granite", {"logits_scaling": 1.0}),
+    ("gemma", {"rope_theta": 100.0}),
+    ("glm", {"partial_rotary_factor": 0.25}),
+    ("glm4", {"rms_norm_eps": 1e-1}),
     ("mixtral", {"num_experts_per_tok": 3}),
     ("mixtral-windows", {"rope_theta": 1e6}),
     ("qwen3-moe", {"norm_topk_prob": False}),
@@ -262,7 +241,7 @@ def test_stories_model_tells_the_published_story(shared_data: Path) -> None:
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama-2", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights stored quantised"),
-    ("llama-2", {"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported; supported: gelu_pytorch_tanh"),
+    ("llama-2", {"hidden_act": "relu"}, "hidden_act: activation 'relu' is not supported; supported: gelu, gelu_fast"),
     ("llama-2", {"num_local_experts": 8}, "num_local_experts: mixtures of experts are not supported"),
     ("llama-2", {"rope_scaling": {"rope_type": "nosuch"}}, "rotary scaling 'nosuch' is not supported for this"),
     ("llama-2", {"rope_scaling": {"rope_type": "linear"}}, "linear: factor is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -53,6 +54,45 @@ def test_a_norm_with_half_precision_weights_has_gradients_in_their_type(offset: 
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
         assert not torch.allclose(got.double(), want * 1.1, rtol=2e-2, atol=2e-2)  # control
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_layer_norm_is_computed_wide_and_has_gradients_in_the_types_of_what_they_are_of(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    x = drawn(7, 64, dtype=dtype).requires_grad_()
+    parameters = [drawn(64, seed=seed).requires_grad_() for seed in range(1, 2 + bias)]
+    grad = drawn(7, 64, dtype=dtype, seed=3)
+    exact = [one.detach().double().requires_grad_() for one in (x, *parameters)]
+    wanted = F.layer_norm(exact[0], (64,), *exact[1:], eps=1e-3)
+    got = ops.layer_norm(x, parameters[0], parameters[1] if bias else None, 1e-3)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, wanted.to(dtype))
+    assert not torch.allclose(got.double(), F.layer_norm(exact[0], (64,), *exact[1:], eps=1e-1), atol=1e-2)  # control
+    allowed = {} if dtype in (torch.float32, torch.float64) else {"rtol": 2e-2, "atol": 2e-2}
+    pairs = zip(torch.autograd.grad(got, (x, *parameters), grad), (x, *parameters), strict=True)
+    of_exact = torch.autograd.grad(wanted, exact, grad.double())
+    for (found, of), want in zip(pairs, of_exact, strict=True):
+        assert found.dtype == of.dtype
+        torch.testing.assert_close(found, want.to(of.dtype), **allowed)
+        assert not torch.allclose(found.double(), want * 1.1, rtol=2e-2, atol=2e-2)  # control
+
+
+def test_pairs_of_neighbours_become_halves() -> None:
+    x = torch.arange(8.0).expand(1, 2, 8)
+    assert ops.halves_of_pairs(x, 8)[0, 1].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert ops.halves_of_pairs(x, 4)[0, 0].tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gelu", "gelu"), ("gelu_fast", "gelu_tanh"), ("gelu_new", "gelu_tanh")])
+def test_activations_are_transformers_ones_of_these_names(name: str, kind: Literal["gelu", "gelu_tanh"]) -> None:
+    from transformers.activations import ACT2FN
+
+    x, up = drawn(5, 64), drawn(5, 64, seed=1)
+    torch.testing.assert_close(ops.mlp_activation(x, kind), ACT2FN[name](x))
+    torch.testing.assert_close(ops.gated_mlp_activation(x, up, kind), ACT2FN[name](x) * up)
+    assert (ops.mlp_activation(x, "silu") - ACT2FN[name](x)).abs().max() > 1e-2  # control
 
 
 def test_half_precision_weights_that_are_differences_from_one_keep_their_digits() -> None:

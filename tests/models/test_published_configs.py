@@ -199,7 +199,7 @@ def check_parameters(config: ModelConfig, model: Any) -> None:
 
 
 def their_embedding_multiplier(config: Any) -> float:
-    scaled = config.model_type.startswith(("gemma2", "gemma3"))
+    scaled = config.model_type.startswith("gemma")
     return math.sqrt(config.hidden_size) if scaled else float(getattr(config, "embedding_multiplier", 1.0))
 
 

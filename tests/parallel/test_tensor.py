@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "tie_word_embeddings": True,
     },
+    "glm4": {"model_type": "glm4", "head_dim": 16, "eos_token_id": 2, "pad_token_id": 0},
     "olmo2": {"model_type": "olmo2", "pad_token_id": 0},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 20, **LATENT},
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **LATENT},

@@ -41,6 +41,24 @@ from danlu.verification.proxy_recipe import EPS, LEAST_RATE, proxy_optimizer, pr
 from danlu.verification.role_proxies import write_model
 
 LARGE: dict[str, dict[str, Any]] = {
+    "gemma": {
+        "model_type": "gemma",
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "vocab_size": 256000,
+    },
+    "glm4": {
+        "model_type": "glm4",
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "vocab_size": 151552,
+    },
     "gemma2": {
         "model_type": "gemma2",
         "hidden_size": 2304,

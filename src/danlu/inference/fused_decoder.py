@@ -75,6 +75,7 @@ class FusedDecoder:
         self._versions = [parameter._version for parameter in self._parameters]
         self._heads, self._kv_heads, self._width = mixer.heads, mixer.kv_heads, mixer.head_dim
         self._gelu = spec.feed.activation == "gelu_tanh"
+        assert isinstance(model.norm, RMSNorm), "`_is_plain` has looked"
         self._norm = _Norm.of(model.norm)
         self._frequencies = inverse_frequencies(rope)
         # In float32 the scale is in the queries' rotation; a narrower type would round once more for it.
@@ -97,6 +98,7 @@ class FusedDecoder:
         for layer in model.layers.values():
             assert isinstance(layer, Layer) and isinstance(layer.attention, Attention) and isinstance(layer.mlp, MLP)
             attention, mlp = layer.attention, layer.mlp
+            assert mlp.gate_proj is not None, "`_is_plain` has looked"
             products = [
                 _product(packed, dtype, *linears)
                 for linears in (
@@ -114,8 +116,9 @@ class FusedDecoder:
                 mixer = model.config.kinds[0].attention
                 of_heads = [attention.q_norm] * mixer.heads + [attention.k_norm] * mixer.kv_heads
                 head_norm = _Norm.of(*of_heads)
-            assert layer.attention_norm is not None and layer.mlp_norm is not None, "`_is_plain` has looked"
-            attention_norm, mlp_norm = _Norm.of(layer.attention_norm), _Norm.of(layer.mlp_norm)
+            norms = layer.attention_norm, layer.mlp_norm
+            assert isinstance(norms[0], RMSNorm) and isinstance(norms[1], RMSNorm), "`_is_plain` has looked"
+            attention_norm, mlp_norm = _Norm.of(norms[0]), _Norm.of(norms[1])
             layers.append(_FusedLayer(attention_norm, qkv, head_norm, o, mlp_norm, gate_up, down))
         return cls(model, dtype, layers)
 
@@ -172,17 +175,21 @@ def _is_plain(model: Decoder) -> bool:
         return False
     if config.residual_multiplier != 1.0 or config.logits_divisor != 1.0:
         return False
-    mixer = config.kinds[0].mixer
+    kind = config.kinds[0]
+    if kind.norm_kind != "rms" or kind.parallel:
+        return False
+    mixer = kind.mixer
     if (
         not isinstance(mixer, Heads)
         or mixer.rope is None
         or mixer.rope.dim != mixer.head_dim
         or mixer.rope.temperature is not None
+        or mixer.interleaved
     ):
         return False
     if mixer.qk_norm == "full":
         return False
-    if model.embed_tokens.weight.device.type != "cpu" or config.norm_offset != model.norm.offset:
+    if model.embed_tokens.weight.device.type != "cpu" or not isinstance(model.norm, RMSNorm):
         return False
     if model.enter_head is not identity or any(
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
@@ -208,7 +215,7 @@ def _is_plain_layer(layer: Layer) -> bool:
     )
     if any(addition is not None for addition in additions):
         return False
-    if layer.attention_norm is None or layer.mlp_norm is None:
+    if layer.attention_norm is None or layer.mlp_norm is None or mlp.gate_proj is None or mlp.activation == "gelu":
         return False
     if layer.enter is not identity or layer.leave is not identity:
         return False

@@ -57,6 +57,8 @@ class Attention(nn.Module):
         """
         self.head_dim = self.tensor_unit = head
         self.scale = spec.attention_scale
+        self.interleaved = 0 if spec.rope is None or not spec.interleaved else spec.rope.dim
+        """Features of a head in which neighbours are a rotated pair; 0: halves of those that are rotated are."""
         self.window = spec.window
         self.softcap = spec.softcap
         self.register_parameter("sinks", nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None)
@@ -101,6 +103,8 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
         if not self.norms_all_heads:
             q, k = self._normed(q, k)
+        if self.interleaved:
+            q, k = (ops.halves_of_pairs(x, self.interleaved) for x in (q, k))
         if rotation is not None:
             q, k = ops.apply_rope(q, k, rotation.cos, rotation.sin)
             if rotation.query_scale is not None:

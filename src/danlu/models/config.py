@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from danlu.core.errors import ModelError
-from danlu.models.layer_spec import Experts, LayerSpec
+from danlu.models.layer_spec import Experts, LayerSpec, NormKind, norm_shapes
 from danlu.models.mixer_spec import MAXIMUMS as LAYER_MAXIMUMS
 from danlu.models.mixer_spec import Delta, Shapes, check_sizes
 from danlu.models.rope_config import Rope
@@ -35,6 +35,7 @@ class ModelConfig:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
+    """The epsilon of its norms, also where they are LayerNorms."""
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     embedding_multiplier: float = 1.0
@@ -64,6 +65,11 @@ class ModelConfig:
     def has_own_head(self) -> bool:
         """Whether the model has an output matrix of its own: a language model with a head that is not tied."""
         return self.task == "causal-lm" and not self.tie_word_embeddings
+
+    @property
+    def norm_kind(self) -> NormKind:
+        """The kind of the final norm."""
+        return self.layers[-1].norm_kind
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -141,7 +147,7 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     of_kind = {kind: kind.parameter_shapes(config.hidden_size) for kind in config.kinds}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in of_kind[layer].items()}
-    shapes["norm.weight"] = (config.hidden_size,)
+    shapes |= norm_shapes("norm", config.hidden_size, config.norm_kind)
     if config.has_own_head:
         shapes["lm_head.weight"] = vocabulary
     return shapes

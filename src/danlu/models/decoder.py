@@ -31,10 +31,10 @@ from danlu.models.modules import (
     FeedForwardSublayer,
     Linear,
     RecomputePoints,
-    RMSNorm,
     Role,
     Sublayer,
     identity,
+    norm_of,
 )
 from danlu.models.rope import Rotation, rotary_tables
 from danlu.models.rope_config import Rope
@@ -42,6 +42,8 @@ from danlu.models.rope_config import Rope
 
 class Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); norms may also stand behind each half, or there alone.
+
+    With a parallel residual it is x + attention(norm(x)) + mlp(norm(x)), of two norms or of one for both.
 
     The slots `after_attention` and `after_mlp` take a module [T, D] -> [T, D] right behind each half. Attention and MLP
     may be cut over processes, between `enter` and `leave`. Under sequence parallelism (arXiv:2205.05198) all tokens are
@@ -63,13 +65,14 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         spec = config.layers[layer]
-        before, behind = spec.norms != "post", spec.norms != "pre"
-        self.attention_norm = RMSNorm(config.hidden_size, config) if before else None
+        before, behind = spec.normed_before, spec.normed_behind
+        self.attention_norm = norm_of(config, spec.norm_kind) if "attention" in before else None
         self.attention = mixer_of(config, spec.mixer, layer)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config) if behind else None
-        self.mlp_norm = RMSNorm(config.hidden_size, config) if before else None
+        self.post_attention_norm = norm_of(config, spec.norm_kind) if behind else None
+        self.mlp_norm = norm_of(config, spec.norm_kind) if "mlp" in before else None
         self.mlp = feed_forward_of(config, spec.feed)
-        self.post_mlp_norm = RMSNorm(config.hidden_size, config) if behind else None
+        self.post_mlp_norm = norm_of(config, spec.norm_kind) if behind else None
+        self.parallel, self.shares_norm = spec.parallel, spec.norms == "shared"
         self.multiplier = config.residual_multiplier
         self.register_module("after_attention", None)
         self.register_module("after_mlp", None)
@@ -85,11 +88,13 @@ class Layer(nn.Module):
         normed = x if self.attention_norm is None else self.attention_norm(x)
         branch = self.leave(self.attention(self.enter(normed), rotations, attend))
         branch = branch if self.after_attention is None else self.after_attention(branch)
-        x = self._join(x, branch if self.post_attention_norm is None else self.post_attention_norm(branch))
-        normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        joined = self._join(x, branch if self.post_attention_norm is None else self.post_attention_norm(branch))
+        if not self.shares_norm:
+            source = x if self.parallel else joined
+            normed = source if self.mlp_norm is None else self.mlp_norm(source)
         branch = self.leave(self.mlp(self.enter(normed)))
         branch = branch if self.after_mlp is None else self.after_mlp(branch)
-        return self._join(x, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
+        return self._join(joined, branch if self.post_mlp_norm is None else self.post_mlp_norm(branch))
 
     def _join(self, x: Tensor, branch: Tensor) -> Tensor:
         """The residual stream behind a half."""
@@ -152,7 +157,7 @@ class Decoder(nn.Module):
         self.segments = {}
         self.recomputed_attention = frozenset()
         self.staged_ropes = {}
-        self.norm = RMSNorm(config.hidden_size, config)
+        self.norm = norm_of(config, config.norm_kind)
         own = config.has_own_head
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
         self.enter_chunk: BoundaryOp = identity

@@ -130,8 +130,10 @@ class MoE(nn.Module):
     @property
     def tensor_roles(self) -> Mapping[str, Role]:
         """Every expert is cut along its inner width, and the shared network; the router is whole."""
-        roles = {f"experts.{name}": role for name, role in MLP.tensor_roles.items()}
-        return roles | ({} if self.shared is None else {f"shared.{name}": r for name, r in MLP.tensor_roles.items()})
+        of_gated: dict[str, Role] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+        roles = {f"experts.{name}": role for name, role in of_gated.items()}
+        shared = {} if self.shared is None else self.shared.tensor_roles
+        return roles | {f"shared.{name}": role for name, role in shared.items()}
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._routed(x)

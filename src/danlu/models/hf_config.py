@@ -51,7 +51,7 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
             family=str(model_type),
             vocab_size=hf.integer("vocab_size"),
             hidden_size=hf.integer("hidden_size"),
-            rms_norm_eps=hf.number("rms_norm_eps"),
+            rms_norm_eps=hf.number(family.norm_eps_key),
             max_position_embeddings=hf.integer("max_position_embeddings"),
             tie_word_embeddings=hf.flag("tie_word_embeddings"),
             bos_token_id=hf.optional_integer("bos_token_id"),
@@ -114,7 +114,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": HF_ACTIVATIONS.get(first.feed.activation, "silu"),
         "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
+        family.norm_eps_key: config.rms_norm_eps,
         **(write_rope(config.ropes[0], head_dim) if config.ropes else {}),
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_dropout": 0.0,
@@ -125,7 +125,7 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
         "torch_dtype": torch_dtype,
         **family.write(config),
     }
-    values = {key: value for key, value in values.items() if value is not None or key not in _ROPE_KEYS}
+    values = {key: value for key, value in values.items() if value is not None or key not in _LEFT_OUT}
     understood = read_config_values(values)
     if understood != config:
         names = [each.name for each in fields(config)]
@@ -137,8 +137,8 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     return values
 
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling")
-"""The keys that a family with rope_parameters leaves out."""
+_LEFT_OUT = ("head_dim", "num_key_value_heads", "partial_rotary_factor", "rope_theta", "rope_scaling")
+"""The keys that a family leaves out where it writes null: it has no such key, or another one."""
 
 
 def _refuse_unsupported(hf: HFValues, family: Family) -> None:

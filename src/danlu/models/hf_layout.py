@@ -130,8 +130,9 @@ def _swapped(sides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Tables that old checkpoints carry; danlu computes them from the config.
-IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
 HEAD = "lm_head.weight"
+"""The parameter that is the head over the vocabulary, where it has one of its own."""
 EMBEDDING = "embed_tokens.weight"
 """The parameter that a tied head is."""
 SCORE, SCORE_BIAS = "score.weight", "score.bias"
@@ -261,7 +262,7 @@ def config_sites(config: ModelConfig) -> list[Site]:
             sites.append(Site(name, hf_name(name, config), rest[1], index, outputs_inputs, None, turns))
     if config.task != "causal-lm":
         return sites
-    return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
+    return [*sites, Site("lm_head", hf_name("lm_head", config), "head", None, shape, None)]
 
 
 def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
@@ -280,7 +281,7 @@ def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
 
 
 def _prefix(config: ModelConfig) -> str:
-    return "model" if config.multimodal is None else LANGUAGE_PART
+    return FAMILIES[config.family].prefix if config.multimodal is None else LANGUAGE_PART
 
 
 def hf_name(parameter: str, config: ModelConfig, *, stacked: bool | None = None) -> str:
@@ -294,7 +295,8 @@ def hf_name(parameter: str, config: ModelConfig, *, stacked: bool | None = None)
     head, *rest = parameter.split(".")
     prefix = _prefix(config)
     if head != "layers":
-        return parameter if head == "lm_head" else f"{prefix}.{parameter}"
+        stored = ".".join((FAMILIES[config.family].outer_modules.get(head, head), *rest))
+        return stored if head == "lm_head" else f"{prefix}.{stored}"
     index, *path = rest
     entry, cut = _entry(path, _modules(config, index, stacked))
     return ".".join((prefix, "layers", index, entry if isinstance(entry, str) else entry.name, *path[cut:]))

@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
         """Queries [T, H, Cr] and keys [T, 1, Cr], rotated; in another order of features where they lie interleaved,
         the same of both, which no score depends on."""
         if self.spec.interleaved:
-            q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+            q, k = (ops.halves_of_pairs(x, x.shape[-1]) for x in (q, k))
         return ops.apply_rope(q, k, rotation.cos, rotation.sin)
 
     def _mix(self, attend: Attend, q: Tensor, keys: Keys) -> Tensor:  # [T, H, W]

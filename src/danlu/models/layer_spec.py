@@ -25,34 +25,37 @@ class ClampedSwiGLU:
     limit: float = 7.0
 
 
-Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
+Activation = Literal["silu", "gelu", "gelu_tanh"] | ClampedSwiGLU
+"""`gelu` is x times the normal distribution's function of x, `gelu_tanh` its approximation with tanh."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated feed-forward network: down(activation(gate(x)) * up(x))."""
+    """A gated feed-forward network, down(activation(gate(x)) * up(x)); without a gate, down(activation(up(x)))."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
 
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass."""
-        shapes = linear_shapes("gate_proj", self.intermediate_size, width, self.bias)
+        shapes = linear_shapes("gate_proj", self.intermediate_size, width, self.bias) if self.gated else {}
         shapes |= linear_shapes("up_proj", self.intermediate_size, width, self.bias)
         return shapes | linear_shapes("down_proj", width, self.intermediate_size, self.bias)
 
     def product_weights(self, width: int) -> int:
         """Weights that one token is multiplied with."""
-        return 3 * self.intermediate_size * width
+        return (3 if self.gated else 2) * self.intermediate_size * width
 
     def kept(self, width: int, tensor: int) -> Kept:
         """The values that the backward pass keeps of each token, on one of `tensor` tensor ranks, besides its input."""
         inner = self.intermediate_size / tensor
-        return {"none": 3 * inner, "elementwise": 2 * inner, "selective": 2 * inner}
+        projected = (2 if self.gated else 1) * inner
+        return {"none": projected + inner, "elementwise": projected, "selective": projected}
 
     @property
     def widest(self) -> int:
@@ -171,7 +174,9 @@ class Experts:
         return None if self.shared is None else self.shared.uncuttable(degree)
 
 
-Norms = Literal["pre", "post", "sandwich"]
+Norms = Literal["pre", "post", "sandwich", "shared"]
+NormKind = Literal["rms", "layer", "layer-bias"]
+"""RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) without or with a bias."""
 Mixer = Heads | Latent | Factorized | Delta
 Feed = Dense | Experts
 
@@ -183,19 +188,38 @@ class LayerSpec:
     mixer: Mixer
     feed: Feed
     norms: Norms = "pre"
-    """The place of norms: before each half (`pre`), behind it, before it joins the residual stream (`post`), or both
-    (`sandwich`).
+    """The place of norms: before each half (`pre`), behind it, before it joins the residual stream (`post`), both
+    (`sandwich`), or one before both halves of a parallel layer (`shared`).
     """
+    norm_kind: NormKind = "rms"
+    """The kind of norms around the halves, and of the model's final norm; norms within attention are RMSNorms."""
+    parallel: bool = False
+    """Whether both halves read the layer's input, and their outputs join the residual stream together (GPT-J's
+    parallel residual), in place of one half after the other.
+    """
+
+    def __post_init__(self) -> None:
+        assert self.parallel or self.norms != "shared", "halves that follow each other read different inputs"
 
     def parameter_shapes(self, width: int) -> Shapes:
         """Its parameters in a model of that width, in the order of the forward pass."""
-        before, behind = self.norms != "post", self.norms != "pre"
         shapes: Shapes = {}
         for name, half in (("attention", self.mixer), ("mlp", self.feed)):
-            shapes |= {f"{name}_norm.weight": (width,)} if before else {}
+            shapes |= norm_shapes(f"{name}_norm", width, self.norm_kind) if name in self.normed_before else {}
             shapes |= {f"{name}.{part}": shape for part, shape in half.parameter_shapes(width).items()}
-            shapes |= {f"post_{name}_norm.weight": (width,)} if behind else {}
+            shapes |= norm_shapes(f"post_{name}_norm", width, self.norm_kind) if self.normed_behind else {}
         return shapes
+
+    @property
+    def normed_before(self) -> tuple[str, ...]:
+        """The halves that have a norm of their own before them, or one for both, which has the name of attention's."""
+        of_place = {"post": (), "shared": ("attention",)}
+        return of_place.get(self.norms, ("attention", "mlp"))
+
+    @property
+    def normed_behind(self) -> bool:
+        """Whether both halves have a norm behind them."""
+        return self.norms in ("post", "sandwich")
 
     def product_weights(self, width: int) -> int:
         """Weights that one token is multiplied with."""
@@ -236,4 +260,11 @@ class LayerSpec:
                 continue
             values: dict[str, Any] = vars(own)
             names += [f"{half}.{name}" for name, value in values.items() if getattr(others, name) != value]
-        return names + (["norms"] if self.norms != other.norms else [])
+        of_layer = ("norms", "norm_kind", "parallel")
+        return names + [name for name in of_layer if getattr(self, name) != getattr(other, name)]
+
+
+def norm_shapes(name: str, width: int, kind: NormKind) -> Shapes:
+    """The weight of a norm over `width` features and, if it has one, its bias."""
+    weight: Shapes = {f"{name}.weight": (width,)}
+    return weight | {f"{name}.bias": (width,)} if kind == "layer-bias" else weight

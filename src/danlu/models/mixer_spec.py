@@ -76,6 +76,10 @@ class Heads:
     """Whether each query head has one more key, with a learned score and a value of zero (gpt-oss)."""
     output_gate: bool = False
     """Whether the heads' outputs are multiplied by a sigmoid of as many features of the layer's input (Qwen3-Next)."""
+    interleaved: bool = False
+    """Whether neighbouring features of a head make a rotated pair, as GLM and Cohere store them; else halves of what is
+    rotated do.
+    """
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))

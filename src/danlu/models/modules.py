@@ -29,7 +29,7 @@ from danlu.core.layer_types import (
 )
 from danlu.models import ops
 from danlu.models.config import ModelConfig
-from danlu.models.layer_spec import Dense
+from danlu.models.layer_spec import Dense, NormKind
 from danlu.models.packed_weights import ACTIVE
 from danlu.models.rope import Rotation
 
@@ -241,6 +241,28 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, shard=self.shard)
 
 
+class LayerNorm(nn.Module):
+    """x [.., width] -> (x - mean(x)) / sqrt(var(x) + eps) * weight, plus a bias if it has one, in x's dtype."""
+
+    bias: Tensor | None
+
+    def __init__(self, width: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def norm_of(config: ModelConfig, kind: NormKind) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream, of the kind that a layer has."""
+    if kind == "rms":
+        return RMSNorm(config.hidden_size, config)
+    return LayerNorm(config.hidden_size, config.rms_norm_eps, bias=kind == "layer-bias")
+
+
 class Embedding(nn.Module):
     """tokens [T] -> [T, D]. The slot `adapter` takes over the look-up, also of tokens past the vocabulary.
 
@@ -295,9 +317,10 @@ class Embedding(nn.Module):
 
 
 class MLP(nn.Module):
-    """x [T, D] -> down(activation(gate(x)) * up(x)) [T, D], a gated linear unit (arXiv:2002.05202)."""
+    """x [T, D] -> down(activation(gate(x)) * up(x)) [T, D], a gated linear unit (arXiv:2002.05202); without a gate,
+    down(activation(up(x))).
+    """
 
-    tensor_roles: ClassVar[Mapping[str, Role]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
     tensor_slots: ClassVar[Mapping[str, str]] = {}
     tensor_norms: ClassVar[Mapping[str, str]] = {}
     tensor_unit = 1
@@ -309,15 +332,27 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, spec: Dense) -> None:
         super().__init__()
         width, mlp = config.hidden_size, spec.intermediate_size
-        self.gate_proj = Linear(width, mlp, bias=spec.bias)
+        self.gate_proj = Linear(width, mlp, bias=spec.bias) if spec.gated else None
         self.up_proj = Linear(width, mlp, bias=spec.bias)
         self.down_proj = Linear(mlp, width, bias=spec.bias)
         self.activation = spec.activation
 
+    @property
+    def tensor_roles(self) -> Mapping[str, Role]:
+        """How its matrices may be cut over processes."""
+        gate: dict[str, Role] = {} if self.gate_proj is None else {"gate_proj": "column"}
+        return {**gate, "up_proj": "column", "down_proj": "row"}
+
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = forward_shared(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(self.gated_activation(gate, up), Recomputed(self.gated_activation, (gate, up)))
+        gates = () if self.gate_proj is None else (self.gate_proj,)
+        products = forward_shared(x, *gates, self.up_proj)  # [T, F] each
+        activated = self.gated_activation(*products)
+        out: Tensor = self.down_proj(activated, Recomputed(self.gated_activation, products))
         return out
 
-    def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gated_activation(self, *products: Tensor) -> Tensor:
+        """The activation of gate [T, F] times up [T, F], or of up alone."""
+        if len(products) == 1:
+            return ops.mlp_activation(products[0], self.activation)
+        gate, up = products
         return ops.gated_mlp_activation(gate, up, self.activation)

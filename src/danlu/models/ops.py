@@ -272,17 +272,63 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None, None, None
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last axis, computed in float32 (arXiv:1607.06450)."""
+    y: Tensor = _LayerNorm.apply(x, weight, bias, eps)
+    return y
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm that saves x in its own type and two numbers a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide, scale, shift = _widened(x, weight, bias)
+        y, mean, inverse = torch.native_layer_norm(wide, weight.shape, scale, shift, eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # no cast for nothing: see `_SwiGLU`
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        wide, scale, shift = _widened(x, weight, bias)
+        needed = list(ctx.needs_input_grad[:3])
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad.to(wide.dtype), wide, weight.shape, mean, inverse, scale, shift, needed
+        )
+        return (
+            grad_x.to(x.dtype) if needed[0] else None,
+            grad_weight.to(weight.dtype) if needed[1] else None,
+            grad_bias.to(bias.dtype) if needed[2] else None,
+            None,
+        )
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three in float32, or in the type of x where that is wider."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
+
+
 def gated_mlp_activation(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
-    """silu(gate) * up (SwiGLU, arXiv:2002.05202), gelu(gate) * up with the tanh form of gelu, or gpt-oss' form."""
+    """silu(gate) * up (SwiGLU, arXiv:2002.05202), gelu(gate) * up in either form of gelu, or gpt-oss' form."""
     if isinstance(kind, ClampedSwiGLU):
         clamped: Tensor = _ClampedSwiGLU.apply(gate, up, kind.alpha, kind.limit)
         return clamped
-    if kind == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
+    if kind != "silu":
+        return mlp_activation(gate, kind) * up
     if not torch.is_grad_enabled():
         return F.silu(gate).mul_(up)
     y: Tensor = _SwiGLU.apply(gate, up)
     return y
+
+
+def mlp_activation(x: Tensor, kind: Activation) -> Tensor:
+    """The activation of a feed-forward network without a gate: silu or either form of gelu (arXiv:1606.08415)."""
+    assert not isinstance(kind, ClampedSwiGLU), "a clamped activation is of a gate and what it multiplies"
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -338,6 +384,17 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
         both = _rotate(torch.cat((q, k), dim=1), cos, sin)
         return both[:, : q.shape[1]], both[:, q.shape[1] :]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def halves_of_pairs(x: Tensor, width: int) -> Tensor:
+    """x [T, H, C] with the first of each pair of neighbours among the first `width` features before all second ones.
+
+    Half-split rotation then turns pairs of neighbours. Queries and keys are in this order alike, which no score depends
+    on.
+    """
+    turned, rest = x[..., :width], x[..., width:]
+    turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return turned if width == x.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _FILES: Final = {
     "deepseek": ("deepseek_v2", "deepseek_v3"),
-    "gemma": ("gemma2", "gemma3_text"),
-    "glm": ("glm4_moe",),
+    "gemma": ("gemma", "gemma2", "gemma3_text"),
+    "glm": ("glm", "glm4", "glm4_moe"),
     "gpt_oss": ("gpt_oss",),
     "llama": ("granite", "llama", "smollm3"),
     "mfa": ("mfa",),

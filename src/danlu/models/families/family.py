@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.models.config import ModelConfig
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Activation, LayerSpec
 from danlu.models.mixer_spec import Delta
 
 if TYPE_CHECKING:  # it imports numpy, and a wrong recipe is reported without
@@ -81,6 +81,14 @@ class Family:
 
     It is empty for families that have no other form, or no experts.
     """
+    prefix: str = "model"
+    """The module of transformers' classes that has everything but the head."""
+    outer_modules: Mapping[str, str] = field(default_factory=dict)
+    """The modules outside of layers, here -> on disk, where the names differ: embed_tokens, norm, lm_head."""
+    norm_eps_key: str = "rms_norm_eps"
+    """The key of the epsilon of norms."""
+    activations: Mapping[str, Activation] = field(default_factory=dict)
+    """Values of `hidden_act` that mean another activation in this family than in others."""
     rope: RopeRules = field(default_factory=RopeRules)
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""

@@ -1,4 +1,4 @@
-"""Gemma 2, and Gemma 3's language part."""
+"""Gemma, Gemma 2, and Gemma 3's language part."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ GEMMA_MODULES: dict[str, str] = {
 }
 GEMMA3_ROPE = RopeRules(("linear", "dynamic", "llama3", "yarn"), theta=1_000_000.0)
 _GEMMA3_LOCAL_THETA = ("rope_local_base_freq", 10_000.0)
+
+
+def read_gemma(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    read = with_windows(plain, [None] * layers, **attention_biases(hf))
+    return {**read, **_read_model_keys(hf)}
+
+
+def write_gemma(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.layers[0].attention.qkv_bias}
 
 
 def read_gemma2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -104,6 +113,22 @@ def _query_pre_attn_scalar(scale: float) -> float:
 
 
 FAMILIES: dict[str, Family] = {
+    "gemma": Family(
+        architecture="Gemma",
+        read=read_gemma,
+        write=write_gemma,
+        # Published files say gelu and mean its approximation, with which the models were trained; so does transformers.
+        activations={"gelu": "gelu_tanh"},
+        defaults={
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma2": Family(
         architecture="Gemma2",
         read=read_gemma2,

@@ -1,16 +1,49 @@
-"""GLM-4 MoE: the experts of DeepSeek-V3 with attention by heads."""
+"""GLM-4: the dense models of 2024 (glm) and of April 2025 (glm4), and GLM-4 MoE with the experts of DeepSeek-V3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
 from danlu.models.families.deepseek import DEEPSEEK_MOE_MODULES, deepseek_feeds, deepseek_keys, deepseek_v3_router
-from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.family import GENERATION_ONLY, LLAMA_MODULES, Family
 from danlu.models.families.layer_keys import STACKED_MODULES, with_feeds, with_windows
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import LayerSpec
+
+GLM_MODULES: dict[str, str] = {
+    **LLAMA_MODULES,
+    "mlp.gate_proj": "mlp.gate_up_proj",  # one under the other, as Phi-3 has them
+    "mlp.up_proj": "mlp.gate_up_proj",
+}
+GLM4_MODULES: dict[str, str] = {
+    **GLM_MODULES,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_mlp_norm": "post_mlp_layernorm",
+}
+_GLM_DEFAULTS: dict[str, Any] = {
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1.5625e-07,
+}
+
+
+def read_glm(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    return with_windows(plain, [None] * layers, qkv_bias=hf.flag("attention_bias"), interleaved=True)
+
+
+def read_glm4(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    return read_glm(hf, replace(plain, norms="sandwich"), layers)
+
+
+def write_glm(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.layers[0].attention.qkv_bias}
 
 
 def read_glm4_moe(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
@@ -26,6 +59,22 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
+    "glm": Family(
+        architecture="Glm",
+        read=read_glm,
+        write=write_glm,
+        modules=GLM_MODULES,
+        rope=RopeRules(rotates_part=True),
+        defaults=_GLM_DEFAULTS,
+    ),
+    "glm4": Family(
+        architecture="Glm4",
+        read=read_glm4,
+        write=write_glm,
+        modules=GLM4_MODULES,
+        rope=RopeRules(rotates_part=True),
+        defaults=_GLM_DEFAULTS,
+    ),
     "glm4_moe": Family(
         architecture="Glm4Moe",
         aliases={"num_local_experts": "n_routed_experts"},
@@ -49,5 +98,5 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 1.0,
             "topk_group": 1,
         },
-    )
+    ),
 }

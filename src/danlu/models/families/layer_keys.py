@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,15 @@ from danlu.models.layer_spec import Activation, Dense, Experts, LayerSpec, Route
 from danlu.models.mixer_spec import Heads, check_sizes
 from danlu.models.rope_config import Rope
 
-ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}
-HF_ACTIVATIONS: dict[Activation, str] = {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",  # the same formula with its constant to ten digits
+    "gelu_new": "gelu_tanh",  # the same formula, in Python
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+HF_ACTIVATIONS: dict[Activation, str] = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
 """Not of clamped ones, which a family writes as more keys than this one."""
 
 
@@ -34,7 +41,7 @@ def plain_layer(hf: HFValues, family: Family) -> LayerSpec:
         head_dim=head_dim,
         rope=None if family.ropes_differ else read_rope(hf, head_dim, family.rope),
     )
-    return LayerSpec(mixer, Dense(hf.integer("intermediate_size"), activation_of(hf, "hidden_act")))
+    return LayerSpec(mixer, Dense(hf.integer("intermediate_size"), activation_of(hf, "hidden_act", family.activations)))
 
 
 def kv_heads_of(hf: HFValues, heads: int) -> int:
@@ -44,11 +51,12 @@ def kv_heads_of(hf: HFValues, heads: int) -> int:
     return heads
 
 
-def activation_of(hf: HFValues, key: str) -> Activation:
-    name = hf.text(key)
-    if name not in ACTIVATIONS:
-        raise hf.error(key, f"activation {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
+def activation_of(hf: HFValues, key: str, of_family: Mapping[str, Activation] | None = None) -> Activation:
+    """Returns the activation of a key. of_family: names that a family means otherwise."""
+    name, known = hf.text(key), {**ACTIVATIONS, **(of_family or {})}
+    if name not in known:
+        raise hf.error(key, f"activation {name!r} is not supported; supported: {', '.join(sorted(known))}")
+    return known[name]
 
 
 def attention_biases(hf: HFValues) -> dict[str, Any]:
