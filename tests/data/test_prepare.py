@@ -383,3 +383,19 @@ def test_answers_that_never_end_are_refused(tokenizer: Path, cache: Path, tmp_pa
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: .*not the token that ends them.*Set data\.append_eos: true"):
         ready(tokenizer, cache, path, append_eos=False)
     assert ready(tokenizer, cache, path).statistics.endless_answers == 0
+
+
+def test_the_cache_is_not_shared_by_other_columns(tokenizer: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": f"Say {n}", "answer": f"{n}", "other": "no"} for n in range(9)])
+    stores = [
+        ready(tokenizer, tmp_path / "cache", path, columns=columns).train
+        for columns in (None, {"answer": "other"}, {"answer": "{other}!"}, {"question": "{question}"}, None)
+    ]
+    tokens = [contents(samples) for samples in stores if samples is not None]
+    assert tokens[0] == tokens[3] == tokens[4]
+    assert len({str(each) for each in tokens}) == 3
+    assert len([store for store in (tmp_path / "cache").iterdir() if store.name not in NOT_STORES]) == 4
+    info = {"mine": {"file_name": "rows.jsonl", "columns": {"prompt": "question", "response": "other"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    told = ready(tokenizer, tmp_path / "cache", path)
+    assert told.train is not None and contents(told.train) == tokens[1] and "output = other" in told.column_lines[0]

@@ -55,6 +55,13 @@ def test_a_mapping_replaces_its_section(write: Write) -> None:
     assert changed(write, "data={train: rows.json}").data.max_length == 1024
 
 
+def test_columns_one_by_one(write: Write) -> None:
+    data = changed(write, "data.columns.prompt=ques", 'data.columns.completion="{a}\\n{b}"').data
+    assert data.columns == {"prompt": "ques", "completion": "{a}\n{b}"}
+    assert changed(write, "data.columns={text: null}").data.columns == {"text": None}
+    assert changed(write, "data.train.1.columns.text=body").data.train[1].columns == {"text": "body"}
+
+
 def test_lists_by_index(write: Write) -> None:
     train = changed(write, "data.train.1.path=rows.json#5", "data.train.2.path=more.jsonl#9").data.train
     assert [source.path for source in train] == ["rows.json", "rows.json#5", "more.jsonl#9"]

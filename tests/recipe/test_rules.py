@@ -321,6 +321,23 @@ BROKEN = [
         "rollout.block: 24 does not divide the 64 keys that numerics: exact looks at together. Use 1, 2, 4, 8, 16, 32 "
         "or 64",
     ),
+    (
+        {"data": "{train: rows.json, columns: {promt: ques}}"},
+        "data.columns: 'promt' is no column that row formats read. Did you mean 'prompt'?",
+    ),
+    (
+        {"data": "{train: {path: rows.json, columns: {body: text}}}"},
+        "data.train.0.columns: 'body' is no column that row formats read. Known: text, instruction, input",
+    ),
+    (
+        {"data": "{train: rows.json, columns: {text: '{title'}}"},
+        "data.columns: text: a '{{' without its partner at character 1. Write",
+    ),
+    (
+        {"data": "{train: rows.json, columns: {text: '{{x}}'}}"},
+        "data.columns: text: the template names no column, so every row would be the same. Name one, as in {{title}}",
+    ),
+    ({"data": "{train: rows.json, columns: {text: ''}}"}, "data.columns: text: the text is empty. Name a column of"),
 ]
 
 
@@ -345,6 +362,8 @@ SOUND = [
     {"stage": "pretrain", "data": "{train: rows.json, packing: concatenate, train_on: all}"},
     {"data": "[{path: rows.json, weight: 2}, {path: more.jsonl, weight: 1}]"},
     {"data": "[rows.json#5, more.jsonl, rows.json]"},
+    {"data": "{train: rows.json, columns: {messages: dialog, role_tag: who, label: null, mine: null}}"},
+    {"data": "[{path: rows.json, columns: {text: a}}, {path: rows.json, columns: {text: b}}]"},
     {"data": "{train: rows.json, streaming: true, eval: more.jsonl, shuffle_buffer: 5}", "steps": "5"},
     {"data": "{train: rows.json, eval: 0.1}", "evaluation": "{early_stop: 3}", "checkpoint": "{keep_best: true}"},
     {"evaluation": "{every: 10, samples: hi}"},

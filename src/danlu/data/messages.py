@@ -112,8 +112,11 @@ def _message(turn: Mapping[str, Any], where: str, is_context: bool) -> Message:
     role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
     name = turn.get(role_key)
     if name is None:
+        keys = list(turn)
+        named = f". Or name them: data.columns: {{role_tag: {keys[0]}, content_tag: {keys[1]}}}" if keys[1:] else ""
         raise DataError(
-            f"{where}: a message needs role and content (or from and value); it has {', '.join(turn) or 'nothing'}"
+            f"{where}: a message needs role and content (or from and value); it has {', '.join(keys) or 'nothing'}"
+            f"{named}"
         )
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:

@@ -34,6 +34,7 @@ from danlu.data.rows import (
 from danlu.data.sources import read_rows
 from danlu.recipe.sections import Source
 from danlu.recipe.sections.base import RowType
+from danlu.recipe.sections.data import Columns
 
 Answer = Conversation | Completion
 """A prompt with one answer to it; the messages of the prompt are marked as context."""
@@ -118,7 +119,7 @@ def require_row_type(
     Raises:
         DataError: it has another type; the message names the stage for such rows.
     """
-    known: Format = detect_format(value.keys(), where) if format == "auto" else format
+    known: Format = detect_format(value, where) if format == "auto" else format
     actual_type = _row_type(value, known)
     if actual_type == row_type:
         return known
@@ -129,15 +130,16 @@ def require_row_type(
     raise DataError(f"{where}: this stage needs {_NEEDED[row_type]}, and these are {shown}, which are for {stage}")
 
 
-def first_row_type(source: Source) -> RowType | None:
+def first_row_type(source: Source, columns: Columns | None = None) -> RowType | None:
     """Returns the type of a source's rows, by the first one that can be read; None for rows that judge no answer.
 
+    columns: as `read_rows` has them.
     Raises:
         DataError: the source cannot be read, or no row of it.
     """
-    for row in read_rows(source):
+    for row in read_rows(source, columns):
         if not isinstance(row.value, BadRow):
-            known = detect_format(row.value.keys(), row.where) if source.format == "auto" else source.format
+            known = detect_format(row.value, row.where) if source.format == "auto" else source.format
             return _row_type(row.value, known)
     raise DataError(f"{source.path}: no row of it can be read")
 

@@ -17,7 +17,7 @@ from danlu.data.packed_dataset import PackedDataset
 from danlu.data.raw_rows import BadRow, RawRow
 from danlu.data.rows import Format, detect_format, refuse_judged_answers
 from danlu.data.samples import Samples, Selection
-from danlu.data.sources import source_names
+from danlu.data.sources import column_lines, source_names
 from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
 from danlu.data.tokenizer import Tokenizer
@@ -149,6 +149,7 @@ class PreparedData:
     tokenizer: TokenizerInfo | None  # None when nothing was tokenised: streaming without evaluation
     max_token: int  # the largest token id anywhere
     date: str | None = None  # that the chat template writes, where it writes one
+    column_lines: tuple[str, ...] = ()  # for the console, on columns that a dataset_info.json names
     held_out_rows: tuple[np.ndarray, ...] = ()
     """The numbers of the rows that `data.eval` holds out of each source of `data.train`; empty where there are none."""
 
@@ -190,9 +191,10 @@ def prepare_prompts(spec: DatasetSpec, *, progress: Progress | None = None) -> P
     def take(numbers: Sequence[np.ndarray]) -> tuple[Prompt, ...]:
         return tuple(prompts[number] for prompts, own in zip(train, numbers, strict=True) for number in own.tolist())
 
+    lines = tuple(column_lines(spec.sources, data.columns))
     if spec.eval_sources:
-        return PromptSets(take(chosen), tuple(chain(*evaluation)), statistics, eval_statistics)
-    return PromptSets(take(chosen), take(held_out) if held_out is not None else (), statistics, None)
+        return PromptSets(take(chosen), tuple(chain(*evaluation)), statistics, eval_statistics, lines)
+    return PromptSets(take(chosen), take(held_out) if held_out is not None else (), statistics, None, lines)
 
 
 def prepare(
@@ -250,6 +252,7 @@ def prepare(
         tokenizer=TokenizerInfo(**stores[0].statistics["tokenizer"]) if stores else None,
         max_token=max((store.max_token for store in stores), default=-1),
         date=job.date,
+        column_lines=tuple(column_lines(spec.sources, data.columns)),
         held_out_rows=held_out_rows,
     )
 
@@ -346,13 +349,15 @@ class _CachedSources:
         self._rows = _CheckedRows(spec, progress)
 
     def store(self, source: Source, workers: WorkerPool[Any, TokenizedChunk]) -> TokenStore:
-        parts = {
+        parts: dict[str, Any] = {
             "source": sources.fingerprint(source, self._cache.folder / "files"),
             "tokenizer": self._tokenizer,
             "settings": asdict(self._spec.settings(source.format)),
             # A store made while skipping bad rows must not serve a run that would have stopped at one.
             "bad_rows": [self._spec.data.on_bad_row, self._spec.data.bad_row_limit],
         }
+        if mappings := sources.column_mappings(source, self._spec.data.columns):
+            parts["columns"] = [mapping.key() for mapping in mappings]
 
         def build(open_writer: Callable[[int], StoreWriter]) -> None:
             statistics = Statistics()
@@ -374,7 +379,7 @@ def read(source: Source, spec: DatasetSpec) -> tuple[Format | Literal["auto"], I
     Raises:
         DataError: the source cannot be read, or this stage or packing has no use for its rows.
     """
-    data, rows = spec.data, sources.read_rows(source)
+    data, rows = spec.data, sources.read_rows(source, spec.data.columns)
     if spec.stage == "rl":  # rows of several formats may lie together: of each the prompt alone is read
         return source.format, rows
     seen: list[RawRow] = []

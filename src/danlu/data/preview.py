@@ -133,14 +133,14 @@ def _preview_row(
         counts, bad = chunk.statistics, chunk.bad
         block = _untruncated(tokenizer, settings, row) if counts.dropped else chunk.block
         samples = [_sample(tokenizer, block, number, settings.row_type) for number in range(len(block))]
-    has_columns = bool(bad) and isinstance(row.value, dict)
+    has_columns = bool(bad) and isinstance(row.given, dict)
     return PreviewRow(
         source,
         row.index,
         row.where,
         samples=tuple(samples),
         bad="".join(bad),
-        columns=json.dumps(row.value, ensure_ascii=False, default=str) if has_columns else "",
+        columns=json.dumps(row.given, ensure_ascii=False, default=str) if has_columns else "",
         dropped="".join(counts.dropped),
         shortened="".join(counts.shortened),
         lost_tokens=counts.lost_tokens,

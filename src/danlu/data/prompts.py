@@ -40,7 +40,7 @@ class Prompt:
     tokens: tuple[int, ...]
     """The whole prompt, generation prompt of the chat template included; without virtual tokens of adapters."""
     row: Mapping[str, Any]
-    """Every column of the row, as the file has it."""
+    """Every column of the row, under the names that it has in the file and in `data.columns`."""
     prompt: str | list[Mapping[str, Any]]
     """The text, or the messages of a conversation, shortened where the prompt was too long."""
     where: str
@@ -81,10 +81,12 @@ class PromptSets:
     """The statistics of the training rows, before evaluation rows were taken out and sources mixed."""
     eval_statistics: Statistics | None
     """The statistics of separate evaluation sources; None where there are none."""
+    column_lines: tuple[str, ...] = ()
+    """Lines for the console on columns that a dataset_info.json names."""
 
     def lines(self) -> list[str]:
         """Returns lines for the console that report all rows which were shortened, dropped or skipped."""
-        lines = prompt_lines("data", self.statistics)
+        lines = [*self.column_lines, *prompt_lines("data", self.statistics)]
         if self.eval_statistics is not None:
             lines += prompt_lines("evaluation data", self.eval_statistics)
         elif self.eval:
@@ -179,7 +181,8 @@ def render_prompts(tokenizer: Tokenizer, task: tuple[PromptSettings, list[RawRow
             bad.append(row.value.message)
             continue
         try:
-            columns = parse_prompt(row.value, renderer.template, settings.format, row.where)
+            read = row.value if renderer.template is None else row.columns
+            columns = parse_prompt(read, renderer.template, settings.format, row.where)
         except DataError as error:
             bad.append(str(error))
             continue
@@ -200,7 +203,7 @@ def render_prompts(tokenizer: Tokenizer, task: tuple[PromptSettings, list[RawRow
             statistics.left_out.update(left_out)
             statistics.left_out_example = statistics.left_out_example or row.where
         statistics.shortened.update([PROMPT_SHORTENED] if shown is not columns else [])
-        prompts.append(Prompt(tokens, row.value, shown_prompt(shown), row.where))
+        prompts.append(Prompt(tokens, row.columns, shown_prompt(shown), row.where))
     statistics.add(Statistics(bad_rows=len(bad), bad_examples=list(bad), samples=len(prompts)))
     lengths = [len(prompt.tokens) for prompt in prompts]
     statistics.add(Statistics(tokens=sum(lengths), longest=max(lengths, default=0)))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError
 from danlu.data.column_values import MAX_DEPTH, TOO_DEEP, is_too_deep
+
+if TYPE_CHECKING:
+    from danlu.data.column_mapping import ColumnMapping
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,38 @@ class RawRow:
         index: its number in the source, from 0, bad rows counted too.
         where: "alpaca.jsonl:17" where there are lines, else "alpaca.parquet row 17" (from 1).
         content: its columns, why there are none, or the line of JSON that holds them.
+        mapping: gives columns the names that row formats read; None where the file's own names are read.
     """
 
     index: int
     where: str
     content: dict[str, Any] | BadRow | bytes
+    mapping: ColumnMapping | None = None
+
+    @cached_property
+    def given(self) -> dict[str, Any] | BadRow:
+        """The columns as the file has them."""
+        return json_row(self.content, self.where) if isinstance(self.content, bytes) else self.content
 
     @cached_property
     def value(self) -> dict[str, Any] | BadRow:
-        """The columns."""
-        return json_row(self.content, self.where) if isinstance(self.content, bytes) else self.content
+        """The columns under the names that row formats read."""
+        if self.mapping is None or isinstance(self.given, BadRow):
+            return self.given
+        try:
+            return self.mapping.apply(self.given, self.where)
+        except DataError as error:
+            return BadRow(str(error))
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns under both names, for templates over them and for rewards."""
+        assert isinstance(self.given, dict) and isinstance(self.value, dict), "a bad row has no columns"
+        return self.given if self.mapping is None else self.given | self.value
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without the columns, where a line of JSON says them: another process reads them again."""
-        return RawRow, (self.index, self.where, self.content)
+        return RawRow, (self.index, self.where, self.content, self.mapping)
 
     @property
     def size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +30,10 @@ _WEIGHT_COLUMNS = frozenset({*WEIGHT_KEYS, "weights", "loss_weights", "sample_we
 JUDGEMENT_COLUMNS = ("label", "kto_tag", "is_desirable")
 """Columns that say whether an answer is a good one."""
 _VERDICTS = {"true": True, "1": True, "false": False, "0": False, "-1": False}
+_ASKING = re.compile(r"^q$|ques|prompt|query|instruction|problem|request|^user|^human|^input|source", re.IGNORECASE)
+_ANSWERING = re.compile(
+    r"^a$|^ans|answer|resp|reply|repl|complet|output|solution|target|^assistant|^gpt|result|summary", re.IGNORECASE
+)
 _OTHER_STAGES = {
     "preference": "these are preference pairs (chosen, rejected), rows for a stage dpo; stages pretrain and sft do not "
     "train on them; keep one answer for each prompt, in any format for sft",
@@ -69,7 +75,7 @@ Row = Conversation | Text | Completion | Tokenized
 
 
 def detect_format(columns: Collection[str], where: str = "row") -> Format:
-    """The format of a row with these columns.
+    """The format of a row with these columns: their names, or the row itself.
 
     Raises:
         DataError: none fits; the message lists the columns of each format.
@@ -96,7 +102,41 @@ def detect_format(columns: Collection[str], where: str = "row") -> Format:
         "Known: text · instruction, output (input, system, history) · conversations · messages · "
         "prompt, completion · query, response · question, answer · instruction, response (context) · input_ids "
         "(labels) · chosen, rejected (prompt) · prompt, completions, labels"
+        f"{_suggested_columns(columns)}"
     )
+
+
+def _suggested_columns(columns: Collection[str]) -> str:
+    """The line of a recipe that would give columns a known format, by their names and the kinds of their values.
+
+    columns: their names, or a row.
+    """
+    row = columns if isinstance(columns, Mapping) else dict.fromkeys(columns, "")
+    if turns := [name for name, value in row.items() if _is_messages(decode_messages(value))]:
+        return f". Or name them in the recipe: data.columns: {{messages: {_quoted(turns[0])}}}"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if not texts:
+        return ""
+    if len(texts) == 1:
+        return f". Or name it in the recipe: data.columns: {{text: {_quoted(texts[0])}}}"
+    asking = next((name for name in texts if _ASKING.search(name)), texts[0])
+    rest = [name for name in texts if name != asking]
+    answering = next((name for name in rest if _ANSWERING.search(name)), rest[0])
+    ask, answer = _quoted(asking), _quoted(answering)
+    template = json.dumps(f"{{{asking}}}\n{{{answering}}}", ensure_ascii=False)
+    return (
+        f". Or name them in the recipe: data.columns: {{question: {ask}, answer: {answer}}} for a conversation, "
+        f"{{prompt: {ask}, completion: {answer}}} for texts as they stand, {{text: {template}}} for a document"
+    )
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, Mapping) for turn in value)
+
+
+def _quoted(name: str) -> str:
+    """A column as YAML has it: in quotes where it is not a plain word."""
+    return name if re.fullmatch(r"[A-Za-z_][\w-]*", name) else json.dumps(name, ensure_ascii=False)
 
 
 def parse_row(value: Mapping[str, Any], format: Format | Literal["auto"], where: str) -> Row:
@@ -108,7 +148,7 @@ def parse_row(value: Mapping[str, Any], format: Format | Literal["auto"], where:
         DataError: the row does not fit its format or makes no sense; the message names the place, the fault and a
             remedy.
     """
-    known: Format = detect_format(value.keys(), where) if format == "auto" else format
+    known: Format = detect_format(value, where) if format == "auto" else format
     refuse_judged_answers(value, known, where)
     return parse_as(value, known, where)
 
@@ -138,7 +178,7 @@ def refuse_judged_answers(value: Mapping[str, Any], format: Format, where: str) 
         raise DataError(
             f"{where}: '{name}' ({abbreviate(value[name])}) judges the answer: unpaired preferences are rows for a "
             "stage kto; stages pretrain and sft would train the bad answers like the good ones. Keep the rows with "
-            "good answers and remove the column; remove it too if it means something else"
+            f"good answers and remove the column; if it means something else, data.columns: {{{name}: null}} hides it"
         )
 
 

@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError
 from danlu.core.small_files import check_regular
+from danlu.data.column_mapping import LOOKED_THROUGH, ColumnMapping
+from danlu.data.dataset_info import DATASET_INFO, mapping_beside
 from danlu.data.file_formats import (
     BATCH_ROWS,
     READ_BYTES,
@@ -28,17 +30,20 @@ from danlu.data.file_formats import (
     open_decompressed,
     reading_errors,
 )
-from danlu.data.raw_rows import LocatedContent, RawRow
+from danlu.data.raw_rows import BadRow, LocatedContent, RawRow
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
     from danlu.recipe.sections import Data, Source
+    from danlu.recipe.sections.data import Columns
 
 _MAX_COMPARED_NAMES = 2000  # of a folder, among which a misspelt one is looked for
 _SETTLED_NS = 2_000_000_000  # after which a change of a file shows in its times, whatever their grain
+_MappedContent = tuple[str, dict[str, Any] | BadRow | bytes, ColumnMapping | None]
+"""The where, content and mapping of a RawRow."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def read_rows(source: Source) -> Iterator[RawRow]:
+def read_rows(source: Source, columns: Columns | None = None) -> Iterator[RawRow]:
     """The rows of a source in order.
 
     A txt file is one document, or several separated by lines that are `<|endoftext|>` alone. A document comes in rows
@@ -46,21 +51,70 @@ def read_rows(source: Source) -> Iterator[RawRow]:
     `document_ends: false`, all but its first `document_begins: false`. Nothing is left out: the rows joined give the
     document back (with line ends as one newline). A file in which each line is a document of its own should be jsonl.
 
+    Args:
+        columns: those of `data.columns`, for a source without any of its own.
+
     Raises:
-        DataError: no such file or data set, an unknown kind of file, an empty one, or one broken beyond a single row. A
-            single row that cannot be read is a `BadRow` instead.
+        DataError: no such file or data set, an unknown kind of file, an empty one, or one broken beyond a single row;
+            or columns that its rows do not have. A single row that cannot be read is a `BadRow` instead.
     """
     path, limit = _path_and_row_limit(source)
-    if _exists(path):
-        placed = _read_files(_files(path), path)
-    else:
-        batches = _hub_rows(str(path), source.split).with_format("arrow").iter(batch_size=BATCH_ROWS)
-        placed = numbered_rows(str(path), batches)
     number = 0
-    for number, (where, content) in enumerate(islice(placed, limit), 1):
-        yield RawRow(number - 1, where, content)
+    for number, (where, content, mapping) in enumerate(islice(_mapped_rows(source, path, columns), limit), 1):
+        yield RawRow(number - 1, where, content, mapping)
     if not number:
         raise DataError(f"{path}: there are no rows in it")
+
+
+def _mapped_rows(source: Source, path: Path, columns: Columns | None) -> Iterator[_MappedContent]:
+    """The rows of a source, each with the mapping of its columns."""
+    is_given, given = _given_mapping(source, path, columns)
+    if not _exists(path):
+        batches = _hub_rows(str(path), source.split).with_format("arrow").iter(batch_size=BATCH_ROWS)
+        yield from _checked(numbered_rows(str(path), batches), given, str(path))
+    elif is_given:
+        yield from _checked(_read_files(_files(path), path), given, str(path))
+    else:
+        for file in _files(path):
+            yield from _checked(_read_files([file], path), mapping_beside(file), str(file))
+
+
+def _checked(placed: Iterator[LocatedContent], mapping: ColumnMapping | None, where: str) -> Iterator[_MappedContent]:
+    """Rows with a mapping, once it is known that the first of them have the columns that it names."""
+    if mapping is not None:
+        first = list(islice(placed, LOOKED_THROUGH))
+        values = (RawRow(0, place, content).given for place, content in first)
+        mapping.check((value for value in values if isinstance(value, dict)), where)
+        placed = chain(first, placed)
+    for place, content in placed:
+        yield place, content, mapping
+
+
+def _given_mapping(source: Source, path: Path, columns: Columns | None) -> tuple[bool, ColumnMapping | None]:
+    """Whether the columns of all files of a source are given, and their mapping; None for the files' own names."""
+    if source.columns is not None:
+        return True, ColumnMapping.of(source.columns, "columns") if source.columns else None
+    if columns is not None:
+        return True, ColumnMapping.of(columns, "data.columns") if columns else None
+    beside = mapping_beside(path) if _exists(path) and path.is_dir() else None
+    return beside is not None, beside
+
+
+def column_mappings(source: Source, columns: Columns | None = None) -> list[ColumnMapping]:
+    """The mappings of a source's rows, without None for the files' own names. Raises DataError as `read_rows` does."""
+    path, _ = _path_and_row_limit(source)
+    is_given, given = _given_mapping(source, path, columns)
+    is_one = is_given or not _exists(path)
+    mappings = [given] if is_one else [mapping_beside(file) for file in _files(path)]
+    return [mapping for mapping in mappings if mapping is not None]
+
+
+def column_lines(sources: Sequence[Source], columns: Columns | None = None) -> list[str]:
+    """Returns lines for the console that say which columns are read as a dataset_info.json has them."""
+    mappings = (
+        [] if columns is not None else [each for s in sources if s.columns is None for each in column_mappings(s)]
+    )
+    return [f"data: columns as {each.origin} has them: {each.describe()}" for each in dict.fromkeys(mappings)]
 
 
 def read_file_rows(file: Path) -> Iterator[RawRow]:
@@ -225,6 +279,7 @@ def _files(path: Path) -> list[Path]:
         # Tools keep notes of their own in hidden files and folders (.cache, .ipynb_checkpoints).
         if format_of(file) in kinds
         and file.is_file()
+        and file.name != DATASET_INFO  # it describes the files next to it
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not files:

@@ -142,7 +142,7 @@ class StreamingDataset:
         # Opened once to learn the formats, and that every source is there, before anything expensive begins.
         self._sources = sources.source_names(data.train)
         self._settings = [spec.settings(read(source, spec)[0]) for source in data.train]
-        readers = [partial(sources.read_rows, source) for source in data.train]
+        readers = [partial(sources.read_rows, source, data.columns) for source in data.train]
         self._rows = InterleavedRows(readers, [source.weight for source in data.train])
         self._workers = WorkerPool(job, worker_count(data))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stream")

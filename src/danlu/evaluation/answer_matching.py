@@ -32,7 +32,7 @@ def answered_rows(rows: Iterable[RawRow]) -> list[AnsweredRow]:
         nonlocal row_format
         if isinstance(row.value, BadRow):
             raise DataError(row.value.message)
-        row_format = row_format or detect_format(row.value.keys(), row.where)
+        row_format = row_format or detect_format(row.value, row.where)
         return _answered(row, row_format)
 
     return collect(rows, parse)

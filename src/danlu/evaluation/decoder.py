@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_LENGTH = 2048  # tokens of a sample, where neither the user nor the model's context asks for fewer
 KEYS = (
-    "data.max_length", "data.overlong", "data.train_on", "data.system", "data.append_eos",
+    "data.columns", "data.max_length", "data.overlong", "data.train_on", "data.system", "data.append_eos",
     "data.on_bad_row", "data.bad_row_limit", "data.workers", "data.cache",
 )  # fmt: skip
 

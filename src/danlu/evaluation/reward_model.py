@@ -57,7 +57,7 @@ def rewards_spec(request: Request) -> DatasetSpec:
     Raises RecipeError for settings that scoring has no use for, DataError for rows that this model cannot judge.
     """
     resolved, section = request.resolved, request.recipe(packing="none").data
-    row_type = first_row_type(section.train[0])
+    row_type = first_row_type(section.train[0], section.columns)
     process = resolved.config.task == "token-classification"
     if row_type is not None and (row_type == "stepwise") != process:
         what = "steps, and these rows are whole answers" if process else "whole answers, and these rows are steps"

@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 ANSWERS_AT_A_TIME = 128
 """The number of answers that are judged together, like those of a rollout while training: functions get them as
 `completions`."""
-KEYS = ("data.prompt", "data.system", "data.max_length", "data.overlong", "data.on_bad_row", "data.bad_row_limit")
+KEYS = (
+    "data.columns", "data.prompt", "data.system", "data.max_length", "data.overlong", "data.on_bad_row",
+    "data.bad_row_limit",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,24 +196,27 @@ def given_answers(recipe: Recipe, column: str, tokenizer: ChatTokenizer | None) 
     except PromptTemplateError as error:
         raise RecipeError(f"data.prompt: {error}") from None
     answers, without_prompt = list[Answer](), list[str]()
-    for number, row in enumerate(read_rows(recipe.data.train[0])):
+    source = recipe.data.train[0]
+    for number, row in enumerate(read_rows(source, recipe.data.columns)):
         if isinstance(row.value, BadRow):
             raise DataError(row.value.message)
-        texts = row.value.get(column)
+        columns = row.columns
+        texts = columns.get(column)
         texts = [texts] if isinstance(texts, str) else texts
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            there = ", ".join(map(repr, row.value)) or "none"
+            there = ", ".join(map(repr, columns)) or "none"
             raise DataError(f"{row.where}: --answers {column}: no text, or list of texts; the row has {there}")
         prompt: Any = ""
         try:
-            prompt = shown_prompt(parse_prompt(row.value, template, recipe.data.train[0].format, row.where))
+            read = row.value if template is None else columns
+            prompt = shown_prompt(parse_prompt(read, template, source.format, row.where))
         except DataError:
             if template is not None:
                 raise
             without_prompt.append(row.where)
         for sample, text in enumerate(texts):
             tokens = 0 if tokenizer is None else len(tokenizer.tokenizer.encode(text))
-            answers.append(Answer(number, sample, row.where, JudgedAnswer(text, row.value, prompt, tokens)))
+            answers.append(Answer(number, sample, row.where, JudgedAnswer(text, columns, prompt, tokens)))
     if without_prompt:
         print_status(f"note: rewards see an empty prompt of {len(without_prompt):,} rows: data.prompt may name one")
     return answers

@@ -27,6 +27,7 @@ from danlu.data.tokenizer_folder import READ_FILES, resolve_tokenizer_folder
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors, resolve_folder
 from danlu.parallel.comm import Group
 from danlu.recipe import Recipe, sections
+from danlu.recipe.sections.data import Columns
 from danlu.recipe.value import value_section
 from danlu.stages.protocols import ModelSpec, Stage
 from danlu.stages.reader import tokenizer_path
@@ -232,7 +233,7 @@ def _row_readers(recipe: Recipe) -> Iterator[tuple[str, Read]]:
         sampled = side == "train" and data.streaming
         for number, source in enumerate(listed):
             key = f"data.{side}.{number}"
-            yield key, _bound(_rows, key, source, None if sampled else memory, sampled or side == "eval")
+            yield key, _bound(_rows, key, source, data.columns, None if sampled else memory, sampled or side == "eval")
 
 
 def _model_readers(key: str, model: sections.Model, *, weights_again: bool = True) -> Iterator[tuple[str, Read]]:
@@ -258,13 +259,18 @@ def _attempt(key: str, read: Read) -> list[Input]:
 # -- reading one -------------------------------------------------------------------------------------------------------
 
 
-def _rows(key: str, source: sections.Source, memory: Path | None, read_again: bool) -> list[Input]:
-    """Rows by the bytes of their files, decompressed; of a stream (no memory of hashes) by samples of them."""
+def _rows(
+    key: str, source: sections.Source, columns: Columns | None, memory: Path | None, read_again: bool
+) -> list[Input]:
+    """Rows by the bytes of their files, decompressed, and by the columns that are named; of a stream (no memory of
+    hashes) by samples of the bytes."""
     files = sources.source_files(source)
     if memory is not None or files is None:
         parts = sources.file_digests(source, memory)
     else:
         parts = sampled_digests({name: Region(file, 0, file.stat().st_size) for name, file in files.items()})
+    if mappings := sources.column_mappings(source, columns):
+        parts = {**parts, "columns": json.dumps([mapping.key() for mapping in mappings])}
     return [Input(key, source.path, parts, read_again=read_again)]
 
 

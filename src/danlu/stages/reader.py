@@ -233,7 +233,7 @@ def check_targets(packs: Iterable[Pack], key: str, use: str) -> None:
 
 def data_lines(prepared: PreparedData) -> list[str]:
     """Lines for the console on the fate of the rows: everything that is cut, dropped or skipped is reported."""
-    lines = row_lines("data", prepared.statistics)
+    lines = [*prepared.column_lines, *row_lines("data", prepared.statistics)]
     if prepared.eval_statistics is not None:
         lines += row_lines("evaluation data", prepared.eval_statistics)
     elif prepared.train is not None and prepared.eval is not None:

@@ -56,6 +56,7 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
     yield from data.pretraining_has_no_turns(recipe.data, stage)
     yield from model.preset_suits_stage(recipe.model.preset, stage)
     yield from data.sources_are_consistent(recipe.data)
+    yield from data.columns_are_known(recipe.data, stage)
     yield from data.streaming_is_consistent(recipe)
     yield from data.evaluation_has_rows(recipe)
     yield from data.judged_rows_are_read_whole(recipe.data, stage)

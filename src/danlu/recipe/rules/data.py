@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from danlu.core.spelling import did_you_mean
 from danlu.recipe.messages import format_value
-from danlu.recipe.sections import Data, Recipe, Source
+from danlu.recipe.rules.paths import sources_of
+from danlu.recipe.sections import Data, Recipe
+from danlu.recipe.sections.data import COLUMN_NAMES, TAG_NAMES, Columns
 from danlu.recipe.yaml_tree import Problem
 
 
@@ -44,13 +47,43 @@ def sources_are_consistent(data: Data) -> Iterator[Problem]:
         index = weighted.index(False)
         message = "has no weight although other sources do: give every source a weight, or none"
         yield Problem(f"data.train.{index}", message)
-    seen: dict[Source, int] = {}
+    seen: dict[str, int] = {}
     for index, source in enumerate(train):
-        same = source.model_copy(update={"weight": None})
+        same = source.model_dump_json(exclude={"weight"})
         if same in seen:
             message = f"the same as data.train.{seen[same]}. To use it more often, give the sources weights"
             yield Problem(f"data.train.{index}", message)
         seen.setdefault(same, index)
+
+
+def columns_are_known(data: Data, stage: str) -> Iterator[Problem]:
+    """Columns are given for names that rows of this stage are read by, and templates over columns can be read."""
+    named: dict[str, Columns | None] = {"data.columns": data.columns}
+    named |= {key.removesuffix("path") + "columns": source.columns for key, source in sources_of(data)}
+    for key, columns in named.items():
+        for name, column in (columns or {}).items():
+            # Rewards of stage rl read columns of any name, and any column may be hidden.
+            if name not in (*COLUMN_NAMES, *TAG_NAMES) and stage != "rl" and column is not None:
+                hint = did_you_mean(name, [*COLUMN_NAMES, *TAG_NAMES])
+                known = "" if hint else f" Known: {', '.join((*COLUMN_NAMES, *TAG_NAMES))}"
+                yield Problem(key, f"{name!r} is no column that row formats read.{hint}{known}", reads=("stage",))
+            elif column is not None and (problem := _column_problem(name, column)) is not None:
+                yield Problem(key, f"{name}: {problem}")
+
+
+def _column_problem(name: str, column: str) -> str | None:
+    """Why a text names no column; None where it does."""
+    if not column.strip():
+        return "the text is empty. Name a column of the file, or write null to hide one"
+    if name in TAG_NAMES or not {"{", "}"} & set(column):
+        return None
+    from danlu.core.prompt_template import PromptTemplate, PromptTemplateError
+
+    try:
+        names = PromptTemplate.parse(column).columns
+    except PromptTemplateError as error:
+        return str(error)
+    return None if names else "the template names no column, so every row would be the same. Name one, as in {title}"
 
 
 def streaming_is_consistent(recipe: Recipe) -> Iterator[Problem]:

@@ -9,6 +9,18 @@ from pydantic import Field
 from danlu.recipe.sections.base import OF_RL, OF_TOKENS, NotReadWith, PositiveInt, ReadWith, Section
 
 _OF_TEXTS = NotReadWith("stage", "classify", "not read with stage {value}")
+COLUMN_NAMES = (
+    "text", "instruction", "input", "output", "context", "system", "history", "conversations", "messages", "tools",
+    "prompt", "completion", "query", "response", "question", "answer", "chosen", "rejected", "rejected_response",
+    "rejected_messages", "margin", "completions", "labels", "label", "kto_tag", "is_desirable", "input_ids",
+    "completion_mask", "assistant_masks", "loss_mask", "attention_mask",
+)  # fmt: skip
+"""The columns that row formats read."""
+TAG_NAMES = (
+    "role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag"
+)  # fmt: skip
+"""LLaMA-Factory's names for the keys of a message and for the values of its role."""
+Columns = dict[str, str | None]
 
 
 class Source(Section):
@@ -32,6 +44,8 @@ class Source(Section):
         _OF_TEXTS,
     ] = "auto"
     """How to read a row; auto recognises it from the columns."""
+    columns: Annotated[Columns | None, _OF_TEXTS] = None
+    """The columns of this source, as in `data.columns`, and in its place."""
     split: str = "train"
     """Split of a hub data set; of a folder of images, train or test."""
 
@@ -60,6 +74,12 @@ class Data(Section):
     """One or more sources."""
     eval: list[Source] | Annotated[float, Field(gt=0, lt=1)] | PositiveInt | None = None
     """Held-out rows: a share (0.02), a number of rows (200), or sources of its own."""
+    columns: Annotated[Columns | None, OF_TOKENS] = None
+    """The names of row formats, and the column of the file that each is: {prompt: ques, completion: resp}. A text with
+    braces is a template over columns, such as "{title}\\n{text}" ({{ and }} are braces); null hides a column. The keys
+    role_tag, content_tag, user_tag, assistant_tag, observation_tag, function_tag and system_tag name the keys of a
+    message and the values of its role. By default the columns that LLaMA-Factory's dataset_info.json next to a file
+    names, or else the file's own; {} takes the file's own."""
     prompt: Annotated[str | None, OF_RL] = None
     """Stage rl: a template of the prompt over the columns of a row, such as "{Body} {Question}"; {{ and }} are braces.
     By default the column `prompt` (a text, or messages), the messages before the last answer, or the question of other
