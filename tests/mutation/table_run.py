@@ -201,8 +201,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "run/input_fingerprints.py",
-        '            yield key, _bound(_rows, key, source, None if sampled else memory, sampled or side == "eval")',
-        "            yield key, _bound(_rows, key, source, None if sampled else memory, sampled)",
+        'source, data.columns, None if sampled else memory, sampled or side == "eval")',
+        "source, data.columns, None if sampled else memory, sampled)",
         "test_resume.py",
         only="reads_again",
     ),
