@@ -348,6 +348,67 @@ CASES |= {
     },
 }
 
+CASES |= {
+    "exaone4": {
+        "model_type": "exaone4",
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "rope_theta": 1e6,
+        "rope_scaling": LLAMA3,
+    },
+    "exaone4-full": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "granite-moe": {
+        "model_type": "granitemoe",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 20,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+        "tie_word_embeddings": True,
+    },
+    "granite-4": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 72,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 32,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "granite-4-experts": {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 20,
+        "shared_intermediate_size": 28,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 32,
+        "attention_multiplier": 0.3,
+    },
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "head_dim": 16,
+        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+        "tie_word_embeddings": True,
+    },
+    "seed-oss": {
+        "model_type": "seed_oss",
+        "head_dim": 16,
+        "rope_theta": 1e7,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+}
+"""Families of 2025, each a little off from Llama."""
+
 
 CASES |= {
     "gemma": {"model_type": "gemma", "head_dim": 16, "hidden_act": "gelu", "num_key_value_heads": 1},
@@ -370,6 +431,12 @@ def tiny_values() -> Callable[[str], dict[str, Any]]:
 @pytest.fixture(params=sorted(CASES))
 def hf_values(request: pytest.FixtureRequest, tiny_values: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The config.json of every case in turn, one family or feature at a time."""
+    return tiny_values(request.param)
+
+
+@pytest.fixture(params=sorted({values["model_type"]: case for case, values in reversed(CASES.items())}.values()))
+def family_values(request: pytest.FixtureRequest, tiny_values: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """The config.json of one case of every family in turn."""
     return tiny_values(request.param)
 
 

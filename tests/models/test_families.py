@@ -16,7 +16,7 @@ import pytest
 import torch
 from builders.family_twins import random_tokens, twin
 from builders.reference_attention import ReferenceAttention
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import Attend
@@ -26,7 +26,7 @@ from danlu.models.decoder import Decoder
 from danlu.models.families import FAMILIES
 from danlu.models.hf_config import UNSUPPORTED as REFUSED_TYPES
 from danlu.models.hf_config import config_values, read_config_values
-from danlu.models.hf_folder import read_config
+from danlu.models.hf_folder import check_headers, ignored_settings, read_config
 from danlu.models.loading import load
 from danlu.models.mixer_spec import Delta
 from danlu.models.saving import save
@@ -94,6 +94,35 @@ def test_logits_equal_transformers_and_the_folder_goes_back(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_gradients_equal_transformers(family_values: dict[str, Any], tmp_path: Path) -> None:
+    """Gradients are compared tensor by tensor under the names of the folder: each takes its parameter's place there."""
+    folders = {name: tmp_path / name for name in ("theirs", "their_gradients", "mine")}
+    folders["theirs"].mkdir()
+    model = twin(family_values, folders["theirs"])
+    decoder = load(folders["theirs"])
+    tokens = random_tokens(family_values["vocab_size"])
+    weights = torch.randn(LENGTH, 131, generator=torch.Generator().manual_seed(2)) / LENGTH
+    (model(tokens[None]).logits[0] * weights).sum().backward()
+    hidden = decoder(tokens, torch.arange(LENGTH), PackedAttention((0, LENGTH)))
+    (decoder.logits(hidden) * weights).sum().backward()
+    for each in (model, decoder):
+        for parameter in each.parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                parameter.data.copy_(parameter.grad)
+    model.save_pretrained(folders["their_gradients"])
+    save(decoder, folders["mine"])
+    theirs, mine = (load_file(folders[name] / "model.safetensors") for name in ("their_gradients", "mine"))
+    assert theirs.keys() == mine.keys()
+    for name, gradient in theirs.items():
+        atol = 1e-5 * max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(
+            mine[name], gradient, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    before = load_file(folders["theirs"] / "model.safetensors")
+    assert any((before[name] - theirs[name]).abs().max() > 1e-2 for name in theirs)  # control
+
+
 def test_kimi_k2_is_computed_as_deepseek_v3(tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
     """Its folders bring their own code, which transformers does not run: the oracle is their config renamed."""
     theirs, mine = tmp_path / "theirs", tmp_path / "mine"
@@ -113,6 +142,49 @@ def test_kimi_k2_is_computed_as_deepseek_v3(tiny_values: Callable[[str], dict[st
     assert read_config(mine) == read_config(theirs)
     (theirs / "config.json").write_text(json.dumps(kimi | {"model_type": "kimi_k2", "routed_scaling_factor": 1.0}))
     assert (logits(load(theirs), tokens) - expected).abs().max() > 1e-3  # control
+
+
+def test_mimo_is_computed_as_qwen2_without_its_further_layers(
+    tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its folders bring their own code, which transformers does not run, and layers that predict further tokens."""
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    theirs.mkdir()
+    values = tiny_values("qwen2") | {"tie_word_embeddings": False, "rope_theta": 640000.0}
+    tokens = random_tokens(values["vocab_size"])
+    expected = oracle(twin(values, theirs), tokens)
+    stored = load_file(theirs / "model.safetensors")
+    further = {"model.mtp_layers.0.input_proj.weight": torch.ones(48, 96)}
+    save_file(stored | further, theirs / "model.safetensors", metadata={"format": "pt"})
+    own_code = {"auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}, "num_nextn_predict_layers": 1}
+    (theirs / "config.json").write_text(json.dumps(values | own_code | {"model_type": "mimo", "attention_bias": True}))
+    check_headers(theirs, read_config(theirs), quantized=False)
+    decoder = load(theirs)
+    torch.testing.assert_close(logits(decoder, tokens), expected, atol=1e-5, rtol=0)
+    save(decoder, mine, origin=theirs)
+    assert json.loads((mine / "config.json").read_text())["model_type"] == "qwen2"
+    assert read_config(mine) == read_config(theirs)
+    written = load_file(mine / "model.safetensors")
+    assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
+    (told,) = ignored_settings(theirs)
+    assert told.endswith(
+        "config.json: num_nextn_predict_layers: the layers that predict further tokens (MTP) are left "
+        "out of the result, which is a qwen2 model"
+    )
+    assert ignored_settings(mine) == []
+    save_file(stored | {"model.other.weight": torch.ones(2)}, theirs / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model.other.weight in model.safetensors: not a tensor of this"):
+        check_headers(theirs, read_config(theirs), quantized=False)
+
+
+def test_hunyuan_norms_behind_its_rotation(tiny_values: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    """The control: norms before the rotation, as other families have them, make other logits."""
+    tokens = random_tokens(131)
+    expected = oracle(twin(tiny_values("hunyuan"), tmp_path), tokens)
+    decoder = load(tmp_path)
+    for layer in decoder.layers.values():
+        layer.attention.norms_rotated = False
+    assert (logits(decoder, tokens) - expected).abs().max() > 1e-2
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -161,6 +233,14 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gpt-oss", {"swiglu_limit": 7.0}),
     ("gpt-oss", {"swiglu_alpha": 1.0}),
     ("gpt-oss", {"sliding_window": 9}),
+    ("exaone4", {"sliding_window_pattern": 2}),
+    ("exaone4-full", {"sliding_window": 64}),
+    ("granite-moe", {"num_experts_per_tok": 2}),
+    ("granite-moe", {"attention_multiplier": 0.3}),
+    ("granite-4", {"position_embedding_type": None}),
+    ("granite-4-experts", {"position_embedding_type": "rope"}),
+    ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": 100.0, "factor": 1.0}}),
+    ("seed-oss", {"rope_theta": 10000.0}),
 ]
 
 
@@ -303,6 +383,15 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0 is no number of layers"),
     ("ministral3", {"rope_parameters": YARN}, "rope_parameters: llama_4_scaling_beta and original_max_position"),
     ("granite", {"logits_scaling": 0}, "logits_scaling: logits cannot be divided by 0"),
+    ("granite-4", {"layer_types": ["mamba", "mamba", "attention"]}, "layer_types: 2 layers of 3 are no attention but"),
+    ("granite-4", {"layer_types": None}, "layer_types: missing, which stands for layers that are all state-space mod"),
+    ("granite-4", {"layer_types": ["attention"]}, "layer_types: expected a list with one entry for each of 3 layers"),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern: 'LLLG' is not read without layer_types"),
+    ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is no number of layers"),
+    ("hunyuan", {"use_cla": True}, "use_cla: keys and values that layers share are not supported"),
+    ("hunyuan", {"use_qk_norm": False}, "use_qk_norm: transformers norms queries and keys of this family all the sam"),
+    ("hunyuan", {"rope_scaling": {"type": "dynamic", "alpha": -1.0}}, "rope_scaling: alpha -1 must be above 0"),
+    ("llama-dynamic", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, "unknown settings: alpha"),
 ]
 
 

@@ -105,14 +105,28 @@ def their_layers(model: Any) -> list[dict[str, Any]]:
         if attention is not None:
             facts |= {
                 "scale": attention.scaling,
-                "window": getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or None,
+                "window": their_window(attention, config),
                 "softcap": getattr(attention, "attn_logit_softcapping", None),
-                "rotated": bool(getattr(attention, "use_rope", True)),
+                "rotated": is_rotated(attention, config),
             }
         facts["activation"] = getattr(config, "hidden_activation", None) or config.hidden_act
-        facts["routing"] = their_routing(getattr(layer, "mlp", None), config)
+        facts["routing"] = their_routing(getattr(layer, "mlp", getattr(layer, "block_sparse_moe", None)), config)
         layers.append(facts)
     return layers
+
+
+def their_window(attention: Any, config: Any) -> int | None:
+    if not getattr(attention, "is_sliding", True):  # EXAONE 4 keeps the window of the others there
+        return None
+    return getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or None
+
+
+def is_rotated(attention: Any, config: Any) -> bool:
+    if config.model_type == "exaone4":
+        return config.sliding_window is None or attention.is_sliding
+    if config.model_type == "granitemoehybrid":
+        return bool(config.position_embedding_type == "rope")
+    return bool(getattr(attention, "use_rope", True))
 
 
 def their_routing(mlp: Any, config: Any) -> dict[str, Any] | None:
@@ -194,8 +208,15 @@ def check_parameters(config: ModelConfig, model: Any) -> None:
         theirs = {n: s for n, s in theirs.items() if n.startswith(("model.language_model.", "lm_head."))}
     if model.config.tie_word_embeddings:
         del theirs["lm_head.weight"]
-    own = {tensor.name: tensor.shape for tensor in hf_tensors(config, stacked=config.has_experts)}
+    own = {in_memory(tensor.name): tensor.shape for tensor in hf_tensors(config, stacked=config.has_experts)}
     assert own == theirs
+
+
+def in_memory(stored: str) -> str:
+    """The name of a tensor in transformers' class, where folders have another one (Granite's experts)."""
+    names = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+    module, _, name = stored.partition("block_sparse_moe.")
+    return module + "block_sparse_moe." + names.get(name, "router.weight") if name else stored
 
 
 def their_embedding_multiplier(config: Any) -> float:
@@ -282,6 +303,12 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("deepseek-v2.5", {"routed_scaling_factor": 1.0}),
     ("gemma-3-1b", {"sliding_window_pattern": 5}),
     ("granite-4.1-3b", {"tie_word_embeddings": False}),
+    ("granite-3.1-3b-a800m", {"num_experts_per_tok": 4}),
+    ("granite-4.0-micro", {"position_embedding_type": None}),
+    ("exaone-4.0-32b", {"sliding_window_pattern": 3}),
+    ("hunyuan-7b", {"rope_scaling": {"alpha": 100, "factor": 1, "type": "dynamic"}}),
+    ("mimo-7b", {"rope_theta": 10000.0}),
+    ("seed-oss-36b", {"attention_out_bias": True}),
 ]
 
 

@@ -187,7 +187,7 @@ def _is_plain(model: Decoder) -> bool:
         or mixer.interleaved
     ):
         return False
-    if mixer.qk_norm == "full":
+    if mixer.qk_norm == "full" or mixer.norm_behind_rope:
         return False
     if model.embed_tokens.weight.device.type != "cpu" or not isinstance(model.norm, RMSNorm):
         return False

@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(queries, config) if spec.qk_norm is not None else None
         self.k_norm = RMSNorm(keys, config) if spec.qk_norm is not None else None
         self.norms_all_heads = spec.qk_norm == "full"
+        self.norms_rotated = spec.norm_behind_rope
         self.o_proj = Linear(spec.query_width, width, bias=spec.o_bias)
         self.register_module("prefix", None)
         self.layer = layer
@@ -101,14 +102,16 @@ class Attention(nn.Module):
         if self.norms_all_heads:
             q, k = self._normed(q, k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [T, H, C], [T, K, C], [T, K, C]
-        if not self.norms_all_heads:
+        if not (self.norms_all_heads or self.norms_rotated):
             q, k = self._normed(q, k)
         if self.interleaved:
             q, k = (ops.halves_of_pairs(x, self.interleaved) for x in (q, k))
         if rotation is not None:
             q, k = ops.apply_rope(q, k, rotation.cos, rotation.sin)
-            if rotation.query_scale is not None:
-                q = q * rotation.query_scale[:, None, None]
+        if self.norms_rotated:
+            q, k = self._normed(q, k)
+        if rotation is not None and rotation.query_scale is not None:
+            q = q * rotation.query_scale[:, None, None]
         if self.prefix is not None:
             k, v = self.prefix(k, v)
         mixed = self._mix(attend, q, k, v).flatten(1)

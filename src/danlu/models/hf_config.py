@@ -170,7 +170,6 @@ UNSUPPORTED: dict[str, str] = {
     "gemma3n": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
     "gemma3n_text": "its layers have embeddings of their own, and residual streams that are mixed (AltUp)",
     "glm_moe_dsa": _INDEXER,
-    "granitemoehybrid": _STATE_SPACE,
     "jamba": _STATE_SPACE,
     "llama4": "its attention is cut into chunks, and its router scales what experts are given",
     "llama4_text": "its attention is cut into chunks, and its router scales what experts are given",

@@ -23,6 +23,7 @@ from danlu.core.small_files import check_regular_entries, parse_json, read_small
 from danlu.core.tokenizer_files import TOKENIZER_FILES
 from danlu.models.block_scaled import ScaledLocation, fp8_block, with_scaled
 from danlu.models.config import ModelConfig
+from danlu.models.families import READ_AS
 from danlu.models.hf_config import read_config_values
 from danlu.models.hf_layout import (
     EMBEDDING,
@@ -47,6 +48,7 @@ LENET = "lenet5"
 """The model type of a classifier of images (`models.lenet`), which is read by other means than a decoder."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _RUN_RESULT = "model"
+_MTP = "num_nextn_predict_layers"
 _SAMPLE_BYTES = 4096
 
 
@@ -152,7 +154,13 @@ def ignored_settings(folder: Path) -> list[str]:
     """
     values = read_json(folder / CONFIG)
     parts = [part for part in (values, values.get(TEXT_CONFIG)) if isinstance(part, dict)]
-    return [f"{folder / CONFIG}: {remark}" for part in parts for remark in ignored_rope_settings(part)]
+    remarks = [remark for part in parts for remark in ignored_rope_settings(part)]
+    if values.get("model_type") == "mimo" and values.get(_MTP):
+        remarks.append(
+            f"{_MTP}: the layers that predict further tokens (MTP) are left out of the result, which is a "
+            f"{READ_AS['mimo']} model"
+        )
+    return [f"{folder / CONFIG}: {remark}" for remark in remarks]
 
 
 def read_json(file: Path) -> dict[str, Any]:

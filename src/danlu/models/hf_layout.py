@@ -129,8 +129,9 @@ def _swapped(sides: tuple[int, ...]) -> tuple[int, ...]:
     return (*sides[:-2], sides[-1], sides[-2])
 
 
-# Tables that old checkpoints carry; danlu computes them from the config.
-IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$")
+IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.(masked_)?bias)$|^model\.mtp_layers\.")
+"""Tensors that are not read: tables that old checkpoints carry, which danlu computes from the config, and the layers of
+MiMo that predict further tokens, for which no class of transformers has a place."""
 HEAD = "lm_head.weight"
 """The parameter that is the head over the vocabulary, where it has one of its own."""
 EMBEDDING = "embed_tokens.weight"
@@ -268,15 +269,15 @@ def config_sites(config: ModelConfig) -> list[Site]:
 def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
     """The site of one matrix of all experts of a layer.
 
-    transformers' classes (5.0 and later) keep the experts of every family stacked in a module `mlp.experts`, gate and
-    up in one parameter `gate_up_proj`, however their folders have them; adapters go by these names.
+    transformers' classes (5.0 and later) keep the experts of every family stacked in one module, gate and up in one
+    parameter `gate_up_proj`, however their folders have them; adapters go by these names.
     """
     _, index, *_, matrix = name.split(".")
     entry = _entry([*name.split(".")[2:], "weight"], _modules(config, index, stacked=False))[0]
     experts, outputs, inputs = sides
     turns = outputs if isinstance(entry, Stored) and entry.alternates and matrix != "down_proj" else 1
     parameter = "down_proj" if matrix == "down_proj" else "gate_up_proj"
-    stored = f"{_prefix(config)}.layers.{index}.mlp.experts.{parameter}"
+    stored = f"{_prefix(config)}.layers.{index}.{FAMILIES[config.family].experts_module}.{parameter}"
     return Site(name, stored, "experts", int(index), (outputs, inputs), None, turns, experts)
 
 

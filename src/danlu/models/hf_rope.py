@@ -19,6 +19,7 @@ from danlu.models.rope_config import (
     Rope,
     RopeScaling,
     YarnScaling,
+    ntk_theta,
 )
 
 SCALINGS: dict[str, type[RopeScaling]] = {
@@ -46,6 +47,8 @@ class RopeRules:
     """Other names of scalings that folders of the family have: (name, the scaling's)."""
     rotates_part: bool = False
     """Whether transformers rotates a part of a head where a config says so (`partial_rotary_factor`)."""
+    has_alpha: bool = False
+    """Whether "dynamic" with an `alpha` stands for a base that is fixed, theta alpha^(R / (R - 2)) (Hunyuan)."""
     dim_key: str | None = None
     """The key by which published folders say how many features of a head are rotated, in place of their share."""
 
@@ -121,6 +124,12 @@ def _read(
             f"rotary embedding turns pairs of features, but {dim} of head_dim {head_dim} "
             f"(partial_rotary_factor {share}) is not a positive even number"
         )
+    if rules.has_alpha and kind == "dynamic" and rope.raw("alpha"):
+        # Written as the theta that it comes to, which all programs read alike.
+        alpha = rope.number("alpha")
+        if alpha <= 0:
+            raise values.error(key, f"alpha {alpha:g} must be above 0")
+        theta, kind = ntk_theta(theta, dim, alpha), "default"
     if kind == "default":
         temperature = _read_temperature(rope, rules, original, longest)
         return Rope(theta, dim, longest, None, temperature, _read_sections(rope))

@@ -72,6 +72,8 @@ class Heads:
     o_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
     """RMSNorm of q and k before rotation, over each head (Qwen3) or over all of them together (OLMo 2)."""
+    norm_behind_rope: bool = False
+    """Whether these norms stand behind the rotation (Hunyuan)."""
     sinks: bool = False
     """Whether each query head has one more key, with a learned score and a value of zero (gpt-oss)."""
     output_gate: bool = False
@@ -90,6 +92,8 @@ class Heads:
             )
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise ModelError(f"rotary embedding of {self.rope.dim} features does not fit a head of {self.head_dim}")
+        if self.norm_behind_rope and self.qk_norm != "head":
+            raise ModelError("only norms of single heads may stand behind the rotation")
         if self.window is not None and self.window < 1:
             raise ModelError(f"a sliding window must be at least 1 token: {self.window}")
 

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 _FILES: Final = {
     "deepseek": ("deepseek_v2", "deepseek_v3"),
+    "exaone": ("exaone4",),
     "gemma": ("gemma", "gemma2", "gemma3_text"),
     "glm": ("glm", "glm4", "glm4_moe"),
     "gpt_oss": ("gpt_oss",),
-    "llama": ("granite", "llama", "smollm3"),
+    "granite": ("granite", "granitemoe", "granitemoehybrid"),
+    "hunyuan": ("hunyuan_v1_dense",),
+    "llama": ("llama", "smollm3"),
     "mfa": ("mfa",),
     "minimax": ("minimax_m2",),
     "mistral": ("ministral3", "mistral", "mixtral"),
@@ -30,6 +33,7 @@ _FILES: Final = {
     "phi": ("phi3",),
     "qwen": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     "qwen_linear": ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    "seed": ("seed_oss",),
 }
 """File -> the model_types of its rows."""
 
@@ -57,6 +61,6 @@ class _Families(Mapping[str, "Family"]):
 FAMILIES: Mapping[str, Family] = _Families()
 """model_type -> family. Llama covers Llama 2 and 3, TinyLlama, SmolLM2; qwen2 covers Qwen2.5; phi3 covers phi-4."""
 
-READ_AS = {"kimi_k2": "deepseek_v3"}
+READ_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """model_type of folders that bring their own code along -> the family that computes the same, as which they are
 written."""

@@ -93,6 +93,8 @@ class Family:
     ropes_differ: bool = False
     """Whether layers may be rotated differently: its reader then reads how, and the plain layer has no rotation."""
     has_experts: bool = False
+    experts_module: str = "mlp.experts"
+    """The module with the stacked experts of a layer in transformers' class, by which adapters are named."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that transformers takes for another one (`attribute_map`): it -> the other, which it
     outweighs."""

@@ -1,6 +1,6 @@
 """Llama 2 and 3, models built like them (TinyLlama, SmolLM2), and those that are Llama with little more.
 
-Granite has multipliers of embeddings, residuals, scores and logits; SmolLM3 has some layers that are not rotated.
+SmolLM3 has some layers that are not rotated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.families.family import GENERATION_ONLY, Family
+from danlu.models.families.family import Family
 from danlu.models.families.layer_keys import (
     attention_biases,
     interval_of,
@@ -32,30 +32,6 @@ def read_llama(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
 def write_llama(config: ModelConfig) -> dict[str, Any]:
     first = config.layers[0]
     return {"attention_bias": first.attention.qkv_bias, "mlp_bias": first.feed.bias}
-
-
-def read_granite(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    divisor = hf.number("logits_scaling")
-    if divisor == 0:
-        raise hf.error("logits_scaling", "logits cannot be divided by 0")
-    llama = read_llama(hf, plain, layers)["layers"]
-    scale = hf.number("attention_multiplier")
-    return {
-        "layers": tuple(replace(layer, mixer=replace(layer.attention, scale=scale)) for layer in llama),
-        "embedding_multiplier": hf.number("embedding_multiplier"),
-        "residual_multiplier": hf.number("residual_multiplier"),
-        "logits_divisor": divisor,
-    }
-
-
-def write_granite(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **write_llama(config),
-        "attention_multiplier": config.layers[0].attention.attention_scale,
-        "embedding_multiplier": config.embedding_multiplier,
-        "residual_multiplier": config.residual_multiplier,
-        "logits_scaling": config.logits_divisor,
-    }
 
 
 SMOLLM3_ROPE = RopeRules(theta=2_000_000.0)
@@ -98,22 +74,6 @@ FAMILIES: dict[str, Family] = {
         read=read_llama,
         write=write_llama,
         defaults={"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048, "num_key_value_heads": None},
-    ),
-    "granite": Family(
-        architecture="Granite",
-        architectures=GENERATION_ONLY,
-        read=read_granite,
-        write=write_granite,
-        defaults={
-            "attention_multiplier": 1.0,
-            "bos_token_id": 1,
-            "embedding_multiplier": 1.0,
-            "eos_token_id": 2,
-            "logits_scaling": 1.0,
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": None,
-            "residual_multiplier": 1.0,
-        },
     ),
     "smollm3": Family(
         architecture="SmolLM3",
