@@ -131,6 +131,7 @@ def test_what_takes_part_besides_is_left_to_the_modules(decoder):
         {"softcap": 3.0},
         {"sinks": True},
         {"output_gate": True},
+        {"qk_norm": "head", "norm_behind_rope": True},
         {"norms": "sandwich"},
         {"norms": "post"},
         {"rope_scaling": DynamicScaling(4.0)},

@@ -434,7 +434,10 @@ def hf_values(request: pytest.FixtureRequest, tiny_values: Callable[[str], dict[
     return tiny_values(request.param)
 
 
-@pytest.fixture(params=sorted({values["model_type"]: case for case, values in reversed(CASES.items())}.values()))
+FIRST_OF_FAMILY = {values["model_type"]: case for case, values in reversed(CASES.items())}
+
+
+@pytest.fixture(params=sorted(FIRST_OF_FAMILY.values()))
 def family_values(request: pytest.FixtureRequest, tiny_values: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """The config.json of one case of every family in turn."""
     return tiny_values(request.param)

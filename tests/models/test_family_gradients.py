@@ -14,7 +14,7 @@ from danlu.models.attend import PackedAttention
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.loading import load
 
-FAMILIES = ["gemma", "glm", "glm4"]
+FAMILIES = ["gemma", "glm", "glm4", "exaone4", "granite-4", "granite-4-experts", "granite-moe", "hunyuan", "seed-oss"]
 
 
 def largest_difference(values: dict[str, Any], theirs: Any, folder: Path) -> float:

@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from builders.published_configs import PUBLISHED
 from danlu.models.config import ModelConfig
 from danlu.models.families import FAMILIES, READ_AS
 from danlu.models.families.layer_keys import HF_ACTIVATIONS
+from danlu.models.hf_config import UNSUPPORTED as REFUSED_TYPES
 from danlu.models.hf_config import config_values, read_config_values
 from danlu.models.hf_layout import hf_tensors
 from danlu.models.hf_rope import ignored_rope_settings
@@ -208,15 +210,8 @@ def check_parameters(config: ModelConfig, model: Any) -> None:
         theirs = {n: s for n, s in theirs.items() if n.startswith(("model.language_model.", "lm_head."))}
     if model.config.tie_word_embeddings:
         del theirs["lm_head.weight"]
-    own = {in_memory(tensor.name): tensor.shape for tensor in hf_tensors(config, stacked=config.has_experts)}
+    own = {tensor.name: tensor.shape for tensor in hf_tensors(config, stacked=config.has_experts)}
     assert own == theirs
-
-
-def in_memory(stored: str) -> str:
-    """The name of a tensor in transformers' class, where folders have another one (Granite's experts)."""
-    names = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
-    module, _, name = stored.partition("block_sparse_moe.")
-    return module + "block_sparse_moe." + names.get(name, "router.weight") if name else stored
 
 
 def their_embedding_multiplier(config: Any) -> float:
@@ -322,3 +317,20 @@ def test_a_config_that_danlu_read_otherwise_would_be_found(
     monkeypatch.setattr(f"{__name__}.their_model", lambda values: model(values | wrong))
     with pytest.raises(AssertionError):
         check(PUBLISHED[name].values)
+
+
+def test_the_page_of_models_names_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for heading, types in (
+        ("## Families", FAMILIES.keys() | READ_AS.keys()),
+        ("## Models that see or hear", MULTIMODAL.keys()),
+        ("## Refused", REFUSED_TYPES.keys()),
+    ):
+        section = page.split(f"{heading}\n")[1].split("\n## ")[0]
+        named = {
+            name for row in re.findall(r"^\| (.*)$", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        }
+        first = {
+            name for row in re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        }
+        assert first - {"model_type"} <= types <= named, types ^ named

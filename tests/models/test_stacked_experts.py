@@ -33,6 +33,8 @@ CASES = (
     "deepseek-v2-moe",
     "deepseek-v3-moe",
     "minimax-m2",
+    "granite-moe",
+    "granite-4-experts",
     "qwen3-next",
     "qwen3.5-moe",
 )

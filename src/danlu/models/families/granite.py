@@ -25,6 +25,12 @@ GRANITE_MOE_MODULES: dict[str, str | Stored] = {
     "mlp.experts.down_proj.weight": Stored("block_sparse_moe.output_linear.weight"),
     "mlp.router": "block_sparse_moe.router.layer",
 }
+GRANITE_STACKED_MODULES: dict[str, str | Stored] = {
+    "mlp.experts.gate_proj.weight": Stored("block_sparse_moe.experts.gate_up_proj"),
+    "mlp.experts.up_proj.weight": Stored("block_sparse_moe.experts.gate_up_proj"),
+    "mlp.experts.down_proj.weight": Stored("block_sparse_moe.experts.down_proj"),
+    "mlp.router": "block_sparse_moe.router",
+}
 GRANITE_HYBRID_MODULES: dict[str, str | Stored] = {
     **GRANITE_MOE_MODULES,
     **{
@@ -158,6 +164,7 @@ FAMILIES: dict[str, Family] = {
         read=read_granitemoe,
         write=write_granitemoe,
         modules=GRANITE_MOE_MODULES,
+        stacked_modules=GRANITE_STACKED_MODULES,
         defaults=_EXPERT_DEFAULTS,
     ),
     "granitemoehybrid": Family(
@@ -169,6 +176,7 @@ FAMILIES: dict[str, Family] = {
         read=read_granitemoehybrid,
         write=write_granitemoehybrid,
         modules=GRANITE_HYBRID_MODULES,
+        stacked_modules=GRANITE_STACKED_MODULES,
         defaults={**_EXPERT_DEFAULTS, "shared_intermediate_size": 1024},
     ),
 }

@@ -1,0 +1,68 @@
+"""Families with parts of their own are cut by tensor, pipeline and experts, and compute what one process does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders.tiny_world import CONFIG, tiny_world
+
+from danlu.models.hf_config import read_config_values
+from danlu.numerics.relative_error import worst_error
+from danlu.recipe import load
+from danlu.verification.role_proxies import write_model
+from danlu.verification.verification import Options, verify
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+_GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+_GRANITE_4 = {
+    **_GRANITE,
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention"] * 4,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "exaone4": {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": 2},
+    "granite-moe": {**_GRANITE, **_EXPERTS, "model_type": "granitemoe"},
+    "granite-4": {**_GRANITE_4, "num_local_experts": 0},
+    "granite-4-experts": {**_GRANITE_4, **_EXPERTS},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 50.0}},
+    "seed-oss": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
+}
+LAYOUTS = {
+    "tensor": "{tensor: 2, sequence: true}",
+    "pipeline": "{pipeline: {stages: 2, schedule: zbv}}",
+    "tensor x shard": "{tensor: 2, shard: zero3}",
+}
+OF_EXPERTS = {"expert": "{expert: 2}", "expert x tensor": "{expert: 2, tensor: 2}"}
+CASES = [
+    (model, layout, parallel)
+    for model, values in MODELS.items()
+    for layout, parallel in (LAYOUTS | (OF_EXPERTS if values.get("num_local_experts") else {})).items()
+]
+
+
+@pytest.mark.parametrize("training", ["full", "lora"])
+@pytest.mark.parametrize(("model", "layout", "parallel"), CASES, ids=[f"{model}, {name}" for model, name, _ in CASES])
+def test_a_layout_of_a_family_is_one_process(
+    model: str, layout: str, parallel: str, training: str, tmp_path: Path
+) -> None:
+    config = {**CONFIG, "num_hidden_layers": 4, "vocab_size": 400, **MODELS[model]}
+    write_model(read_config_values(config), tmp_path / "base", 0)
+    shutil.copytree(tiny_world().tokenizer, tmp_path / "base", dirs_exist_ok=True)
+    changes = {"model": {"path": str(tmp_path / "base"), "config": None, "tokenizer": None}}
+    overrides = [f"parallel={parallel}", "optimizer={kind: sgd, learning_rate: 0.1, momentum: 0.9}"]
+    overrides += ["adapter={kind: lora, dropout: 0.1}"] if training == "lora" else []
+    recipe = load(tiny_world().recipe(tmp_path / "run", tmp_path / "recipe.yaml", **changes), overrides).recipe
+    report, rows = verify("r.yaml", recipe, Options(steps=2, traffic=True))
+    assert report.finding is None and all(check.holds for check in report.checks), report.finding
+    errors = {check.what: check.error for check in report.checks}
+    assert worst_error([errors["loss"], errors["evaluation"]]) < 1e-6
+    assert errors["gradients"] < 1e-6
+    assert errors["saved weights, loaded"] == 0
+    assert rows and all(row.agrees for row in rows), "\n".join(" ".join(row.cells()) for row in rows)
