@@ -107,13 +107,13 @@ def _check_layer_types(hf: HFValues, layers: int) -> None:
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise hf.error("layer_types", f"expected a list with one entry for each of {layers} layers, found {types!r}")
     if types is None or any(kind not in _ATTENTION for kind in types):
-        found = "missing, which stands for layers that are all state-space models (Mamba)"
+        problem = "missing, which stands for layers that are all state-space models (Mamba)"
         if types is not None:
             others = sum(kind not in _ATTENTION for kind in types)
-            found = f"{others} layers of {layers} are no attention but state-space models (Mamba)"
+            problem = f"{others} layers of {layers} are no attention but state-space models (Mamba)"
         raise hf.error(
             "layer_types",
-            f"{found}, which danlu has no kernels for; models of this family that are attention "
+            f"{problem}, which danlu has no kernels for; models of this family that are attention "
             "throughout are supported (granite-4.0-micro)",
         )
 
