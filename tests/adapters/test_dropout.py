@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from danlu.adapters.dropout import Dropout, DropoutState
+from danlu.adapters.dropout import Dropout, DropoutState, leave_token_keys_uncompiled
 
 TOKENS, FEATURES = 512, 384
 
@@ -79,3 +79,24 @@ def test_a_share_of_the_tokens_has_its_part_of_the_mask() -> None:
     assert torch.equal(whole, mask(0.5))
     assert torch.equal(even, whole[shares[0]]) and torch.equal(odd, whole[shares[1]])
     assert not torch.equal(even, odd)
+
+
+def test_packs_of_other_lengths_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DropoutState, "token_keys", DropoutState.token_keys)  # and restored
+    assert times_compiled(lengths=(5, 6, 7)) >= 3  # control
+    leave_token_keys_uncompiled()
+    assert times_compiled(lengths=(5, 6, 7)) == times_compiled(lengths=(5,)) > 0
+
+
+def times_compiled(lengths: tuple[int, ...]) -> int:
+    from torch._dynamo.testing import CompileCounter  # seconds, once
+
+    torch._dynamo.reset()
+    counter, dropout_state = CompileCounter(), DropoutState(0)
+    dropout = Dropout(0.5, "layers.0", dropout_state)
+    compiled = torch.compile(lambda x: dropout(x), backend=counter, dynamic=True)
+    for number, length in enumerate(lengths):
+        dropout_state.begin(0, [(number, length)])
+        x = torch.ones(length, FEATURES)
+        assert torch.equal(compiled(x), dropout(x))
+    return counter.frame_count

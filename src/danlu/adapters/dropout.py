@@ -82,6 +82,16 @@ class DropoutState:
         return self._token_keys[key]
 
 
+def leave_token_keys_uncompiled() -> None:
+    """Excludes `DropoutState.token_keys` from torch.compile.
+
+    Compilation makes constants of the tokens of packs and of a key of a dict: it would compile for every micro-batch,
+    from the ninth on (torch's limit) not at all.
+    """
+    # No decorator: it would import torch._dynamo, a second that only a process which compiles should wait.
+    DropoutState.token_keys = torch.compiler.disable(DropoutState.token_keys)  # type: ignore[method-assign]
+
+
 def _same_rows(rows: Tensor | None, others: Tensor | None) -> bool:
     """Whether both are all tokens, or the same ones."""
     if rows is None or others is None:

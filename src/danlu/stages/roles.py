@@ -31,6 +31,9 @@ def forward_of(model: Decoder, *, compiled: bool) -> Forward:
     """The decoder, or its compiled form, in which quantized products and, where torch needs it, adapters are not."""
     if not compiled:
         return model
+    from danlu.adapters.dropout import leave_token_keys_uncompiled
+
+    leave_token_keys_uncompiled()
     is_quantized = any(isinstance(module, QuantizedWeightModule) for module in model.modules())
     if is_quantized:
         leave_products_uncompiled()
