@@ -17,6 +17,7 @@ from builders.stale_copies_worker import edit_json
 from builders.tiny_world import CONFIG, World, danlu, differences, events, last_state, metrics, spike_at, write_rows
 
 from danlu.assembly import memory_estimate
+from danlu.core.run_files import RunLock
 from danlu.data import tokenizer_folder
 from danlu.data.demo_data import conversations
 from danlu.data.tokenizer_training import CHATML
@@ -267,8 +268,10 @@ def test_a_change_that_matters_is_refused(
     said = capsys.readouterr().err
     assert f"error: {stopped} holds a run of another recipe; what differs (there -> here):\n" in said
     assert said.split("here):\n")[1].split("To start again")[0] == "".join(f"  {line}\n" for line in listed)
-    assert "To start again, choose another `output`; to go on, undo the change." in said
-    assert (f"start a new one from its result (model.path: {stopped}/model)" in said) == ("steps" in changes)
+    assert "To start again, add --overwrite, which keeps this run under another name, or choose another `out" in said
+    assert ("A finished run goes on when `steps` (or `epochs`, where it has those) is raised" in said) == (
+        "steps" in changes
+    )
     assert checkpoints(stopped) == before
 
 
@@ -399,7 +402,7 @@ def test_a_checkpoint_that_is_none(
 def test_a_finished_run_says_so_and_stays_as_it_is(
     tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_world.recipe(tmp_path / "run", steps=2)
+    recipe = tiny_world.recipe(tmp_path / "run", steps=3)
     assert danlu("train", recipe) == 0
     weights = tmp_path / "run" / "model" / "model.safetensors"
     written = weights.stat().st_mtime_ns
@@ -407,11 +410,87 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     monkeypatch.setattr(reader, "prepare", lambda *arguments, **options: pytest.fail("the data was read again"))
     assert danlu("train", recipe) == 0
     said = capsys.readouterr().err
-    assert said.startswith(f"was finished already, after step 2: {tmp_path}/run\n")
+    assert said.startswith(f"was finished already, after step 3: {tmp_path}/run\n")
     assert f"danlu chat {tmp_path}/run/model" in said
     assert weights.stat().st_mtime_ns == written
-    assert danlu("train", recipe, "steps=4") == 5  # and does not grow
-    assert "steps: 2 -> 4" in capsys.readouterr().err
+    assert danlu("train", recipe, "steps=2") == 5
+    assert "steps: 3 -> 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("length", "less", "more"), [("steps", 4, 8), ("epochs", 0.2, 0.5)])
+def test_a_finished_run_goes_on_when_more_is_asked_for(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], length: str, less: float, more: float
+) -> None:
+    """With a schedule that has no end it has the bits of a run that was as long from its beginning."""
+    changes: dict[str, Any] = {"steps": None, "schedule": {"kind": "constant"}, "checkpoint": {"every": 2, "keep": 9}}
+    small = {"batch": {"sequences": 2, "micro": 2}}
+    recipe = tiny_world.recipe(tmp_path / "run", **changes, **small)
+    assert danlu("train", recipe, f"{length}={less}") == 0
+    step = last_state(tmp_path / "run")[2]["run"]["step"]
+    result = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert danlu("train", recipe, f"{length}={more}") == 0
+    said, total = capsys.readouterr().err, last_state(tmp_path / "run")[2]["run"]["step"]
+    assert f"changed since then: {length}: {less} -> {more}" in said and total > step
+    assert f"the run had ended after step {step} and goes on to step {total}, with the schedule of all these\n" in said
+    whole = tiny_world.recipe(tmp_path / "whole", **changes, **small)
+    assert danlu("train", whole, f"{length}={more}") == 0
+    assert differences(tmp_path / "run", tmp_path / "whole") == []
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() != result
+    assert danlu("train", recipe, f"{length}={more}") == 0
+    assert f"was finished already, after step {total}" in capsys.readouterr().err
+
+
+def test_a_schedule_that_had_ended_rises_again_and_says_so(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_world.recipe(tmp_path / "run", steps=4)
+    assert danlu("train", recipe) == 0
+    assert danlu("train", recipe, "steps=8") == 0
+    said = capsys.readouterr().err.replace("\n  ", " ")
+    assert "goes on to step 8, with the schedule of all these: the learning rate goes on at 0." in said
+    assert "of its peak, and had ended at 0.1\n" in said
+
+
+def test_a_run_that_early_stop_has_ended_is_not_prolonged(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopping = {"data": {"eval": 5}, "evaluation": {"every": 2, "early_stop": {"patience": 1, "min_delta": 9.0}}}
+    recipe = tiny_world.recipe(tmp_path / "run", **stopping)
+    assert danlu("train", recipe) == 0
+    assert "early stop" in capsys.readouterr().err
+    assert danlu("train", recipe, "steps=24") == 5
+    assert "steps: 12 -> 24" in capsys.readouterr().err
+
+
+def test_overwrite_keeps_the_earlier_run_under_another_name(
+    tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    recipe = tiny_world.recipe(run, steps=2)
+    assert danlu("train", recipe, "--overwrite") == 0
+    assert "--overwrite" not in capsys.readouterr().err  # there was nothing to keep
+    first = (run / "model" / "model.safetensors").read_bytes()
+    for number in (1, 2):
+        assert danlu("train", recipe, "--overwrite", f"seed={number}") == 0
+        assert f"--overwrite: the earlier run is in {run}.{number} now\n" in capsys.readouterr().err
+    assert (tmp_path / "run.1" / "model" / "model.safetensors").read_bytes() == first
+    assert (run / "model" / "model.safetensors").read_bytes() != first
+    assert len(metrics(run)) == 2
+    with RunLock(run):
+        assert danlu("train", recipe, "--overwrite") == 6
+        assert "is using this run folder" in capsys.readouterr().err
+    for flags, message in (
+        (("--resume", "never"), "--overwrite starts again, and --resume never says from where to go on: leave one out"),
+        (("--dry-run",), "--overwrite: a dry run keeps nothing and moves nothing."),
+        ((f"model={run}/model",), f"model.path ({run}/model) lies in the output folder"),
+    ):
+        assert danlu("train", recipe, "--overwrite", *flags) != 0
+        assert message in capsys.readouterr().err.replace("\n  ", " ")
+    foreign = tmp_path / "foreign"
+    (foreign / "model").mkdir(parents=True)
+    assert danlu("train", recipe, "--overwrite", f"output={foreign}") == 6
+    assert "no run of danlu has written this folder, so --overwrite does not move it" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.glob("run*") if path.is_dir()) == ["run", "run.1", "run.2"]
 
 
 def test_the_resolved_recipe_trains_the_same_again(tiny_world: World, tmp_path: Path) -> None:

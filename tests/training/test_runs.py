@@ -57,8 +57,9 @@ def test_each_state_is_told(
     assert found["one"].evaluation_loss == told["evaluation"]["last"]
     assert found["going"].loss == told["loss"] and found["going"].evaluation_loss == told["evaluation"]["last"]
     assert found["one"].best_evaluation_loss == told["evaluation"]["best"]
-    assert lines[0].split() == ["state", "step", "loss", "eval", "time", "last", "change", "run"]
+    assert lines[0].split() == ["state", "stage", "step", "loss", "eval", "time", "last", "change", "run"]
     assert [line.split()[0] for line in lines[1:]] == [info.state for info in found.values()]
+    assert {line.split()[1] for line in lines[1:]} == {"sft"}
     assert any(f"12/12  {told['loss']:.4f}" in line and line.endswith("runs/one") for line in lines)
     assert max(map(len, lines)) <= 80
     assert as_json["folder"] == "runs/going" and as_json["state"] == "running" and as_json["loss"] == told["loss"]
@@ -94,6 +95,39 @@ def test_what_is_damaged_or_not_finite_says_what_it_can(finished: Path, capsys: 
     shutil.rmtree(finished / "checkpoints")
     info = read_run(finished)
     assert (info.state, info.step, info.steps, info.loss, info.seconds) == ("stopped", 0, None, None, None)
+    assert find_runs(finished) == []  # like a start that failed
+
+
+def test_the_stages_of_a_chain_are_named_and_rewards_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chain = Path("runs/chain")
+    lines = {"tuned": {"step": 7, "loss": 2.5}, "grpo": {"step": 3, "loss": -0.01, "reward": 0.75}, "late": None}
+    for name, line in lines.items():
+        (chain / name).mkdir(parents=True)
+        stage = "rl" if name == "grpo" else "sft"
+        (chain / name / "recipe.yaml").write_text(f"stage: {stage}\nmodel: gone\ndata: gone.json\noutput: run\n")
+        (chain / name / "environment.json").write_text("{}")
+        if line is not None:
+            (chain / name / "metrics.jsonl").write_text(f"{json.dumps(line)}\n")
+    (chain / "chain.json").write_text(json.dumps({"tuned": {}, "grpo": {"tuned": "1"}, "next": {}}))
+    tuned, grpo = (line.split() for line in listed(capsys)[1:])  # `late` failed before its first step
+    assert tuned[:4] == ["stopped", "sft", "0", "2.5000"] and tuned[-1] == "runs/chain/tuned"
+    assert grpo[:5] == ["stopped", "rl", "0", "reward", "0.7500"] and grpo[-1] == "runs/chain/grpo"
+    as_json = json.loads("\n".join(listed(capsys, "runs", "--json")))
+    assert [(one["stage"], one["chain"], one["reward"]) for one in as_json] == [
+        ("sft", "runs/chain", None),
+        ("rl", "runs/chain", 0.75),
+    ]
+    assert danlu("report", chain, "--json") == 0
+    assert [one["stage"] for one in json.loads(capsys.readouterr().out)] == ["sft", "rl"]
+    assert danlu("report", chain) == 0
+    out, said = capsys.readouterr()
+    assert [line for line in out.splitlines() if line.startswith("stage ")] == ["stage tuned", "stage grpo"]
+    assert said == "written to runs/chain/tuned/report.html\nwritten to runs/chain/grpo/report.html\n"
+    assert danlu("report", chain, "--out", "page.html") == 2
+    assert "Name one of them: runs/chain/tuned, runs/chain/grpo" in capsys.readouterr().err.replace("\n  ", " ")
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from danlu.core.errors import CheckpointError
+from danlu.core.errors import CheckpointError, RecipeError
 from danlu.core.terminal import echo, print_status, printable
 from danlu.report.run_page import PAGE, page
 from danlu.report.run_report import RunReport, as_json, report_of, table
 from danlu.report.study_table import aligned
-from danlu.training.runs import is_run, read_run
+from danlu.training.runs import chain_stages, is_run, read_run
 
 FILE = "report.html"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, which may be training still.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run, which may be training still, or of a chain.")],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The page; by default report.html in the run's folder."),
@@ -29,22 +29,32 @@ def report(
     ] = False,
 ) -> None:
     """Report on a run of any stage: curves, evaluations, the best and worst samples of reinforcement learning."""
-    if not is_run(run):
+    stages = [] if is_run(run) else chain_stages(run)
+    if not is_run(run) and not stages:
         raise CheckpointError(
             f"{run}: no run is in this folder: it has no recipe.yaml or no environment.json. `danlu runs list` shows "
             "the runs that there are"
         )
-    target = run / FILE if out is None and not as_json_ else out
-    if target is not None:
-        PAGE.check_target(target)
-    content = report_of(run, read_run(run).state)
+    if stages and out is not None:
+        names = ", ".join(str(info.folder) for info in stages)
+        raise RecipeError(f"--out: a chain has a page for each of its stages. Name one of them: {names}")
+    folders = [info.folder for info in stages] or [run]
+    targets = [None if as_json_ and out is None else out or folder / FILE for folder in folders]
+    for target in targets:
+        if target is not None:
+            PAGE.check_target(target)
+    contents = [report_of(folder, read_run(folder).state) for folder in folders]
     if as_json_:
-        echo(json.dumps(as_json(content), indent=2, ensure_ascii=False))
-    else:
-        _print(content)
-    if target is not None:
-        PAGE.write(target, page(content))
-        print_status(f"written to {target}")
+        reports = [as_json(content) for content in contents]
+        echo(json.dumps(reports if stages else reports[0], indent=2, ensure_ascii=False))
+    for content, target in zip(contents, targets, strict=True):
+        if stages and not as_json_:
+            echo(f"stage {printable(content.record.folder.name)}")
+        if not as_json_:
+            _print(content)
+        if target is not None:
+            PAGE.write(target, page(content))
+            print_status(f"written to {target}")
 
 
 def _print(content: RunReport) -> None:

@@ -20,8 +20,8 @@ from danlu.training.units import format_duration
 app = typer.Typer(name="runs", no_args_is_help=True)
 
 DEFAULT_FOLDER = Path("runs")
-_HEADINGS = ("state", "step", "loss", "eval", "time", "last change", "run")
-_LEFT_ALIGNED = ("state", "run")
+_HEADINGS = ("state", "stage", "step", "loss", "eval", "time", "last change", "run")
+_LEFT_ALIGNED = ("state", "stage", "run")
 
 
 @app.callback()
@@ -52,6 +52,7 @@ def _fields(info: RunInfo) -> dict[str, Any]:
     """A run as JSON has it: paths as texts, the time in ISO 8601, NaN and infinities as texts."""
     values: dict[str, Any] = asdict(info) | {
         "folder": str(info.folder),
+        "chain": None if info.chain is None else str(info.chain),
         "changed": datetime.fromtimestamp(info.changed, UTC).isoformat(timespec="seconds"),
     }
     # JSON has no NaN and no infinity: as metrics.jsonl has them.
@@ -65,13 +66,21 @@ def _row(info: RunInfo) -> tuple[str, ...]:
     """The cells of a run in the table."""
     return (
         info.state,
+        printable(info.stage or ""),
         f"{info.step:,}" if info.steps is None else f"{info.step:,}/{info.steps:,}",
-        "" if info.loss is None else f"{info.loss:.4f}",
+        _trained(info),
         _judged(info),
         "" if info.seconds is None else format_duration(info.seconds),
         f"{datetime.fromtimestamp(info.changed):%m-%d %H:%M}",
         printable(str(info.folder)),
     )
+
+
+def _trained(info: RunInfo) -> str:
+    """The last step's loss, or its reward in stage rl, where the loss says little of the run."""
+    if info.reward is not None:
+        return f"reward {info.reward:.4f}"
+    return "" if info.loss is None else f"{info.loss:.4f}"
 
 
 def _judged(info: RunInfo) -> str:

@@ -51,6 +51,10 @@ def train(
             min=1, help="Train in so many processes on this machine, laid out as the recipe's `parallel` says."
         ),
     ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Start again: a run in the output folder is kept as NAME.1, NAME.2 ..."),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Do all up to the first step, then stop: rows, weights, memory. Keeps nothing."),
@@ -70,13 +74,37 @@ def train(
             f"--processes {processes}: this was started by {world.source} as process {world.rank} of {world.size} "
             "already. Leave --processes out there"
         )
+    if overwrite:
+        _check_overwrite(world, resume, dry_run)
     if world is not None:
         run_worker(world, lambda: _run_rank(world, recipe, overrides or [], resume, dry_run, quiet))
     loaded = recipes.load_recipe_or_chain(recipe, overrides or [])
+    if overwrite:
+        from danlu.training.run_folder import move_aside  # here: see `_train`
+
+        move_aside(Path(output_of(loaded)).expanduser(), print_status)
     arguments = [str(recipe), *(overrides or [])]
     code = run_training(loaded, arguments, resume=resume, processes=processes or 1, dry_run=dry_run, quiet=quiet)
     if code:
         raise typer.Exit(code)
+
+
+def _check_overwrite(world: World | None, resume: str, dry_run: bool) -> None:
+    """Raises RecipeError where --overwrite has no sense with the other flags, or with the processes of a launcher."""
+    if world is not None:
+        raise RecipeError(
+            f"--overwrite: {world.source} starts several processes, and one would move the folder that others write "
+            "to. Move it yourself before, or use --processes"
+        )
+    if resume != "auto":
+        raise RecipeError(f"--overwrite starts again, and --resume {resume} says from where to go on: leave one out")
+    if dry_run:
+        raise RecipeError("--overwrite: a dry run keeps nothing and moves nothing. Leave one of the two out")
+
+
+def output_of(loaded: Loaded | Chain) -> str:
+    """The output folder of a recipe or a chain, as it is written."""
+    return loaded.output if isinstance(loaded, Chain) else loaded.recipe.output
 
 
 def run_training(
@@ -109,8 +137,7 @@ def _run_rank(world: World, recipe: Path, overrides: list[str], resume: str, dry
     read = recipes.load_recipe_or_chain(recipe, overrides)
     chain = read if isinstance(read, Chain) else None
     loaded = read.stages[0].loaded if isinstance(read, Chain) else read
-    output = loaded.recipe.output if chain is None else chain.output
-    print_to_terminal = redirect_output(world, _dry_run_folder() if dry_run else Path(output).expanduser())
+    print_to_terminal = redirect_output(world, _dry_run_folder() if dry_run else Path(output_of(read)).expanduser())
     # Here: see `_train`.
     from danlu.parallel.process_group import join_process_group, leave_process_group
 

@@ -23,6 +23,8 @@ ADAPTER = "adapter"
 ADAPTER_EMA = "adapter-ema"
 WANDB_ID_FILE = "wandb-id.txt"
 LOCK_FILE = ".lock"
+CHAIN = "chain.json"
+"""A file of a chain's folder: the hash of each result that a stage was begun with, by stage, and by earlier stage."""
 
 OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
     rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"

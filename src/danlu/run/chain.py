@@ -19,7 +19,7 @@ import torch
 
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import CheckpointError, ResourceError
-from danlu.core.run_files import CHECKPOINTS, METRICS
+from danlu.core.run_files import CHAIN, CHECKPOINTS, METRICS
 from danlu.core.safetensors_format import read_header
 from danlu.core.small_files import parse_json, read_small_text
 from danlu.models.hf_folder import tensors_fingerprint
@@ -29,9 +29,6 @@ from danlu.training.checkpoints.store import CheckpointStore
 from danlu.training.metrics import read_metrics
 from danlu.training.run_folder import result_names
 
-INPUTS = "chain.json"
-"""The file in the chain's folder with the hash of each result that a stage was begun with, by stage, and by earlier
-stage."""
 SHOWN_METRICS = {"classify": "accuracy", "preference": "accuracy", "reward": "accuracy", "rl": "reward"}
 """The metric of the summary by stage; the loss for others."""
 
@@ -131,7 +128,7 @@ def _check_inputs(folder: Path, stage: ChainStage, inputs: dict[str, str | None]
 
     keep: write down the inputs of a stage that begins.
     """
-    file = folder / INPUTS
+    file = folder / CHAIN
     known = parse_json(read_small_text(file)) if file.is_file() else {}
     begun = CheckpointStore(run_folder(stage) / CHECKPOINTS).latest() is not None
     if begun and stage.name in known:

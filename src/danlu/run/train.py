@@ -56,7 +56,7 @@ from danlu.training.progress import progress_on
 from danlu.training.recorders import OptionalRecorder, Remarks
 from danlu.training.run_folder import Start, check_output_folder, finished, require_writable, starting_point
 from danlu.training.state import Cadence, Run, restore
-from danlu.training.summary import clear_summary, few_steps, flat_loss, seconds_in, write_summary
+from danlu.training.summary import clear_summary, few_steps, flat_loss, further_line, seconds_in, write_summary
 from danlu.training.timeline import TimelineWriter
 from danlu.training.trackers import TensorBoard, WandB, wandb_problem
 from danlu.training.units import parameters_and_trained
@@ -185,7 +185,8 @@ def _train(
         barrier=lambda: _barrier("auto values"),
     )
     start = ranks.world.from_first(lambda: starting_point(folder, recipe, resume, log, into=into))
-    if start is not None and resume == "auto" and (done := finished(start.path, recipe, folder)):
+    is_over = start is not None and resume == "auto" and not start.goes_further
+    if start is not None and is_over and (done := finished(start.path, recipe, folder)):
         return Outcome(folder, step_of(start.path), 0, done, already=True)
     if ranks.leads:
         clear_summary(into)
@@ -422,6 +423,8 @@ def _micro_batch_size(
 def _resume(run: Run, start: Start, log: Log) -> int:
     """Restores the run from `start` and deletes later checkpoints; the lines of metrics that there were then."""
     lines: int = restore(run, start.path)["metrics_lines"]
+    if start.goes_further and not run.finished:
+        log(further_line(run))
     later = run.store.discard_after(run.state.step)
     if later:
         log(f"deleted {', '.join(path.name for path in later)}: checkpoints after {start.path.name}")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from danlu.core.errors import CheckpointError, RecipeError, ResourceError
@@ -14,6 +15,7 @@ from danlu.core.output_folder import refuse_foreign_files
 from danlu.core.run_files import (
     ADAPTER,
     ADAPTER_EMA,
+    CHAIN,
     CHECKPOINTS,
     METRICS,
     MODEL,
@@ -21,6 +23,7 @@ from danlu.core.run_files import (
     OWN_FILES,
     RECIPE,
     SUMMARY,
+    RunLock,
 )
 from danlu.recipe import Change, Recipe, changes
 from danlu.recipe import load as load_recipe
@@ -29,6 +32,9 @@ from danlu.training.checkpoints.loading import read_state
 from danlu.training.checkpoints.manifest import MARK
 from danlu.training.checkpoints.store import CheckpointStore
 
+LENGTHS = ("steps", "epochs")
+"""The keys that say how long a run is; a finished run goes on where one of them is raised."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -36,6 +42,11 @@ class Start:
 
     path: Path
     changes: Sequence[Change]
+
+    @property
+    def goes_further(self) -> bool:
+        """Whether the run was finished here, and its recipe asks for more steps or epochs now."""
+        return any(change.key in LENGTHS for change in self.changes)
 
 
 def starting_point(
@@ -68,7 +79,7 @@ def _starting_point(folder: Path, recipe: Recipe, resume: str, log: Callable[[st
         raise CheckpointError(
             f"{folder}: holds a run (step {latest.step}). Choose another `output`, or leave out --resume never."
         )
-    return Start(latest.path, _harmless_changes(folder, recipe))
+    return Start(latest.path, _harmless_changes(folder, recipe, latest.path))
 
 
 def resumed_run(folder: Path, resume: str) -> Path | None:
@@ -88,7 +99,7 @@ def _given_point(path: Path, folder: Path, recipe: Recipe, latest: CheckpointInf
             f"{folder / CHECKPOINTS / step_folder_name(100)}."
         )
     run = path.parent.parent
-    start = Start(path, _harmless_changes(run, recipe))
+    start = Start(path, _harmless_changes(run, recipe, path))
     if run == folder.resolve():
         return start
     if latest is not None:
@@ -109,11 +120,46 @@ def check_output_folder(folder: Path) -> None:
         holds="the output folder holds other things",
         advice=advice,
     )
-    if results := [name for name in (MODEL, ADAPTER) if (folder / name).exists()]:
+    if results := _results(folder):
         raise ResourceError(
             f"{folder}: the output folder holds a trained {results[0]} but no checkpoint to go on from, and a new run "
             "would replace it. Choose another `output`, or move the folder away."
         )
+
+
+def move_aside(folder: Path, log: Callable[[str], None]) -> None:
+    """Renames a folder that holds a run or a chain to NAME.1, or the next number that is free, so that another begins.
+
+    A folder with neither a checkpoint nor a result stays: there is nothing in it to keep.
+    Raises ResourceError for a folder that is no run's, and for one that a process is using.
+    """
+    if not folder.is_dir():
+        return
+    stages = _stage_folders(folder)
+    if not any(list_checkpoints(run / CHECKPOINTS) or _results(run) for run in (folder, *stages)):
+        return
+    if not stages and not (folder / RECIPE).is_file():
+        raise ResourceError(f"{folder}: no run of danlu has written this folder, so --overwrite does not move it")
+    for run in (folder, *stages):
+        with RunLock(run):  # let go again at once: only a run that is going on should hinder this
+            pass
+    target = next(name for name in map(folder.with_name, (f"{folder.name}.{n}" for n in count(1))) if not name.exists())
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise ResourceError(f"{folder}: --overwrite cannot rename it to {target.name}: {error.strerror}") from error
+    log(f"--overwrite: the earlier run is in {target} now")
+
+
+def _stage_folders(folder: Path) -> list[Path]:
+    """The run folders of a chain's stages; none where the folder is no chain's."""
+    if not (folder / CHAIN).is_file():
+        return []
+    return sorted(path.parent for path in folder.glob(f"*/{RECIPE}"))
+
+
+def _results(run: Path) -> list[str]:
+    return [name for name in (MODEL, ADAPTER) if (run / name).exists()]
 
 
 def require_writable(folder: Path) -> None:
@@ -138,20 +184,34 @@ def run_recipe(run: Path) -> Recipe:
         raise CheckpointError(f"{run}: the recipe of the run there does not hold any more:\n  {lines}") from error
 
 
-def _harmless_changes(run: Path, recipe: Recipe) -> list[Change]:
-    """Returns the differences from the run's recipe that do not matter to its result.
+def _harmless_changes(run: Path, recipe: Recipe, checkpoint: Path) -> list[Change]:
+    """Returns the differences from the run's recipe that do not matter to the steps that its checkpoint has behind it.
 
     Raises CheckpointError if a difference matters, or the run's recipe cannot be read.
     """
     all_changes = changes(run_recipe(run), recipe)
-    different = [change for change in all_changes if change.matters]
+    different = [change for change in all_changes if change.matters and not _goes_further(change, checkpoint)]
     if not different:
         return [change for change in all_changes if change.key != "output"]
     lines = "\n  ".join(str(change) for change in different)
-    advice = "To start again, choose another `output`; to go on, undo the change."
-    if any(change.key in ("steps", "epochs") for change in different):
-        advice += f" To train a finished run further, start a new one from its result (model.path: {run / MODEL})."
+    advice = (
+        "To start again, add --overwrite, which keeps this run under another name, or choose another `output`; to go "
+        "on, undo the change."
+    )
+    if any(change.key in LENGTHS for change in different):
+        advice += (
+            " A finished run goes on when `steps` (or `epochs`, where it has those) is raised; to train its result "
+            f"further in a new one, use model.path: {run / MODEL}."
+        )
     raise CheckpointError(f"{run} holds a run of another recipe; what differs (there -> here):\n  {lines}\n{advice}")
+
+
+def _goes_further(change: Change, checkpoint: Path) -> bool:
+    """Whether a change asks for more of a run that has done all its steps at the checkpoint."""
+    if change.key not in LENGTHS or change.old is None or change.new is None or not change.new > change.old:
+        return False
+    state = read_state(checkpoint)
+    return bool(state["finished"]) and not state["run"].get("ended_early", False)
 
 
 def result_names(recipe: Recipe) -> tuple[str, str]:

@@ -6,12 +6,13 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from danlu.core.file_lock import holder_of
-from danlu.core.run_files import CHECKPOINTS, ENVIRONMENT, LOCK_FILE, METRICS, RECIPE, SUMMARY
+from danlu.core.run_files import CHAIN, CHECKPOINTS, ENVIRONMENT, LOCK_FILE, METRICS, RECIPE, SUMMARY
 from danlu.training.checkpoints.folders import best_checkpoint, list_checkpoints
 from danlu.training.checkpoints.manifest import STATE
 from danlu.training.criterion import LOSS
@@ -28,11 +29,14 @@ class RunInfo:
     """One run. Numbers that its files do not have are None."""
 
     folder: Path
+    stage: str | None  # of the recipe: sft, rl, ...
+    chain: Path | None  # the folder of the chain that it is a stage of
     state: State
     pid: int | None  # of the process that trains it
     step: int  # that is behind; of a stopped run, the one it would go on from
     steps: int | None  # in all
     loss: float | None  # of the last step that was logged
+    reward: float | None  # of the same step, in stage rl
     evaluation_loss: float | None  # the last one
     best_evaluation_loss: float | None
     metric: str  # what evaluations are judged by
@@ -43,9 +47,20 @@ class RunInfo:
 
 
 def find_runs(folder: Path) -> list[RunInfo]:
-    """The run in `folder`, or those below it, by the time of the last change; links to folders are not followed."""
+    """The run in `folder`, or those below it, by the time of the last change; links to folders are not followed.
+
+    One that ended before its first step, such as a start that failed, is no run: it has nothing to go on from.
+    """
     runs = [read_run(run) for run in _run_folders(folder)]
-    return sorted(runs, key=lambda info: (info.changed, str(info.folder)))
+    begun = [info for info in runs if info.state != "stopped" or info.step or info.loss is not None]
+    return sorted(begun, key=lambda info: (info.changed, str(info.folder)))
+
+
+def chain_stages(folder: Path) -> list[RunInfo]:
+    """The runs of a chain's stages that have begun, in the order of their beginning; none of other folders."""
+    if not (folder / CHAIN).is_file():
+        return []
+    return [read_run(folder / name) for name in _json(folder / CHAIN) if is_run(folder / name)]
 
 
 def is_run(folder: Path) -> bool:
@@ -69,11 +84,14 @@ def read_run(folder: Path) -> RunInfo:
     state: State = "running" if holder is not None else "finished" if summary else "stopped"
     return RunInfo(
         folder=folder,
+        stage=_stage(folder / RECIPE),
+        chain=folder.parent if (folder.parent / CHAIN).is_file() else None,
         state=state,
         pid=None if holder is None else holder.pid,
         step=int(_number(last.get("step")) or saved) if state == "running" else int(summary.get("steps", saved)),
         steps=_whole(state_json.get("total_steps")),
         loss=_number(summary.get("loss", last.get("loss"))),
+        reward=_number(last.get("reward")),
         evaluation_loss=_number(evaluations.get("last", evaluation.get("eval_loss"))),
         best_evaluation_loss=_number(evaluations.get("best", min(judged, default=None))),
         metric=metric,
@@ -82,6 +100,15 @@ def read_run(folder: Path) -> RunInfo:
         seconds=_number(summary.get("seconds", last.get("elapsed_s"))),
         changed=max(map(_changed, (folder / METRICS, folder / SUMMARY, folder / RECIPE))),
     )
+
+
+def _stage(recipe: Path) -> str | None:
+    """The stage in a resolved recipe, which has it on a line of its own."""
+    with suppress(OSError, UnicodeDecodeError), recipe.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("stage:"):
+                return line.partition(":")[2].partition("#")[0].strip() or None
+    return None
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

@@ -26,6 +26,7 @@ from typing import Any
 from danlu.core.atomic_write import write_atomically
 from danlu.core.errors import ResourceError
 from danlu.core.run_files import SUMMARY
+from danlu.optim.schedules import multiplier
 from danlu.training.criterion import LOSS
 from danlu.training.memory_parts import MemoryParts
 from danlu.training.metrics import json_value, peak_memory_bytes, read_metrics
@@ -102,6 +103,15 @@ def few_steps(steps: int, per_step: str) -> str | None:
         f"only {steps} optimizer {'step' if steps == 1 else 'steps'} of {per_step}: little is learnt in so few. Raise "
         "epochs (or steps), or lower batch"
     )
+
+
+def further_line(run: Run) -> str:
+    """A line about a finished run that goes on: the schedule is that of all its steps, so the rate may rise again."""
+    done, total = run.state.step, run.cadence.total
+    share = f"{multiplier(done + 1, total, run.schedule):.3g}"
+    ended = f"{multiplier(done, done, run.schedule):.3g}"
+    rate = "" if share == ended else f": the learning rate goes on at {share} of its peak, and had ended at {ended}"
+    return f"the run had ended after step {done:,} and goes on to step {total:,}, with the schedule of all these{rate}"
 
 
 def flat_loss(lines: Lines) -> str | None:
