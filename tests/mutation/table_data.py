@@ -86,7 +86,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation("data/sources.py", '.with_format("arrow")', "", "data/test_columnar_rows.py"),
     # -- calls of tools
-    Mutation("data/tool_calls.py", "            self._thought_end = _THOUGHTS[mark]", "            pass", CALLS),
+    Mutation("data/tool_calls.py", "            self._thought_end = THOUGHTS[mark]", "            pass", CALLS),
     Mutation("data/tool_calls.py", "        withheld = 0 if ended else", "        withheld = 0 if True else", CALLS),
     Mutation(
         "data/tool_calls.py", "            in_thought = bool(end) and", "            in_thought = False and", CALLS

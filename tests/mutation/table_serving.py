@@ -71,6 +71,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         only="request_fails_at",
     ),
     Mutation(
+        "inference/sampling.py",
+        '            altered.masked_fill_(outside, float("-inf"))',
+        "            pass",
+        "inference/test_grammar.py",
+        "follow",
+    ),
+    Mutation(
+        "inference/token_masks.py",
+        "& ~stops",
+        "",
+        "inference/test_grammar.py",
+        "fewest",
+    ),
+    Mutation(
+        "data/thoughts.py",
+        "            self._is_over, self._rest = True, behind",
+        "            self._rest = behind",
+        "data/test_thoughts.py",
+    ),
+    Mutation(
         "inference/answer.py",
         "        self.decode = self._stream = None",
         "        pass",

@@ -91,7 +91,17 @@ def test_prompts(given: Any, prompts: Any) -> None:
         ({"prompt": [True]}, "prompt", "prompt: expected a text"),
         ({"prompt": [-1]}, "prompt", "prompt: expected a text"),
         ({"prompt": None}, "prompt", "prompt: is required"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens: input should be greater than or equal to 1, found 0"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens: input should be greater than or equal to 0, found -1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens: 0 has a meaning with echo or prompt_logprobs only"),
+        ({"min_tokens": 17}, "min_tokens", "min_tokens: 17 are more than the 16 that may come"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a.[key]", "logit_bias.a.[key]: string should match pattern"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "logit_bias.1: input should be less than or equal to 100"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "prompt_logprobs: not in a stream"),
+        ({"structured_outputs": {}}, "structured_outputs", "structured_outputs: give one of json, json_object, regex"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "structured_outputs.jsn: no parameter of this"),
+        ({"guided_choice": []}, "guided_choice", "guided_choice: list should have at least 1 item"),
+        ({"guided_json": "{"}, "guided_json", "guided_json: the schema is no JSON"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_choice: an answer has one form, and"),
         ({"max_tokens": 2.5}, "max_tokens", "max_tokens: input should be a valid integer, found 2.5"),
         ({"n": True}, "n", "n: input should be a valid integer, found true"),
         ({"n": 129}, "n", "n: input should be less than or equal to 128, found 129"),
@@ -114,6 +124,8 @@ def test_completions_that_are_refused(values: dict[str, Any], param: str, messag
     assert (error["param"], error["type"], refused.value.status) == (param, "invalid_request_error", 400)
 
 
+TOOL = {"type": "function", "function": {"name": "listen"}}
+CALL_LOOK = {"type": "function", "function": {"name": "look"}}
 IMAGE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}
 
 
@@ -125,8 +137,28 @@ IMAGE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "im
         ({"messages": [USER, "a"]}, "messages[1]", "messages[1]: input should be"),
         ({"messages": [IMAGE]}, "messages[0].content", "messages[0].content: part 1 is 'image_url'; only parts of"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: has a meaning with logprobs: true only"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice: this server cannot make the model call a tool"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "response_format: a mapping (type) is not"),
+        (
+            {"tool_choice": "required"},
+            "tool_choice",
+            "tool_choice: 'required' needs a tool to call, and there are none",
+        ),
+        ({"tool_choice": "any"}, "tool_choice", "tool_choice: give auto, none, required or"),
+        (
+            {"tool_choice": CALL_LOOK, "tools": [TOOL]},
+            "tool_choice",
+            "tool_choice: 'look' needs a tool to call, and there",
+        ),
+        (
+            {"tool_choice": "required", "tools": [{"type": "function"}]},
+            "tools",
+            "tools: number 0 has no function with a",
+        ),
+        ({"response_format": {"type": "json"}}, "response_format.type", "response_format.type: input should be 'text'"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format: json_schema: belongs to type",
+        ),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: input should be greater"),
     ],
 )
@@ -198,7 +230,7 @@ def test_sampling_options_that_make_no_sense(values: dict[str, Any], param: str,
         (CompletionBody, {**TEXT, "best_of": 4}, "unsupported_parameter"),
         (CompletionBody, {}, "missing_required_parameter"),
         (CompletionBody, {**TEXT, "max_tokens": "a"}, "invalid_type"),
-        (CompletionBody, {**TEXT, "max_tokens": 0}, "integer_below_min_value"),
+        (CompletionBody, {**TEXT, "max_tokens": -1}, "integer_below_min_value"),
         (CompletionBody, {**TEXT, "n": 129}, "integer_above_max_value"),
         (CompletionBody, {**TEXT, "seed": 2**63}, "integer_above_max_value"),
         (CompletionBody, {**TEXT, "stop": ["a"] * 65}, "array_above_max_length"),

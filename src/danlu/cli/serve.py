@@ -55,6 +55,9 @@ def serve(
         Literal["fast", "exact"],
         typer.Option(help="exact: the log-probabilities of a trainer with numerics: exact, to the last bit."),
     ] = "fast",
+    reasoning_parser: Annotated[
+        Literal["auto", "none"], typer.Option(help="none: thoughts (<think>) stay in the text of chat answers.")
+    ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
     loading: ModelFlags,
 ) -> None:
@@ -88,7 +91,7 @@ def serve(
     from danlu.serving.served_weights import served_weights
 
     loaded = loading.load(resolved, loading.load_tokenizer(resolved))
-    models = served_models(resolved, loaded, name, loading.chat_template)
+    models = served_models(resolved, loaded, name, loading.chat_template, reasoning=reasoning_parser == "auto")
     for note in models.notes:
         print_status(note)
     draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None

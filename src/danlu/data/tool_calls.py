@@ -15,9 +15,9 @@ from danlu.core.errors import DataError
 from danlu.core.types import MalformedCall, ToolCall
 from danlu.data import tool_call_forms as forms
 from danlu.data.chat_template import ChatTemplate
+from danlu.data.thoughts import THOUGHTS, opened_thought
 from danlu.data.tool_call_forms import Call, Incomplete, Parts, Properties
 
-_THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _NAME, _ARGUMENTS = "Xtoolx", {"of": "Xa bx", "at": 1}
 _PROPERTIES = {"of": {"type": "string"}, "at": {"type": "integer"}}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "d", "parameters": {"type": "object"}}}
@@ -75,7 +75,7 @@ class AnswerReader:
         self._form = form
         self._properties = forms.properties_of(tools)
         self._rest = ""
-        self._thought_end: str | None = next(iter(_THOUGHTS.values())) if in_thought else None
+        self._thought_end: str | None = next(iter(THOUGHTS.values())) if in_thought else None
         self._may_be_bare = form.bare is not None
 
     @classmethod
@@ -131,11 +131,11 @@ class AnswerReader:
                 text, self._rest = self._rest, ""
                 parts += [replace(part, text=text) if isinstance(part, MalformedCall) else part for part in calls]
                 return False
-        mark = self._take_text(parts, (*self._form.marks, *_THOUGHTS), ended=ended)
+        mark = self._take_text(parts, (*self._form.marks, *THOUGHTS), ended=ended)
         if mark is None:
             return False
-        if mark in _THOUGHTS:
-            self._thought_end = _THOUGHTS[mark]
+        if mark in THOUGHTS:
+            self._thought_end = THOUGHTS[mark]
             self._emit(parts, len(mark))
             return True
         read, stop = self._form.marks[mark](self._rest, 0, ended, self._properties)
@@ -146,9 +146,9 @@ class AnswerReader:
     def _opens_thought(self, *, ended: bool) -> bool:
         """Whether the answer begins with a thought. Raises Incomplete where that is not known yet."""
         begun = self._rest.lstrip()
-        if not ended and any(mark.startswith(begun) for mark in _THOUGHTS):
+        if not ended and any(mark.startswith(begun) for mark in THOUGHTS):
             raise Incomplete
-        return begun.startswith(tuple(_THOUGHTS))
+        return begun.startswith(tuple(THOUGHTS))
 
     def _take_text(self, parts: Parts, marks: Sequence[str], *, ended: bool) -> str | None:
         """Takes the text before the first of some marks, or all that is certain to be before any; returns the mark."""
@@ -228,7 +228,7 @@ def opens_thought(template: ChatTemplate) -> bool:
         prompt = template.render([{"role": "user", "content": "Xquestionx"}], prompt=True)
     except DataError:
         return False
-    return any(prompt.rstrip().endswith(mark) for mark in _THOUGHTS)
+    return opened_thought(prompt) is not None
 
 
 def unknown_form_line(template: ChatTemplate) -> str | None:

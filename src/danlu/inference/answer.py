@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from danlu.inference.grammar import Grammars, TokenMatcher
 from danlu.inference.penalties import GeneratedTokens, SeenTokens, TokenCounts
 from danlu.inference.recorded_routes import routes_from_json, routes_to_json, with_length
 from danlu.inference.request import Completion, Finish, NewToken, OnToken, Request
@@ -33,7 +34,8 @@ class Answer:
     `drawn` is its whole state, and grows by the tokens that a pass draws: everything else here follows from it, so that
     an answer can be interrupted anywhere and continued (`rewind`).
 
-    virtual_token_ids: the sequence's first tokens, before the prompt.
+    virtual_token_ids: the sequence's first tokens, before the prompt. grammars: compile that of the request, where it
+    has one.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Answer:
         context: int,
         decode: Decode | None = None,
         on_token: OnToken | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.request, self.sample = request, sample
         self.decode, self.on_token = decode, on_token
@@ -70,6 +73,9 @@ class Answer:
         self.reported = 0  # tokens that are in the text, and that `on_token` was called with
         self._stream = self._new_stream()
         self._seen, self._generated = self._new_seen(), self._new_generated()
+        self._grammars = grammars
+        self.matcher = self._new_matcher()
+        """The state of the answer in its grammar; None where it has none."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -80,6 +86,16 @@ class Answer:
     def tokens(self) -> list[int]:
         """All known tokens of the sequence."""
         return self.prompt + [drawn.token for drawn in self.drawn]
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether the answer may not end before the next token, for it is too short."""
+        return len(self.drawn) < self.request.min_new_tokens
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether the next token has to be one of a mask: by a grammar, or because the answer may not end yet."""
+        return self.matcher is not None or self.needs_more
 
     @property
     def seen(self) -> np.ndarray | None:
@@ -123,6 +139,7 @@ class Answer:
         aborted = self.finish == "abort"
         self.finish, self._stream = None, self._new_stream()
         self._seen, self._generated = self._new_seen(), self._new_generated()
+        self.matcher = self._new_matcher()
         for drawn in self.drawn[:reported]:
             _, self.finish = self._take(drawn.token)
             self.reported += 1
@@ -208,10 +225,17 @@ class Answer:
     def _new_stream(self) -> TextStream | None:
         if self.decode is None:
             return None
-        return TextStream(self.decode, self.request.stop_strings, self.request.prompt)
+        request = self.request
+        return TextStream(self.decode, request.stop_strings, request.prompt, shows_stop=request.shows_stop)
 
     def _new_seen(self) -> SeenTokens | None:
         return None if self.request.sampling.repetition_penalty == 1.0 else SeenTokens(self.request.prompt)
+
+    def _new_matcher(self) -> TokenMatcher | None:
+        if self.request.grammar is None:
+            return None
+        assert self._grammars is not None, "the engine refuses a grammar that it cannot compile"
+        return self._grammars.matcher(self.request.grammar)
 
     def _new_generated(self) -> GeneratedTokens | None:
         return GeneratedTokens() if self.request.sampling.counts_tokens else None
@@ -225,8 +249,13 @@ class Answer:
             self._seen.add(token)
         if self._generated is not None:
             self._generated.add(token)
-        text = "" if stream is None or token in request.stop_ids else stream.push(token)
-        if token in request.stop_ids:
+        is_stop = token in request.stop_ids
+        if self.matcher is not None:
+            self.matcher.accept(token)
+            is_stop |= self.matcher.ended_by(token)
+        may_stop = self.reported + 1 > request.min_new_tokens
+        text = "" if stream is None or (is_stop and not request.shows_stop) else stream.push(token, may_stop=may_stop)
+        if is_stop or (self.matcher is not None and self.matcher.is_complete):
             finish = "stop"
         elif stream is not None and stream.stopped:
             finish = "stop_string"

@@ -19,6 +19,7 @@ from danlu.inference.blocks import BlockPool, long_root_digest, root_digest
 from danlu.inference.draft_model import speculation_of
 from danlu.inference.engine import EngineOptions, EngineStatistics, PauseMode
 from danlu.inference.engine_adapters import EngineAdapters
+from danlu.inference.grammar import Grammars
 from danlu.inference.model_runner import ModelRunner, gib
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.prompts import prompt_problem
@@ -45,6 +46,7 @@ class EmbeddedEngine(StepwiseEngine):
         virtual_token_ids: tokens that every prompt begins with, where there are no `adapters`.
         version: the version of the weights.
         draft_model: proposes tokens where options.draft asks for a model.
+        grammars: compile the grammars of requests; without them a request with one is refused.
         stages: the same model with the stages that have its other chunks, each with an engine that is asked the same.
 
     Raises ModelError for a draft model with another vocabulary, and ResourceError where not one block fits into the
@@ -63,8 +65,9 @@ class EmbeddedEngine(StepwiseEngine):
         version: int = 0,
         draft_model: Decoder | None = None,
         stages: PipelinedDecoder | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(model.config, model.config.context_length, decode)
+        super().__init__(model.config, model.config.context_length, decode, grammars)
         self.options, self.version = options or EngineOptions(), version
         self._speculation, own_options = speculation_of(model, self.options, dtype, draft_model)
         self._runner = ModelRunner(model, own_options, dtype, adapters, self._speculation, stages)
@@ -122,6 +125,7 @@ class EmbeddedEngine(StepwiseEngine):
         on_token: OnToken | None = None,
         *,
         decode: Decode | None = None,
+        grammars: Grammars | None = None,
         on_error: OnError | None = None,
     ) -> None:
         """Takes a request as `StepwiseEngine.submit` does.
@@ -132,7 +136,7 @@ class EmbeddedEngine(StepwiseEngine):
         Raises DataError for a prompt that the model cannot continue, an adapter that is not there and a number that is
         in use, and ResourceError for a request that the cache cannot hold.
         """
-        super().submit(request, on_token, decode=decode)
+        super().submit(request, on_token, decode=decode, grammars=grammars)
         if on_error is not None:
             self._on_error[request.number] = on_error
 

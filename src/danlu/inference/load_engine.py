@@ -9,6 +9,7 @@ from danlu.inference.cache_size import cache_gib
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
 from danlu.inference.engine_adapters import EngineAdapters
+from danlu.inference.grammar import Grammars
 from danlu.inference.load_model import LoadedModel, load_model
 from danlu.inference.request import Request
 from danlu.inference.resolve_model import resolve_model
@@ -36,6 +37,7 @@ def engine_of(
         decode=loaded.chat_tokenizer.decode,
         adapters=loaded.engine_adapters if adapters is None else adapters,
         draft_model=draft,
+        grammars=Grammars(loaded.chat_tokenizer.tokenizer, loaded.model.config.vocab_size, loaded.stop_ids),
     )
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from danlu.core.device_moves import copy_to
-from danlu.core.errors import ModelError, ResourceError
+from danlu.core.errors import DanluError, DataError, ModelError, ResourceError
 from danlu.core.spelling import did_you_mean
 from danlu.inference.answer import Answer, DrawnToken
 from danlu.inference.cache_size import GIB, CacheSizes, layer_caches
@@ -29,6 +30,7 @@ from danlu.inference.pool import CachePool
 from danlu.inference.sampling import Drawn, DrawRow, TokenScore, draw, score
 from danlu.inference.scheduler import Chunk, Plan
 from danlu.inference.speculative import DraftSequence, Speculation
+from danlu.inference.token_masks import MaskWriter
 from danlu.models.attend import NOT_EXACT
 from danlu.models.decoder import Decoder
 from danlu.models.packed_weights import PackedWeights
@@ -46,8 +48,8 @@ class PassOutcome:
 
     drawn: list[tuple[Answer, list[DrawnToken]]] = field(default_factory=list)
     """Answers with their new tokens, those that failed among them."""
-    failed: list[tuple[Answer, ModelError]] = field(default_factory=list)
-    """Answers with log-probabilities that are not finite."""
+    failed: list[tuple[Answer, DanluError]] = field(default_factory=list)
+    """Answers with log-probabilities that are not finite, and those that cannot go on by their grammar."""
 
 
 class ModelRunner:
@@ -84,6 +86,7 @@ class ModelRunner:
             if model.config.has_states:
                 raise ModelError(NOT_EXACT)
             batch_invariant.enable()
+        self._mask_writer = MaskWriter()
         self._lengths_matter = model.config.rotates_by_length
         self._lengths_grow = model.config.rotates_by_growth
         sizes = CacheSizes.of(model, options, self.dtype, None if stages is None else stages.pipeline)
@@ -262,7 +265,7 @@ class ModelRunner:
             return scores, self._draw(self.logits(rows), answers, version)
 
         scores, drawn = outcome() if self._stages is None else self._stages.on_last(outcome)
-        failed: dict[int, tuple[Answer, ModelError]] = {}
+        failed: dict[int, tuple[Answer, DanluError]] = {}
         for chunk, of_chunk in zip(plan.chunks, scores, strict=True):
             if not of_chunk:  # the usual case: a pass that only draws
                 continue
@@ -298,8 +301,11 @@ class ModelRunner:
             row += stop - start
         return of_chunks
 
-    def _problem(self, answer: Answer, logprobs: Sequence[Sequence[float]], first: int) -> ModelError | None:
-        """The error where log-probabilities of an answer's tokens, from position `first` on, are not finite."""
+    def _problem(self, answer: Answer, logprobs: Sequence[Sequence[float]], first: int) -> DanluError | None:
+        """The error where log-probabilities of an answer's tokens, from position `first` on, are not finite, and where
+        its grammar allows no token."""
+        if answer.matcher is not None and (problem := answer.matcher.problem):
+            return DataError(f"the grammar allows no token at position {first}: {problem}")
         for position, of_token in enumerate(logprobs, first):
             if not all(map(math.isfinite, of_token)):
                 sampling = answer.request.sampling
@@ -313,31 +319,33 @@ class ModelRunner:
     def _draw(self, logits: Tensor, answers: Sequence[Answer], version: int) -> list[list[DrawnToken]]:
         """The next tokens of each answer, from logits [R, V]."""
         slice_rows = EXACT_SLICE_ROWS if self.exact else None
+        masks = self._mask_writer.next_masks(answers, logits.shape[1])
         if self.speculation is None:
-            rows = [_next_row(answer) for answer in answers]
+            rows = [_next_row(answer, mask) for answer, mask in zip(answers, masks, strict=True)]
             tokens = _drawn_tokens(draw(logits, rows, slice_rows=slice_rows), version)
             return [[token] for token in tokens]
         checks = [
-            (self._draft_sequence(answer), [] if answer.sequence is None else answer.sequence.drafts)
-            for answer in answers
+            (self._draft_sequence(answer, mask), [] if answer.sequence is None else answer.sequence.drafts)
+            for answer, mask in zip(answers, masks, strict=True)
         ]
         parts = self.speculation.draw(logits, checks, slice_rows=slice_rows)
         return [_drawn_tokens(part, version) for part in parts]
 
-    def _draft_sequence(self, answer: Answer) -> DraftSequence:
+    def _draft_sequence(self, answer: Answer, mask: np.ndarray | None = None) -> DraftSequence:
+        drafts = 0 if answer.is_confined else self._draft_tokens  # masks are known of the next token alone
         return DraftSequence(
             answer.number,
             answer.prompt if answer.sequence is None else answer.sequence.tokens,
             len(answer.prompt),
-            max(0, min(self._draft_tokens, answer.longest - len(answer.drawn) - 1)),
-            _next_row(answer),
+            max(0, min(drafts, answer.longest - len(answer.drawn) - 1)),
+            _next_row(answer, mask),
             answer.virtual_tokens,
             answer.rotary_length,
         )
 
 
-def _next_row(answer: Answer) -> DrawRow:
-    """The inputs of the draw of an answer's next token, apart from logits."""
+def _next_row(answer: Answer, mask: np.ndarray | None) -> DrawRow:
+    """The inputs of the draw of an answer's next token, apart from logits. mask: see `DrawRow`."""
     request = answer.request
     position = len(answer.prompt) + len(answer.drawn)
     return DrawRow(
@@ -348,6 +356,7 @@ def _next_row(answer: Answer) -> DrawRow:
         seen=answer.seen,
         generated=answer.generated,
         top_logprobs=request.top_logprobs,
+        mask=mask,
     )
 
 

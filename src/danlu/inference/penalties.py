@@ -75,11 +75,16 @@ class GeneratedTokens:
 
 
 def penalise(logits: Tensor, rows: Sequence[DrawRow]) -> None:
-    """Applies the penalties of each row to logits [B, V], in place: first that for repetition, as vLLM does.
+    """Applies biases and penalties of each row to logits [B, V], in place: after biases that for repetition, as vLLM
+    does.
 
     Touches the tokens that came before alone: a sequence has a few hundred distinct ones, a vocabulary a hundred
     thousand.
     """
+    for i, row in enumerate(rows):
+        if row.options.biased_ids:
+            biases = torch.tensor(row.options.biases, dtype=logits.dtype, device=logits.device)
+            logits[i, torch.tensor(row.options.biased_ids, device=logits.device)] += biases
     if repeated := [i for i, row in enumerate(rows) if row.options.repetition_penalty != 1.0]:
         seen, lengths = [], []
         for i in repeated:

@@ -53,6 +53,10 @@ class SamplingOptions:
     """Fixes every draw, together with the request's number, the sample's index and the token's position."""
     allowed_ids: tuple[int, ...] | None = None
     """The only tokens that may be drawn, before any other filter; None allows the whole vocabulary."""
+    biased_ids: tuple[int, ...] = ()
+    """Tokens with a bias: OpenAI's logit_bias."""
+    biases: tuple[float, ...] = ()
+    """The number that is added to the logit of each of these tokens, before any other penalty."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -73,6 +77,8 @@ class SamplingOptions:
             (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2 (0 changes nothing)"),
             (0 <= self.seed < 2**63, "seed", "at least 0 and below 2^63"),
             (self.allowed_ids is None or len(self.allowed_ids) > 0, "allowed_ids", "one token or more, or left out"),
+            (len(self.biases) == len(self.biased_ids), "biases", "one number for each of biased_ids"),
+            (all(map(math.isfinite, self.biases)), "biases", "finite numbers"),
         )
         wrong = [(name, rule) for in_range, name, rule in checks if not in_range]
         if wrong:
@@ -87,8 +93,8 @@ class SamplingOptions:
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that came before are made more or less likely than the model has them."""
-        return self.repetition_penalty != 1 or self.counts_tokens
+        """Whether tokens are made more or less likely than the model has them: those that came before, or by a bias."""
+        return self.repetition_penalty != 1 or self.counts_tokens or bool(self.biased_ids)
 
     @property
     def truncates(self) -> bool:
@@ -113,6 +119,12 @@ class Request:
     """Tokens that end an answer, usually the model's end-of-text and end-of-turn tokens."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end an answer, wherever they fall between tokens."""
+    shows_stop: bool = False
+    """Whether what ended an answer is in its text, where it has a text."""
+    min_new_tokens: int = 0
+    """The fewest tokens of an answer: before that no stop token is drawn, and no stop string ends it."""
+    grammar: str | None = None
+    """The grammar that answers have to follow, as `inference.grammar` writes it; None: any text."""
     adapter: str | None = None
     """The name of an adapter of the engine, or "none" for the base alone; None: the adapter that is active in the
     model."""

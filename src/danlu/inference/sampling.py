@@ -50,6 +50,9 @@ class DrawRow:
     """The draft model's token for this place: it is kept where that leaves each token as likely as without it."""
     generated: TokenCounts | None = None
     """The tokens of the answer so far, counted; only presence and frequency penalties ask for them."""
+    mask: np.ndarray | None = None
+    """[ceil(V / 8)] uint8, the lowest bit first: the tokens that may be drawn here, of a grammar for example; those
+    that `options.allowed_ids` leave out have no bit. None: all that the options allow."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +185,13 @@ def propose(logits: Tensor, rows: Sequence[DrawRow]) -> list[ProposedToken]:
 
 
 def check_allowed_ids(options: SamplingOptions, vocab_size: int) -> None:
-    """Raises DataError for allowed tokens that are not in the vocabulary."""
-    outside = [token for token in options.allowed_ids or () if not 0 <= token < vocab_size]
+    """Raises DataError for allowed tokens, and tokens with a bias, that are not in the vocabulary."""
+    named = [("allowed_ids", token) for token in options.allowed_ids or ()]
+    named += [("biased_ids", token) for token in options.biased_ids]
+    outside = [(name, token) for name, token in named if not 0 <= token < vocab_size]
     if outside:
-        raise DataError(
-            f"allowed_ids: token {outside[0]} is not in the model's vocabulary, which has {vocab_size} tokens"
-        )
+        name, token = outside[0]
+        raise DataError(f"{name}: token {token} is not in the model's vocabulary, which has {vocab_size} tokens")
 
 
 def _divide(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -204,11 +208,12 @@ def _alter(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
     """Logits [B, V] with the penalties of each row, and -inf where a token is not allowed; the logits themselves where
     no row has either."""
     penalised = any(row.options.penalises for row in rows)
+    masked = [i for i, row in enumerate(rows) if row.mask is not None]
     confined: dict[tuple[int, ...], list[int]] = {}
     for i, row in enumerate(rows):
-        if row.options.allowed_ids is not None:
+        if row.options.allowed_ids is not None and row.mask is None:
             confined.setdefault(row.options.allowed_ids, []).append(i)
-    if not penalised and not confined:
+    if not penalised and not confined and not masked:
         return logits
     altered = logits.clone(memory_format=torch.contiguous_format)
     if penalised:
@@ -217,7 +222,20 @@ def _alter(logits: Tensor, rows: Sequence[DrawRow]) -> Tensor:
         ids = torch.from_numpy(_allowed(allowed_ids)).to(logits.device)
         left = altered[members][:, ids]
         altered[members] = torch.full_like(altered[members], float("-inf")).index_copy_(1, ids, left)
+    if masked:
+        outside = _outside([mask for row in rows if (mask := row.mask) is not None], logits)
+        if len(masked) == len(rows):
+            altered.masked_fill_(outside, float("-inf"))
+        else:
+            altered[masked] = altered[masked].masked_fill_(outside, float("-inf"))
     return altered
+
+
+def _outside(masks: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    """[n, V] bool, of tokens that masks leave out."""
+    bits = np.bitwise_not(np.stack(masks))
+    outside = np.unpackbits(bits, axis=1, count=like.shape[1], bitorder="little").view(bool)
+    return torch.from_numpy(outside).to(like.device)
 
 
 @functools.lru_cache(maxsize=8)
@@ -274,8 +292,13 @@ def _truncates(options: SamplingOptions, vocab_size: int) -> bool:
 
 
 def _allowed_supports(rows: Sequence[DrawRow], vocab_size: int) -> list[Support | None]:
-    allowed = (row.options.allowed_ids for row in rows)
-    return [None if ids is None else _allowed_support(ids, vocab_size) for ids in allowed]
+    return [_allowed_support_of(row, vocab_size) for row in rows]
+
+
+def _allowed_support_of(row: DrawRow, vocab_size: int) -> Support | None:
+    if row.mask is not None:
+        return Support.of_bits(row.mask, vocab_size)
+    return None if row.options.allowed_ids is None else _allowed_support(row.options.allowed_ids, vocab_size)
 
 
 def _greedy(scaled: Tensor, softmax: BlockedSoftmax, rows: Sequence[DrawRow]) -> _Choice:

@@ -10,6 +10,7 @@ from typing import Any
 from danlu.core.errors import DataError
 from danlu.inference.answer import Answer
 from danlu.inference.engine_state import request_from_json, request_to_json
+from danlu.inference.grammar import Grammars
 from danlu.inference.request import Completion, OnToken, Request
 from danlu.inference.stopping import Decode
 from danlu.models.config import ModelConfig
@@ -18,11 +19,14 @@ from danlu.models.config import ModelConfig
 class StepwiseEngine(ABC):
     """The common part of engines of one process, which draw tokens by means of their own.
 
-    context: the most tokens of a prompt and its answer. decode: token ids to text without special tokens.
+    context: the most tokens of a prompt and its answer. decode: token ids to text without special tokens. grammars:
+    compile those of requests.
     """
 
-    def __init__(self, config: ModelConfig, context: int, decode: Decode | None) -> None:
-        self.decode = decode
+    def __init__(
+        self, config: ModelConfig, context: int, decode: Decode | None, grammars: Grammars | None = None
+    ) -> None:
+        self.decode, self.grammars = decode, grammars
         self._config, self._context = config, context
         self._live: dict[int, list[Answer]] = {}  # unfinished, by the request's number, in the order of arrival
         self._done: dict[tuple[int, int], Answer] = {}  # finished, and not yet returned
@@ -33,19 +37,31 @@ class StepwiseEngine(ABC):
         """Answers that were asked for and that `step` has not returned."""
         return sum(map(len, self._live.values())) + len(self._done)
 
-    def submit(self, request: Request, on_token: OnToken | None = None, *, decode: Decode | None = None) -> None:
+    def submit(
+        self,
+        request: Request,
+        on_token: OnToken | None = None,
+        *,
+        decode: Decode | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
         """Takes a request; its answers come with later steps.
 
-        on_token: called with each token as soon as it is known. decode: in place of the engine's, for an adapter with a
-        tokenizer of its own.
+        on_token: called with each token as soon as it is known. decode, grammars: in place of the engine's, for an
+        adapter with a tokenizer of its own.
 
         Raises DataError and ResourceError for a request that the engine cannot answer.
         """
         decode = decode or self.decode
+        grammars = grammars or self.grammars
         self._check(request, decode)
+        _check_grammar(request, grammars)
         virtual = self._virtual_tokens(request.adapter)
         self._begin(
-            [Answer(request, sample, virtual, self._context, decode, on_token) for sample in request.sample_numbers]
+            [
+                Answer(request, sample, virtual, self._context, decode, on_token, grammars)
+                for sample in request.sample_numbers
+            ]
         )
 
     def step(self) -> list[Completion]:
@@ -62,6 +78,7 @@ class StepwiseEngine(ABC):
         assert not self.is_paused, "the engine is paused: resume it before it answers"
         for request in requests:
             self._check(request, self.decode)
+            _check_grammar(request, self.grammars)
         numbers = [request.number for request in requests]
         if len(set(numbers)) < len(numbers):
             repeated = next(number for number in numbers if numbers.count(number) > 1)
@@ -92,10 +109,13 @@ class StepwiseEngine(ABC):
         for entry in state["requests"]:
             request = request_from_json(entry["request"])
             self._check(request, self.decode)
+            _check_grammar(request, self.grammars)
             answers = []
             for answer_state in entry["answers"]:
                 virtual = self._virtual_tokens(request.adapter)
-                answer = Answer(request, answer_state["sample"], virtual, self._context, self.decode)
+                answer = Answer(
+                    request, answer_state["sample"], virtual, self._context, self.decode, grammars=self.grammars
+                )
                 answer.restore(answer_state, self._config.vocab_size)
                 answers.append(answer)
             self._begin(answers)
@@ -138,3 +158,12 @@ class StepwiseEngine(ABC):
         completions = [answer.completion() for answer in self._done.values()]
         self._done = {}  # Python runs no signal handler between here and the caller: what is taken is returned
         return completions
+
+
+def _check_grammar(request: Request, grammars: Grammars | None) -> None:
+    """Raises DataError for a grammar that no answer of this engine can follow."""
+    if request.grammar is None:
+        return
+    if grammars is None:
+        raise DataError(f"prompt {request.number}: this engine has no tokenizer, so answers can follow no grammar")
+    grammars.compile(request.grammar)

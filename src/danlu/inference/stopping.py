@@ -53,21 +53,26 @@ class Detokenizer:
 class StopStrings:
     """Withholds text that may be the beginning of a stop string, and ends before the first that is complete."""
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], *, shows_stop: bool = False) -> None:
+        """shows_stop: whether the stop string itself is shown."""
         assert all(strings), "an empty stop string would stop before the first character"
-        self._strings = tuple(strings)
+        self._strings, self._shows_stop = tuple(strings), shows_stop
         self._withheld = ""
         self.matched = False
 
-    def push(self, text: str) -> str:
-        """Returns the text that can be shown: up to a complete stop string, or up to a possible beginning of one."""
-        if not self._strings:
-            return text
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Returns the text that can be shown: up to a complete stop string, or up to a possible beginning of one.
+
+        may_stop: whether the answer may end here; else all of the text is shown.
+        """
+        if not self._strings or not may_stop:
+            return self.flush() + text
         text = self._withheld + text
-        starts = [start for start in (text.find(string) for string in self._strings) if start >= 0]
-        if starts:
+        places = [(start, string) for string in self._strings if (start := text.find(string)) >= 0]
+        if places:
             self.matched, self._withheld = True, ""
-            return text[: min(starts)]
+            start, string = min(places)
+            return text[: start + len(string) if self._shows_stop else start]
         shown = len(text) - max(_overlap(text, string) for string in self._strings)
         self._withheld = text[shown:]
         return text[:shown]
@@ -87,14 +92,21 @@ def _overlap(text: str, string: str) -> int:
 class TextStream:
     """The text of one answer as it grows: in whole characters, and up to the first stop string."""
 
-    def __init__(self, decode: Decode, stop_strings: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        stop_strings: Sequence[str] = (),
+        context: Sequence[int] = (),
+        *,
+        shows_stop: bool = False,
+    ) -> None:
         self._detokenizer = Detokenizer(decode, context)
-        self._stop = StopStrings(stop_strings)
+        self._stop = StopStrings(stop_strings, shows_stop=shows_stop)
         self.text = ""  # all that was returned so far
 
-    def push(self, token: int) -> str:
-        """Takes the next token; returns the new text that can be shown."""
-        return self._show(self._stop.push(self._detokenizer.push(token)))
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """Takes the next token; returns the new text that can be shown. may_stop: see `StopStrings.push`."""
+        return self._show(self._stop.push(self._detokenizer.push(token), may_stop=may_stop))
 
     def close(self) -> str:
         """The rest, when the answer is over."""

@@ -29,6 +29,17 @@ class Support:
         inside[ids] = True
         return cls(vocab_size, bitmask=np.packbits(inside, bitorder="little"))
 
+    @classmethod
+    def of_bits(cls, bits: np.ndarray, vocab_size: int) -> Support | None:
+        """Makes a support from bits [ceil(V / 8)] uint8, the lowest first; None where they are all set."""
+        count = int(np.bitwise_count(bits).sum())
+        if count == vocab_size:
+            return None
+        if ID_BYTES * count <= len(bits):
+            ids = np.flatnonzero(np.unpackbits(bits, count=vocab_size, bitorder="little"))
+            return cls(vocab_size, sorted_ids=ids.astype(np.int32))
+        return cls(vocab_size, bitmask=bits)
+
     @property
     def ids(self) -> np.ndarray:
         """The ids, [K] int64, rising."""
@@ -68,6 +79,8 @@ def check_trainable(completion: Completion, sampling: SamplingOptions, vocab_siz
     each token, which. vocab_size: the trained model's.
     """
     where = f"prompt {completion.number}, sample {completion.sample}"
+    if sampling.biased_ids:
+        raise DataError(f"{where}: drawn with a logit bias, which a trainer's log-probabilities do not have")
     for name, off in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
         if (value := getattr(sampling, name)) != off:
             raise DataError(

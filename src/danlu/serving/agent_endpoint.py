@@ -33,7 +33,8 @@ from danlu.inference import request as engine_request
 from danlu.inference.request import Completion, SamplingOptions
 from danlu.rewards.environments.agents import POLICY
 from danlu.rewards.environments.protocol import EpisodeKey
-from danlu.serving.api_endpoints import CLIENT_GONE, EventStream, build_app, event_text, read_request, unless_gone
+from danlu.serving.api_endpoints import CLIENT_GONE, build_app, read_request, unless_gone
+from danlu.serving.event_stream import EventStream, event_text
 from danlu.serving.openai_answers import ChatWriter, chat_message
 from danlu.serving.openai_api import ApiError, ChatBody, given_key
 from danlu.serving.openai_api import Message as BodyMessage
@@ -277,6 +278,11 @@ def check_trained_as_drawn(body: ChatBody, sampling: SamplingOptions) -> None:
                 "seed. Leave it out",
                 param=name,
             )
+    if body.forced_tools or body.form_names:
+        name = "tool_choice" if body.forced_tools else body.form_names[0]
+        raise ApiError(
+            f"{name}: the form of answers that are trained on is rollout.format of the recipe. Leave it out", param=name
+        )
     if body.stream and body.logprobs:
         raise ApiError("logprobs: not in a stream; leave out one of both", param="logprobs")
     if body.messages[-1].role == "assistant":
@@ -290,6 +296,11 @@ _NOT_TRAINED: dict[str, Any] = {
     "stop_token_ids": [],
     "ignore_eos": False,
     "allowed_token_ids": None,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "include_stop_str_in_output": False,
+    "prompt_logprobs": None,
+    "parallel_tool_calls": True,
     "top_logprobs": 0,
     "skip_special_tokens": True,
 }

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from danlu.core.errors import DanluError
 from danlu.data.prompt_encoding import encode_utf8
 from danlu.data.resource_limits import characters
 from danlu.data.template_process import template_process
+from danlu.data.thoughts import THOUGHTS, ThoughtReader, opened_thought
 from danlu.inference import request as engine_request
-from danlu.inference.engine import EngineStatistics
+from danlu.inference.grammar import after_thought
 from danlu.inference.prompts import prompt_problem
-from danlu.inference.request import Completion
 from danlu.inference.stopping import Decode
 from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
+from danlu.serving.event_stream import EventStream, collect, stream_events
+from danlu.serving.forced_calls import forced_calls_grammar, forced_form
+from danlu.serving.metrics import metrics_text
 from danlu.serving.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
 from danlu.serving.openai_api import (
     MAX_DETOKENIZED,
@@ -58,6 +59,15 @@ CLIENT_GONE = 499
 """The status of a request by a client that left before the answer, as nginx logs it; nobody receives it."""
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model reads it. opened: the mark of a thought that it ends in; None where it ends in
+    none."""
+
+    tokens: list[int]
+    opened: str | None
 
 
 class Api:
@@ -105,22 +115,30 @@ class Api:
             else prompt
             for prompt in body.prompt
         ]
-        requests = await self._requests(body, model, prompts)
+        grammar = await self._tokenize(partial(grammar_of, body, model), "structured_outputs")
+        requests = await self._requests(body, model, prompts, grammar)
         writer = CompletionWriter(body, model.name, requests, model.chat_tokenizer.tokenizer)
-        return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
+        return await self._answer(request, call_of(requests, body, model), body, writer)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await read_request(ChatBody, request)
         model = self._models.find(body.model)
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = await self._tokenize(partial(self._encode_messages, model, body.messages, tools), "messages")
-        requests = await self._requests(body, model, [prompt])
+        grammar = await self._tokenize(partial(chat_grammar_of, body, model, prompt.opened), "structured_outputs")
+        requests = await self._requests(body, model, [prompt.tokens], grammar)
         read_calls = replace(model.read_calls, tools=tuple(tools)) if tools else None
-        writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls)
-        return await self._answer(request, Call(requests, decode_of(body, model), stream=body.stream), body, writer)
+        if read_calls is not None and body.forced_tools:
+            read_calls = replace(read_calls, form=forced_form(read_calls.form))
+        thoughts = None
+        if model.reads_thoughts:
+            thoughts = partial(ThoughtReader, prompt.opened)
+            read_calls = read_calls and replace(read_calls, in_thought=False)
+        writer = ChatWriter(body, model.name, requests, model.chat_tokenizer.tokenizer, read_calls, thoughts)
+        return await self._answer(request, call_of(requests, body, model), body, writer)
 
     async def _requests(
-        self, body: SamplingBody, model: ServedModel, prompts: Sequence[Sequence[int]]
+        self, body: SamplingBody, model: ServedModel, prompts: Sequence[Sequence[int]], grammar: str | None
     ) -> list[engine_request.Request]:
         """Makes the engine's requests: one for each prompt. Raises ApiError."""
         check_stops_length(body.stop, model)
@@ -138,8 +156,11 @@ class Api:
                 samples=body.n,
                 stop_ids=model_stops | silent_stops | frozenset(body.stop_token_ids),
                 stop_strings=tuple(stop_strings),
+                shows_stop=body.include_stop_str_in_output,
+                min_new_tokens=body.min_tokens,
+                grammar=grammar,
                 adapter=model.adapter,
-                top_logprobs=body.top_logprobs_count or 0,
+                top_logprobs=body.most_top_logprobs,
                 prompt_logprobs=body.wants_prompt_logprobs,
                 # With a seed of its own, a request has the same answer whatever else the server is asked.
                 draw_number=None if body.seed is None else index,
@@ -164,8 +185,8 @@ class Api:
 
     def _encode_messages(
         self, model: ServedModel, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> list[int]:
-        """The tokens of a conversation by the model's chat template. Raises ApiError, or DataError of the template.
+    ) -> ChatPrompt:
+        """The prompt of a conversation by the model's chat template. Raises ApiError, or DataError of the template.
 
         For the thread that tokenizes. Conversations that cannot fit are refused before the template sees them.
         """
@@ -186,7 +207,10 @@ class Api:
             )
         text = chat_tokenizer.render_chat(turns, tools)
         self._check_size(model, len(text), "messages")
-        return encode_utf8(chat_tokenizer.tokenizer, text)
+        return ChatPrompt(encode_utf8(chat_tokenizer.tokenizer, text), opened_thought(text))
+
+    def _encode_chat(self, model: ServedModel, body: TokenizeBody) -> list[int]:
+        return self._encode_messages(model, body.messages, body.tools).tokens
 
     def _check_length(self, body: SamplingBody, model: ServedModel, prompt: Sequence[int]) -> None:
         """Raises ApiError for a prompt that the model cannot continue, or not so far."""
@@ -244,7 +268,7 @@ class Api:
         model = self._models.find(body.model)
         tokenizer = model.chat_tokenizer.tokenizer
         if body.prompt is None:
-            encode = partial(self._encode_messages, model, body.messages, body.tools)
+            encode = partial(self._encode_chat, model, body)
         else:
             self._check_size(model, len(body.prompt), "prompt")
             encode = partial(
@@ -362,6 +386,50 @@ async def read_body(request: Request, most_bytes: int | None = None) -> bytes:
     return b"".join(chunks)
 
 
+def call_of(requests: Sequence[engine_request.Request], body: SamplingBody, model: ServedModel) -> Call:
+    """The engine's part of an HTTP request."""
+    return Call(requests, decode_of(body, model), stream=body.stream, grammars=model.grammars)
+
+
+def grammar_of(body: SamplingBody, model: ServedModel, opened: str | None = None) -> str | None:
+    """Returns the grammar of the form that a request asks for, compiled; None for any text.
+
+    opened: the mark of a thought that the answer goes on with; the form is that of the text behind it.
+
+    Raises ApiError for a form that no answer can have.
+    """
+    form = body.form()
+    if form is None:
+        return None
+    return compiled(form[1], model, opened, form[0])
+
+
+def chat_grammar_of(body: ChatBody, model: ServedModel, opened: str | None) -> str | None:
+    """Likewise of a chat, where the form may be that of calls of tools."""
+    if not body.forced_tools:
+        return grammar_of(body, model, opened)
+    form, tokenizer = forced_form(model.read_calls.form), model.chat_tokenizer.tokenizer
+    grammar = forced_calls_grammar(form, body.forced_tools, tokenizer, several=body.may_call_several)
+    return compiled(grammar, model, opened, "tools")
+
+
+def compiled(grammar: str, model: ServedModel, opened: str | None, param: str) -> str:
+    """Returns a grammar for answers that go on with a thought, where one is opened, after compiling it.
+
+    Raises ApiError for one that no answer can follow. param: the parameter that it comes from.
+    """
+    assert model.grammars is not None, "a model that answers has a tokenizer"
+    if opened is not None:
+        end, tokenizer = THOUGHTS[opened], model.chat_tokenizer.tokenizer
+        end_id = tokenizer.vocabulary.get(end)
+        grammar = after_thought(grammar, end, end_id if end_id in tokenizer.special_ids else None)
+    try:
+        model.grammars.compile(grammar)
+    except DanluError as error:
+        raise ApiError(f"{param}: {error}", param=param) from None
+    return grammar
+
+
 def decode_of(body: SamplingBody, model: ServedModel) -> Decode:
     """Returns the function that makes text of an answer's tokens: with or without special ones, as the request says."""
     chat_tokenizer = model.chat_tokenizer
@@ -408,69 +476,3 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     finally:
         working.cancel()
         leaving.cancel()
-
-
-# -- responses ---------------------------------------------------------------------------------------------------------
-
-
-async def collect(call: Call) -> list[Completion]:
-    """All answers of a call, as they end."""
-    return [event async for event in call.events() if isinstance(event, Completion)]
-
-
-async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) -> AsyncGenerator[str]:
-    """Yields the answers as server-sent events. An error of the engine is one of them, since the status is sent."""
-    for opening in writer.opening():
-        yield event_text(opening)
-    try:
-        async for event in call.events():
-            chunk = writer.closing(event) if isinstance(event, Completion) else writer.chunk(event)
-            if chunk is not None:
-                yield event_text(chunk)
-    except (AnswerFailed, EngineFailed, EngineStopped) as error:
-        yield event_text(ApiError(str(error), status=500).body)
-    else:
-        if body.include_usage:
-            yield event_text(writer.usage_chunk())
-    yield "data: [DONE]\n\n"
-    writer.is_complete = True
-
-
-def event_text(value: dict[str, Any]) -> str:
-    """A server-sent event with a JSON object."""
-    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. on_end: called when all are sent, and when the client has left before."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str], on_end: Callable[[], None]) -> None:
-        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-def metrics_text(statistics: EngineStatistics) -> str:
-    """The engine's statistics in Prometheus's text format."""
-    metrics = (
-        ("requests_running", "gauge", "Answers that grow.", statistics.running),
-        ("requests_waiting", "gauge", "Answers that wait for room.", statistics.waiting),
-        ("cache_blocks", "gauge", "Blocks of the cache of keys and values.", statistics.blocks),
-        ("cache_blocks_used", "gauge", "Blocks that unfinished answers need.", statistics.blocks_used),
-        ("tokens_generated_total", "counter", "Tokens drawn.", statistics.generated_tokens),
-        ("prompt_tokens_computed_total", "counter", "Tokens of prompts read.", statistics.prompt_tokens_computed),
-        ("prompt_tokens_reused_total", "counter", "Tokens of prompts found cached.", statistics.prompt_tokens_reused),
-        ("preemptions_total", "counter", "Answers that had to make room.", statistics.preemptions),
-    )
-    lines = [
-        f"# HELP danlu_{name} {about}\n# TYPE danlu_{name} {kind}\ndanlu_{name} {value}"
-        for name, kind, about, value in metrics
-    ]
-    return "\n".join(lines) + "\n"

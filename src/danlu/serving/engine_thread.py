@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from danlu.core.errors import DanluError
 from danlu.core.terminal import print_status
+from danlu.inference.grammar import Grammars
 from danlu.inference.request import Completion, NewToken, Request
 from danlu.inference.stopping import Decode
 
@@ -47,9 +48,13 @@ class Call:
     Its methods are for the thread of the event loop that it was made in.
     """
 
-    def __init__(self, requests: Sequence[Request], decode: Decode, *, stream: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Request], decode: Decode, *, stream: bool, grammars: Grammars | None = None
+    ) -> None:
         self.requests = requests
         self.decode = decode
+        self.grammars = grammars
+        """Compile the grammars of the requests; None: the engine's do."""
         self.stream = stream
         """Whether single tokens are wanted in addition to whole answers."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -225,7 +230,13 @@ class EngineThread:
         on_token = (lambda token: self._outbox.append((call, token))) if call.stream else None
         for index, request in enumerate(call.requests):
             try:
-                self._engine.submit(request, on_token, decode=call.decode, on_error=partial(self._note, call))
+                self._engine.submit(
+                    request,
+                    on_token,
+                    decode=call.decode,
+                    grammars=call.grammars,
+                    on_error=partial(self._note, call),
+                )
             except Exception as error:
                 self._abort(call.requests[:index])
                 self._outbox.append((call, error))

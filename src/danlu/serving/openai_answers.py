@@ -9,10 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 from danlu.core.types import ToolCall
+from danlu.data.thoughts import Said, ThoughtReader
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_call_forms import Call
 from danlu.data.tool_calls import AnswerReader, ReadCalls
@@ -59,6 +61,8 @@ class AnswerWriter(ABC):
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """All answers in one object."""
+        if not self._body.returns_answer:
+            completions = [_without_tokens(completion) for completion in completions]
         choices = [self._choice(completion) for completion in sorted(completions, key=self._index)]
         self.completion_tokens = sum(len(completion.tokens) for completion in completions)
         self.is_complete = True
@@ -84,7 +88,29 @@ class AnswerWriter(ABC):
         }
         if self._body.return_token_ids:
             choice["token_ids"] = completion.tokens
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs(completion, self._body.prompt_logprobs)
         return choice
+
+    def _prompt_logprobs(self, completion: Completion, count: int) -> list[dict[str, Any] | None]:
+        """The prompt's tokens as vLLM writes them: none of the first, then by id each token and the likeliest ones."""
+        prompt = self._requests[self._prompt_index(completion)].prompt
+        scores = completion.prompt_logprobs or []
+        written: list[dict[str, Any] | None] = [None]
+        for token, logprob, top in zip(prompt[1:], scores, completion.prompt_top or [()] * len(scores), strict=True):
+            ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
+            values = {token: logprob, **dict(top[:count])}
+            written.append(
+                {
+                    str(other): {
+                        "logprob": max(value, LOWEST_LOGPROB),
+                        "rank": ranks.get(other),
+                        "decoded_token": self._token_text(other)[0],
+                    }
+                    for other, value in values.items()
+                }
+            )
+        return written
 
     # -- as a stream ---------------------------------------------------------------------------------------------------
 
@@ -175,15 +201,24 @@ def openai_call(call: ToolCall, call_id: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def chat_message(text: str, read_calls: ReadCalls | None, call_id: Callable[[int], str]) -> dict[str, Any]:
+def _without_tokens(completion: Completion) -> Completion:
+    """An answer of no token, for a request that only asks about its prompt."""
+    nothing: dict[str, Any] = {name: [] for name in ("tokens", "logprobs", "drawn", "versions")}
+    return replace(completion, **nothing, top=None, text="", finish="length")
+
+
+def chat_message(
+    text: str, read_calls: ReadCalls | None, call_id: Callable[[int], str], *, several: bool = True
+) -> dict[str, Any]:
     """An answer as the message of a chat completion, its calls apart from its text; read_calls: None without tools.
 
-    call_id: names the calls by their places. A text with a call that cannot be read stays as it is.
+    call_id: names the calls by their places. several: whether calls after the first are kept. A text with a call that
+    cannot be read stays as it is.
     """
     said, calls = (text, []) if read_calls is None else read_calls(text)
     valid = [call for call in calls if isinstance(call, ToolCall)]
     if valid and len(valid) == len(calls):
-        written = [openai_call(call, call_id(index)) for index, call in enumerate(valid)]
+        written = [openai_call(call, call_id(index)) for index, call in enumerate(valid if several else valid[:1])]
         return {"role": "assistant", "content": said.strip() or None, "tool_calls": written}
     return {"role": "assistant", "content": text}
 
@@ -227,7 +262,7 @@ class CompletionWriter(AnswerWriter):
         place = self._prompt_index(completion)
         given, prompt = self._prompts[place], self._requests[place].prompt
         text = given if isinstance(given, str) else self._tokenizer.decode(prompt)
-        if completion.prompt_logprobs is None:
+        if completion.prompt_logprobs is None or self._body.top_logprobs_count is None:
             return text, None
         # A tokenizer may put a token or a space before a text: places are counted from the prompt's end.
         length = len(b"".join(self._tokenizer.token_bytes(prompt)).decode(errors="ignore"))
@@ -249,6 +284,7 @@ class CompletionWriter(AnswerWriter):
     def _logprobs(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Sequence[Top]
     ) -> dict[str, Any]:
+        wanted = self._body.top_logprobs_count
         offset, decoder = self._offsets.get(index) or (0, codecs.getincrementaldecoder("utf-8")("ignore"))
         written: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
@@ -256,7 +292,7 @@ class CompletionWriter(AnswerWriter):
             written["tokens"].append(text)
             written["token_logprobs"].append(max(logprob, LOWEST_LOGPROB))
             # As with OpenAI, the drawn token is there too where it is none of the likeliest.
-            by_text = {self._token_text(other)[0]: max(value, LOWEST_LOGPROB) for other, value in top}
+            by_text = {self._token_text(other)[0]: max(value, LOWEST_LOGPROB) for other, value in top[:wanted]}
             written["top_logprobs"].append({text: max(logprob, LOWEST_LOGPROB), **by_text})
             written["text_offset"].append(offset)
             offset += len(decoder.decode(content))
@@ -277,15 +313,21 @@ class ChatWriter(AnswerWriter):
         requests: Sequence[Request],
         tokenizer: Tokenizer,
         read_calls: ReadCalls | None = None,
+        thoughts: Callable[[], ThoughtReader] | None = None,
     ) -> None:
-        """read_calls: reads the calls of tools in answers, which then stand apart from the text; None without tools."""
+        """read_calls: reads the calls of tools in answers, which then stand apart from the text; None without tools.
+        thoughts: makes the reader of an answer's thought, which then stands apart too; None where it does not."""
         super().__init__(body, model, requests, tokenizer)
-        self._read_calls = read_calls
+        self._read_calls, self._thoughts = read_calls, thoughts
+        self._several_calls, self._shows_thoughts = body.may_call_several, body.include_reasoning
+        self._thought_readers: dict[int, ThoughtReader] = {}  # of each choice of a stream
         self._readers: dict[int, AnswerReader] = {}  # of each choice of a stream
         self._calls: Counter[int] = Counter()  # of each choice
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         answer = super().whole(completions)
+        if self._body.prompt_logprobs is not None:  # there is one prompt
+            answer["prompt_logprobs"] = [choice.pop("prompt_logprobs") for choice in answer["choices"]].pop()
         return {**answer, "prompt_token_ids": self._requests[0].prompt} if self._body.return_token_ids else answer
 
     def opening(self) -> list[dict[str, Any]]:
@@ -300,32 +342,54 @@ class ChatWriter(AnswerWriter):
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
         choice = super()._choice(completion)
-        choice["message"] = chat_message(completion.text, self._read_calls, lambda index: uuid4().hex[:9])
+        said = Said("", completion.text)
+        if self._thoughts is not None:
+            reader = self._thoughts()
+            said = Said(*map("".join, zip(reader.feed(completion.text), reader.finish(), strict=True)))
+        message = chat_message(
+            said.content, self._read_calls, lambda index: uuid4().hex[:9], several=self._several_calls
+        )
+        if said.reasoning:
+            message["content"] = message["content"] or None
+        choice["message"] = message | self._reasoning(said)
         self._calls[self._index(completion)] = len(choice["message"].get("tool_calls", ()))
         choice["finish_reason"] = self._finish_reason(completion)
         return choice
 
+    def _reasoning(self, said: Said) -> dict[str, Any]:
+        """New text of a thought: under vLLM's name, and under the one of DeepSeek's API, which was vLLM's too."""
+        if not (said.reasoning and self._shows_thoughts):
+            return {}
+        return {"reasoning": said.reasoning, "reasoning_content": said.reasoning}
+
     def _delta(self, index: int, text: str) -> dict[str, Any]:
-        if self._read_calls is None:
-            return {"delta": {"content": text} if text else {}}
-        reader = self._readers.setdefault(index, self._read_calls.reader())
-        return self._delta_of(index, reader.feed(text))
+        if self._thoughts is None:
+            return {"delta": self._delta_of_content(index, text)}
+        said = self._thought_readers.setdefault(index, self._thoughts()).feed(text)
+        return {"delta": self._reasoning(said) | self._delta_of_content(index, said.content)}
 
     def _last_delta(self, index: int, text: str) -> dict[str, Any]:
+        said = Said("", text)
+        if self._thoughts is not None:
+            reader = self._thought_readers.setdefault(index, self._thoughts())
+            said = Said(*map("".join, zip(reader.feed(text), reader.finish(), strict=True)))
+        return {"delta": self._reasoning(said) | self._delta_of_content(index, said.content, is_last=True)}
+
+    def _delta_of_content(self, index: int, text: str, *, is_last: bool = False) -> dict[str, Any]:
         if self._read_calls is None:
-            return self._delta(index, text)
+            return {"content": text} if text else {}
         reader = self._readers.setdefault(index, self._read_calls.reader())
-        return self._delta_of(index, [*reader.feed(text), *reader.finish()])
+        return self._delta_of(index, [*reader.feed(text), *(reader.finish() if is_last else ())])
 
     def _delta_of(self, index: int, parts: Sequence[str | Call]) -> dict[str, Any]:
         """Text and calls of an answer; a call that cannot be read is text."""
         text = "".join(part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ToolCall))
         calls = []
         for call in parts:
-            if isinstance(call, ToolCall):
+            if isinstance(call, ToolCall) and (self._several_calls or not self._calls[index]):
                 calls.append({"index": self._calls[index], **openai_call(call, uuid4().hex[:9])})
                 self._calls[index] += 1
-        return {"delta": ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})}
+        return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
 
     def _finish_reason(self, completion: Completion) -> str:
         reason = super()._finish_reason(completion)
@@ -336,7 +400,7 @@ class ChatWriter(AnswerWriter):
     ) -> dict[str, Any]:
         written = []
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
-            likeliest = [self._token(other, value) for other, value in top]
+            likeliest = [self._token(other, value) for other, value in top[: self._body.top_logprobs_count]]
             written.append({**self._token(token, logprob), "top_logprobs": likeliest})
         return {"content": written, "refusal": None}
 

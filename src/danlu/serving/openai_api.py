@@ -19,6 +19,8 @@ from danlu.core.spelling import did_you_mean
 from danlu.inference.generation_config import SAMPLING_FIELDS
 from danlu.inference.request import SamplingOptions
 from danlu.recipe.messages import format_value
+from danlu.serving.structured_outputs import StructuredBody
+from danlu.serving.tool_choice import ToolsBody
 
 MAX_SAMPLES = 128
 """The most answers of one prompt, as with OpenAI."""
@@ -36,6 +38,7 @@ MAX_VALUES = 2**20
 
 IGNORED = frozenset(
     (
+        "guided_decoding_backend",
         "metadata",
         "priority",
         "prompt_cache_key",
@@ -55,13 +58,9 @@ WITHOUT_EFFECT: dict[str, Sequence[Any]] = {
     "best_of": (1,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -162,7 +161,7 @@ class StreamOptions(Body):
     """Whether chunks are padded to lengths that say little of their text."""
 
 
-class SamplingBody(Body):
+class SamplingBody(StructuredBody, Body):
     """The common parameters of completions and chat completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -174,6 +173,8 @@ class SamplingBody(Body):
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)
     ] = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}
+    """Numbers that are added to the logits of tokens, by their ids."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # vLLM's:
@@ -183,6 +184,11 @@ class SamplingBody(Body):
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     allowed_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """The fewest tokens of an answer: no end token is drawn before, and no stop string ends it."""
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """The number of likeliest tokens that are returned with each token of the prompt."""
     return_token_ids: bool = False
     skip_special_tokens: bool | None = None
     """Whether texts leave out all special tokens, or none; by default those that begin, end or pad a text."""
@@ -191,6 +197,10 @@ class SamplingBody(Body):
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: has a meaning with stream: true only")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not in a stream; leave out prompt_logprobs or stream")
+        if self.max_new_tokens is not None and self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens: {self.min_tokens} are more than the {self.max_new_tokens} that may come")
         return self
 
     @property
@@ -206,12 +216,22 @@ class SamplingBody(Body):
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt's tokens are wanted."""
-        return False
+        return self.prompt_logprobs is not None
+
+    @property
+    def most_top_logprobs(self) -> int:
+        """The number of likeliest tokens that the engine returns with each token."""
+        return max(self.top_logprobs_count or 0, self.prompt_logprobs or 0)
 
     @property
     @abstractmethod
     def max_new_tokens(self) -> int | None:
         """The most tokens of an answer; None: all that the context has room for."""
+
+    @property
+    def returns_answer(self) -> bool:
+        """Whether the answer's tokens are wanted; else one is drawn and dropped, for the prompt is all that counts."""
+        return True
 
     @property
     @abstractmethod
@@ -236,7 +256,12 @@ class SamplingBody(Body):
         try:
             # Seeds below 0 are seeds like others, as OpenAI has them; the engine counts from 0.
             own_seed = seed if self.seed is None else self.seed % 2**63
-            return SamplingOptions(**{**advised, **given}, seed=own_seed, allowed_ids=allowed)
+            options = {**advised, **given, "seed": own_seed, "allowed_ids": allowed}
+            biases = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            if wrong := [token for token in biases if token >= vocab_size]:
+                message = f"logit_bias: {wrong[0]} is none of the model's {vocab_size} tokens"
+                raise ApiError(message, param="logit_bias", code="invalid_value")
+            return SamplingOptions(**options, biased_ids=tuple(biases), biases=tuple(biases.values()))
         except RecipeError as error:
             message = "; ".join(error.problems).replace("allowed_ids", "allowed_token_ids")
             param = message.partition(":")[0]
@@ -247,7 +272,8 @@ class CompletionBody(SamplingBody):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
-    max_tokens: Positive = 16
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    """0: nothing is written, and the prompt alone is returned, with `echo`."""
     echo: bool = False
     """The prompt comes before the answer, with its log-probabilities where `logprobs` are wanted."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -258,15 +284,23 @@ class CompletionBody(SamplingBody):
             raise ValueError(f"prompt: {len(self.prompt)} prompts x {self.n} answers are more than {MAX_CHOICES}")
         if self.echo and self.stream:
             raise ValueError("echo: not in a stream, since the client has the prompt; leave out echo or stream")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError(
+                "max_tokens: 0 has a meaning with echo or prompt_logprobs only, for nothing else is returned"
+            )
         return self
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.echo and self.logprobs is not None
+        return (self.echo and self.logprobs is not None) or super().wants_prompt_logprobs
 
     @property
     def max_new_tokens(self) -> int:
-        return self.max_tokens
+        return max(self.max_tokens, 1)
+
+    @property
+    def returns_answer(self) -> bool:
+        return self.max_tokens > 0
 
     @property
     def top_logprobs_count(self) -> int | None:
@@ -300,7 +334,7 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         raise ApiError(f"messages: arguments of a tool call are no JSON: {error}", param="messages") from None
 
 
-class ChatBody(SamplingBody):
+class ChatBody(ToolsBody, SamplingBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -309,16 +343,16 @@ class ChatBody(SamplingBody):
     """The older name of `max_completion_tokens`."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] = []
-    tool_choice: Any = "auto"
+    include_reasoning: bool = True
+    """Whether the thought of an answer is returned, where it stands apart from its text."""
     echo: Literal[False] = False
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: has a meaning with logprobs: true only")
-        if self.tool_choice not in ("auto", "none"):
-            raise ValueError("tool_choice: this server cannot make the model call a tool; use auto or none")
+        if self.forced_tools and self.form_names:
+            raise ValueError(f"{self.form_names[0]}: an answer that has to be a call of a tool has no other form")
         return self
 
     @property

@@ -26,8 +26,9 @@ from danlu.inference.engine_state import request_from_json
 from danlu.inference.request import Completion
 from danlu.inference.stopping import Decode
 from danlu.remote_engines.danlu_protocol import PREFIX, PROTOCOL, completion_to_json
-from danlu.serving.api_endpoints import as_api_errors, collect, read_request, unless_gone
+from danlu.serving.api_endpoints import as_api_errors, read_request, unless_gone
 from danlu.serving.engine_thread import Call, EngineThread
+from danlu.serving.event_stream import collect
 from danlu.serving.openai_api import AnyBody, ApiError, Body
 from danlu.serving.served_weights import ServedWeights
 

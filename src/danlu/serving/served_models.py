@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from danlu.core.errors import DataError, RecipeError
+from danlu.data.thoughts import THOUGHTS
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tool_calls import ReadCalls, unknown_form_line
 from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.engine_adapters import BASE
 from danlu.inference.generation_config import sampling_defaults
+from danlu.inference.grammar import Grammars
 from danlu.models.config import ModelConfig
 from danlu.serving.openai_api import ApiError
 
@@ -35,6 +37,10 @@ class ServedModel:
     """The number of tokens that the engine puts before its prompts."""
     advised: Mapping[str, Any]
     """Sampling options where a request has none, by generation_config.json."""
+    grammars: Grammars | None = None
+    """Compile the grammars of requests for its tokens."""
+    reads_thoughts: bool = False
+    """Whether the thought at the beginning of its answers in chats stands apart from their text."""
     read_calls: ReadCalls = field(default_factory=ReadCalls)
     """The parser of tool calls in its answers, without the tools."""
     notes: tuple[str, ...] = ()
@@ -73,11 +79,17 @@ class ServedModels:
 
 
 def served_models(
-    resolved: ResolvedModel, loaded: LoadedModel, name: str | None = None, chat_template: Path | None = None
+    resolved: ResolvedModel,
+    loaded: LoadedModel,
+    name: str | None = None,
+    chat_template: Path | None = None,
+    *,
+    reasoning: bool = True,
 ) -> ServedModels:
     """A loaded model and its adapters: first the model of the command line, then the others.
 
-    name: the base's, in place of its folder's. Raises RecipeError where an adapter has it.
+    name: the base's, in place of its folder's. reasoning: whether thoughts stand apart from the text of answers, where
+    the chat template has them. Raises RecipeError where an adapter has it.
     """
     from danlu.inference.chat_adapters import ChatAdapters  # here, since it brings torch
 
@@ -99,12 +111,25 @@ def served_models(
                 stop_ids=active.stop_ids,
                 virtual_tokens=active.virtual_tokens,
                 advised=sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder),
+                grammars=Grammars(active.chat_tokenizer.tokenizer, loaded.model.config.vocab_size, active.stop_ids),
+                reads_thoughts=reasoning and writes_thoughts(active.chat_tokenizer.tokenizer),
                 **_calls(active.chat_tokenizer.tokenizer),
             )
         )
     if resolved.given_path != resolved.folder:  # an adapter was given as the model
         models.insert(0, models.pop(1))
     return ServedModels(models, loaded.model.config)
+
+
+def writes_thoughts(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template of a model knows the marks of thoughts."""
+    if not tokenizer.has_template:
+        return False
+    try:
+        source = tokenizer.template().source
+    except DataError:  # one that does not compile: requests to chat are refused
+        return False
+    return any(mark in source for mark in THOUGHTS.values())
 
 
 def _calls(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""Grammars that answers have to follow: the tokens that each may go on with, computed by llguidance.
+
+A grammar is text, as llguidance serializes one: `json_grammar` and its neighbours make it. The package is optional
+(`pip install 'danlu[serve]'`), and imported where the first grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from danlu.core.errors import DataError, ResourceError
+
+if TYPE_CHECKING:
+    from danlu.data.tokenizer import Tokenizer
+
+MAX_GRAMMAR_CHARACTERS = 256 * 2**10
+"""The longest grammar that is compiled. A schema of some thousand keys is shorter."""
+COMPILED_GRAMMARS = 64
+"""The number of compiled grammars that are kept."""
+WHITESPACE = r"( |\n[ \t]{0,64})"
+"""The white space between two tokens of JSON, as compact and indented JSON has it: bounded, so that a weak model does
+not fill its answer with it."""
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """The grammar of JSON values that a JSON schema describes. An object of any keys: `{"type": "object"}`."""
+    return json.dumps({"grammars": [{"json_schema": _with_bounded_space(schema)}]})
+
+
+def regex_grammar(pattern: str) -> str:
+    """The grammar of texts that match a regular expression as a whole. Raises ResourceError without llguidance."""
+    return lark_grammar(f"start: /{require_llguidance().regex_to_lark(pattern)}/")
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """The grammar of texts that are one of several."""
+    return lark_grammar(f"start: {' | '.join(map(literal, choices))}")
+
+
+def lark_grammar(rules: str) -> str:
+    """The grammar of rules in llguidance's dialect of Lark, of which `start` is the whole answer."""
+    return json.dumps({"grammars": [{"lark_grammar": rules}]})
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON by a schema, as a part of a rule in Lark."""
+    return f"%json {json.dumps(_with_bounded_space(schema))}"
+
+
+def literal(text: str) -> str:
+    """A text as it stands, as a part of a rule in Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def special_token(token: int) -> str:
+    """A token that no text is, as a part of a rule in Lark."""
+    return f"<[{token}]>"
+
+
+def after_thought(grammar: str, end: str, end_id: int | None = None) -> str:
+    """A grammar that begins behind a thought that the prompt has opened: any text, its end, and white space first.
+
+    end: the text that ends the thought. end_id: its token, where it is a special one.
+    """
+    (answer,) = json.loads(grammar)["grammars"]
+    if end_id is None:
+        thought = f"thought[lazy]: /(?s:.*){re.escape(end).replace('/', chr(92) + '/')}/"
+    else:
+        thought = f"thought: /(?s:.*)/ {special_token(end_id)}"
+    rules = f"start: thought blank @answer\n{thought}\nblank: /[ \\n]{{0,4}}/\n"
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
+
+
+def _with_bounded_space(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+# -- matchers ----------------------------------------------------------------------------------------------------------
+
+
+class TokenMatcher:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: Any, end_ids: frozenset[int]) -> None:
+        self.matcher = matcher
+        self._end_ids = end_ids
+        self.is_complete = False
+        """Whether the answer has ended: by an end token, or where there is none because nothing may follow."""
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why the answer cannot go on by its grammar; None where it can."""
+        return _first_line(self.matcher.get_error()) if self.matcher.is_error() else None
+
+    def accept(self, token: int) -> None:
+        """Takes the next token of the answer. A token that the grammar does not allow is a `problem`."""
+        self.matcher.consume_token(token)
+        self.is_complete = self.ended_by(token) or (not self._end_ids and self.matcher.is_stopped())
+
+    def ended_by(self, token: int) -> bool:
+        """Whether a token ends every answer."""
+        return token in self._end_ids
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one tokenizer. Safe for several threads.
+
+    Args:
+        vocab_size: the model's, which may have rows that no token of the tokenizer belongs to.
+        end_ids: tokens that end an answer; they are allowed where the grammar is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._end_ids = frozenset(end_ids)
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def compile(self, grammar: str) -> None:
+        """Compiles a grammar, which `matcher` then has ready.
+
+        Raises DataError for one that is wrong, that is too large, and that no answer can follow; ResourceError where
+        llguidance is not installed.
+        """
+        with self._lock:
+            self._find(grammar)
+
+    def matcher(self, grammar: str) -> TokenMatcher:
+        """The state at the beginning of an answer. Raises the errors of `compile`."""
+        with self._lock:
+            return TokenMatcher(self._find(grammar).deep_copy(), self._end_ids)
+
+    def _find(self, grammar: str) -> Any:
+        if grammar in self._compiled:
+            self._compiled.move_to_end(grammar)
+        else:
+            self._compiled[grammar] = self._compile(grammar)
+            if len(self._compiled) > COMPILED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return self._compiled[grammar]
+
+    def _compile(self, grammar: str) -> Any:
+        if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+            raise DataError(
+                f"the grammar has {len(grammar):,} characters; more than {MAX_GRAMMAR_CHARACTERS:,} are not compiled. "
+                "Give a smaller schema"
+            )
+        llguidance = require_llguidance()
+        matcher = llguidance.LLMatcher(self._token_trie, grammar, log_level=0)
+        if matcher.is_error():
+            raise DataError(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
+        first = matcher.deep_copy()
+        allowed = _ids(np.frombuffer(first.compute_bitmask(), np.uint8))
+        if first.is_error() or not np.isin(allowed, list(self._end_ids), invert=True).any():
+            raise DataError("the grammar allows no answer: no token of this model may begin one")
+        return matcher
+
+    @cached_property
+    def _token_trie(self) -> Any:
+        """The tokens as llguidance has them: a second for a vocabulary of 150,000."""
+        llguidance = require_llguidance()
+        try:
+            return llguidance.LLTokenizer(
+                self._tokenizer.fast.to_str(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids) or None
+            )
+        except ValueError as error:
+            raise DataError(
+                f"{self._tokenizer.path}: a grammar needs a tokenizer of bytes, as byte-level BPE is or SentencePiece "
+                f"with byte fallback: {_first_line(str(error))}"
+            ) from None
+
+
+def require_llguidance() -> Any:
+    """The package llguidance. Raises ResourceError where it is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise ResourceError(
+            "a grammar (response_format, structured_outputs, rollout.format) needs the package llguidance, which is "
+            "not installed: pip install 'danlu[serve]'"
+        ) from None
+    return llguidance
+
+
+def _ids(bits: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0]

@@ -1,0 +1,59 @@
+"""Answers of the engine as responses over HTTP: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from danlu.inference.request import Completion
+from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped
+from danlu.serving.openai_answers import AnswerWriter
+from danlu.serving.openai_api import ApiError, SamplingBody
+
+
+async def collect(call: Call) -> list[Completion]:
+    """All answers of a call, as they end."""
+    return [event async for event in call.events() if isinstance(event, Completion)]
+
+
+async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) -> AsyncGenerator[str]:
+    """Yields the answers as server-sent events. An error of the engine is one of them, since the status is sent."""
+    for opening in writer.opening():
+        yield event_text(opening)
+    try:
+        async for event in call.events():
+            chunk = writer.closing(event) if isinstance(event, Completion) else writer.chunk(event)
+            if chunk is not None:
+                yield event_text(chunk)
+    except (AnswerFailed, EngineFailed, EngineStopped) as error:
+        yield event_text(ApiError(str(error), status=500).body)
+    else:
+        if body.include_usage:
+            yield event_text(writer.usage_chunk())
+    yield "data: [DONE]\n\n"
+    writer.is_complete = True
+
+
+def event_text(value: dict[str, Any]) -> str:
+    """A server-sent event with a JSON object."""
+    return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. on_end: called when all are sent, and when the client has left before."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], on_end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
