@@ -144,7 +144,7 @@ def test_a_run_learns_and_its_result_is_judged_alike(
         "LeNet-5 with 61,706 parameters, all trained, on cpu, fp32; 32 steps of 32 images (micro-batches of 32), "
         "1,024 images"
     )
-    assert said[-1] == f"  model in {output}/model: try `danlu eval {output}/model --data FOLDER_OF_IMAGES`"
+    assert said[-2] == f"  model in {output}/model: try `danlu eval {output}/model --data FOLDER_OF_IMAGES`"
     lines = metrics(output)
     assert [line["tokens"] for line in lines if "loss" in line] == [32] * 32
     scores = [line for line in lines if "eval_loss" in line]

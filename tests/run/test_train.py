@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -91,11 +92,14 @@ def test_the_run_folder_and_what_a_new_user_reads(
     assert f"step 12/12 loss {last['loss']:.3f} grad " in said
     assert f"step 6 sample: {prompt}\n  -> " in said
     assert f"step 6 evaluation: loss {scores[0]['eval_loss']:.3f}, perplexity " in said
-    assert lines[-2] == f"finished after step 12: {output}"
+    assert lines[-3] == f"finished after step 12: {output}"
+    assert lines[-1] == f"  curves and samples of the run: `danlu report {output}`"
+    console, shown = (re.sub(" eta .*", "", text) for text in ((output / "logs" / "console.txt").read_text(), said))
+    assert console.startswith("--- 20") and console.splitlines()[1:] == shown.splitlines()[:-2]
     assert [sample["prompt"] for sample in sampled] == [prompt, prompt]
     assert {entry.name for entry in output.iterdir()} == {
         ".lock", "recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "tensorboard",
-        "checkpoints", "model",
+        "checkpoints", "model", "logs",
     }  # fmt: skip
     assert {entry.name for entry in (output / "model").iterdir()} >= {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja",

@@ -4,6 +4,7 @@ import io
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,26 @@ def test_a_plain_line() -> None:
         "step 10 evaluation: loss 3.142, perplexity 23.14, accuracy 31.2%, 1,712 tokens in 0.1 s\n"
         "step 10 sample: Once\\x1b[2J\n  -> upon\n     a time\n"
     )
+
+
+def test_a_rollout_stands_before_the_loss() -> None:
+    extra = {"reward": 0.5, "length": 34.25, "entropy": 1.25, "kl/k3": 0.0125, "approx_kl": 9.0, "truncated": 0.125}
+    told = "reward 0.500 length 34.2 entropy 1.250 kl 0.0125 cut 12% "
+    rest = "loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB"
+    assert numbers(replace(metrics(1), extra=extra)) == told + rest
+    del extra["kl/k3"]
+    assert numbers(replace(metrics(1), extra=extra)) == told.replace("kl 0.0125", "approx_kl 9.0000") + rest
+    assert numbers(replace(metrics(1), extra={"accuracy": 0.5})) == rest
+
+
+def test_every_step_is_shown_where_it_is_asked_for() -> None:
+    clock = Clock()
+    for kind, stream in ((LineProgress, io.StringIO()), (BarProgress, Terminal())):
+        progress = kind(stream, total=30, every_step=True, clock=clock)
+        for step in range(1, 31):
+            progress.step(metrics(step))
+        progress.close()
+        assert re.findall(r"step (\d+)/30 loss", stream.getvalue()) == [str(step) for step in range(1, 31)]
 
 
 def test_images_are_not_told_as_tokens() -> None:

@@ -21,9 +21,10 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from danlu.cli.worker import LOGS, exit_report_file, log_file
+from danlu.cli.worker import exit_report_file, log_file
 from danlu.core.errors import ResourceError, Stopped
 from danlu.core.machine import oom_kill_count, usable_cores
+from danlu.core.run_files import LOGS
 from danlu.core.stop_signals import INSISTENT_SIGNALS, STOP_SIGNALS, heeded_signals
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport, FailureCause

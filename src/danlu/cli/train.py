@@ -254,7 +254,7 @@ def _train(loaded: Loaded, resume: str, dry_run: bool, quiet: bool) -> int:
 def print_outcome(outcome: Outcome, log: Callable[[str], None]) -> None:
     """Prints how a run ended, and the next commands for its result."""
     if outcome.exit_code:
-        print_status(outcome.stopped)
+        print_status(outcome.ending)
         return
     if outcome.rehearsed:
         log(
@@ -262,10 +262,10 @@ def print_outcome(outcome: Outcome, log: Callable[[str], None]) -> None:
             "was"
         )
         return
-    already = "was finished already, " if outcome.already else "finished "
-    log(f"{already}after step {outcome.steps}: {outcome.folder}")
+    log(outcome.ending)
     for folder in outcome.exported:
         log(f"  {'adapter' if is_adapter(folder) else 'model'} in {folder}: {suggested_commands(folder)}")
+    log(f"  curves and samples of the run: `danlu report {outcome.folder}`")
 
 
 def suggested_commands(folder: Path) -> str:

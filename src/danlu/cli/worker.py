@@ -14,13 +14,11 @@ from typing import Any, NoReturn
 
 from danlu.cli.crash import as_danlu_error, without_traceback
 from danlu.core.errors import DanluError, RecipeError, ResourceError, Stopped
+from danlu.core.run_files import LOGS
 from danlu.core.terminal import printable, write_to_descriptor
 from danlu.parallel import exit_reports
 from danlu.parallel.exit_reports import ExitReport
 from danlu.parallel.world import World, format_ranks
-
-LOGS = "logs"
-"""The folder inside a run's for the output of each process but the first, and for the exit report of each."""
 
 
 def log_file(folder: Path, rank: int) -> Path:

@@ -23,12 +23,15 @@ ADAPTER = "adapter"
 ADAPTER_EMA = "adapter-ema"
 WANDB_ID_FILE = "wandb-id.txt"
 LOCK_FILE = ".lock"
+LOGS = "logs"
+"""The folder for the console's log, the output of each process but the first, and the exit report of each."""
+CONSOLE = "console.txt"
 CHAIN = "chain.json"
 """A file of a chain's folder: the hash of each result that a stage was begun with, by stage, and by earlier stage."""
 
 OWN_FILES = re.compile(  # .tmp: a kill in an earlier danlu's write_atomically; a dot: one in saving the model
     rf"({re.escape(RECIPE)}|{re.escape(ENVIRONMENT)}|{re.escape(SUMMARY)})(\.tmp)?|{re.escape(METRICS)}|{re.escape(ROLLOUTS)}|{re.escape(LONGROPE_SEARCH)}|{re.escape(REPORT)}|tensorboard"
-    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|logs|{re.escape(WANDB_ID_FILE)}"
+    rf"|{CHECKPOINTS}|\.?({MODEL_EMA}|{MODEL}|{ADAPTER_EMA}|{ADAPTER})(-value)?(\.writing|\.replaced)?|{re.escape(LOCK_FILE)}(\.\d+)?|wandb|{LOGS}|{re.escape(WANDB_ID_FILE)}"
 )
 """All names that a run gives, as a pattern for the whole of one."""
 

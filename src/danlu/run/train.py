@@ -39,6 +39,7 @@ from danlu.planning.precision import product_speeds, slower
 from danlu.recipe import Loaded, Recipe, resolved_yaml
 from danlu.recipe.device_map import named_devices
 from danlu.run.auto_values import with_auto_values
+from danlu.run.displays import ConsoleLog, displays
 from danlu.run.export import export_result
 from danlu.run.input_fingerprints import check_resumed, recipe_inputs, same_on_all_ranks
 from danlu.run.memory_report import MemoryReport
@@ -52,13 +53,12 @@ from danlu.training.environment import changes_that_matter, describe_environment
 from danlu.training.loop import fit
 from danlu.training.memory_parts import resident_bytes
 from danlu.training.metrics import MetricsLog, Recorder, peak_memory_bytes, read_metrics
-from danlu.training.progress import progress_on
-from danlu.training.recorders import OptionalRecorder, Remarks
+from danlu.training.recorders import OptionalRecorder
 from danlu.training.run_folder import Start, check_output_folder, finished, require_writable, starting_point
 from danlu.training.state import Cadence, Run, restore
 from danlu.training.summary import clear_summary, few_steps, flat_loss, further_line, seconds_in, write_summary
 from danlu.training.timeline import TimelineWriter
-from danlu.training.trackers import TensorBoard, WandB, wandb_problem
+from danlu.training.trackers import WandB, wandb_problem
 from danlu.training.units import parameters_and_trained
 from danlu.training.watch import Watch
 
@@ -82,6 +82,14 @@ class Outcome:
     rehearsed: bool = False  # all but the steps was done, and nothing was kept
 
     @property
+    def ending(self) -> str:
+        """A line about how the run has ended."""
+        if self.exit_code:
+            return self.stopped
+        already = "was finished already, " if self.already else "finished "
+        return f"{already}after step {self.steps}: {self.folder}"
+
+    @property
     def stopped(self) -> str:
         """The message about a run that a signal ended."""
         if not self.steps:
@@ -100,6 +108,7 @@ class _Session:
     ranks: Ranks
     log: Log
     stream: TextIO
+    console: ConsoleLog
 
     @property
     def is_dry(self) -> bool:
@@ -147,18 +156,20 @@ def train(
             from danlu.numerics.batch_invariant import batch_invariant
 
             closing.enter_context(batch_invariant())
-        into = folder
+        into, console = folder, ConsoleLog(None, log)
         if dry_run:
             into = Path(closing.enter_context(TemporaryDirectory(prefix="danlu-dry-run-")))
             require_writable(folder)
         elif ranks.leads:
             closing.enter_context(RunLock(folder))
+            console = closing.enter_context(ConsoleLog(folder, log))
         stop_request = closing.enter_context(StopRequest(together_s=0.0 if ranks.alone else TOGETHER_S))
         stop_request.at_once = True
         try:
-            return _train(
-                _Session(folder, into, device, ranks, log, stream), loaded, stage, resume, rehearse, stop_request
-            )
+            session = _Session(folder, into, device, ranks, console.log, stream, console)
+            outcome = _train(session, loaded, stage, resume, rehearse, stop_request)
+            console.write(outcome.ending)
+            return outcome
         except Stopped as stop:
             if dry_run:
                 raise
@@ -236,7 +247,7 @@ def _train(
             rehearse(run)
             return Outcome(folder, run.state.step, 0, (), rehearsed=True)
         if run.metrics is not None:
-            shows = _shows(session, recipe, stage, reader, run)
+            shows = displays(recipe, stage, reader.counted, run, session.stream, session.console)
             for recorder in (run.metrics, *shows):
                 closing.callback(recorder.close)
             run.recorders = (run.metrics, *shows, *trackers)
@@ -490,19 +501,6 @@ def _trackers(recipe: Recipe, session: _Session, closing: ExitStack) -> list[Rec
 
     session.ranks.world.from_first(begin, barrier=lambda: _barrier("wandb"))
     return trackers
-
-
-def _shows(session: _Session, recipe: Recipe, stage: Stage, reader: Reader, run: Run) -> list[Recorder]:
-    """Recorders that show the run to people on this machine, besides the metrics file."""
-    log = session.log
-    progress = progress_on(session.stream, total=run.cadence.total, done=run.state.step, counted=reader.counted)
-    shows: list[Recorder] = [OptionalRecorder(progress, "the progress of steps", log)]
-    if stage.remarks is not None:
-        shows.append(OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", log))
-    if recipe.log.tensorboard:
-        board = TensorBoard(session.folder / "tensorboard", after_step=run.state.step)
-        shows.append(OptionalRecorder(board, "log.tensorboard", log))
-    return shows
 
 
 def _parameter_counts(run: Run) -> tuple[int, int]:

@@ -24,15 +24,19 @@ _ROWS_INTERVAL_S = 5.0
 _HORIZON_STEPS = 20  # of the average that the remaining time is reckoned from
 
 
-def progress_on(stream: TextIO, *, total: int, done: int = 0, counted: str = TOKENS) -> Recorder:
+def progress_on(
+    stream: TextIO, *, total: int, done: int = 0, counted: str = TOKENS, every_step: bool = False
+) -> Recorder:
     """Returns a bar when `stream` is a terminal, else plain lines.
 
     Args:
-        total    steps of the whole run
-        done     steps that an earlier process made
-        counted  the unit of throughput: tokens, images
+        total       steps of the whole run
+        done        steps that an earlier process made
+        counted     the unit of throughput: tokens, images
+        every_step  show a line for each logged step, however soon they follow each other
     """
-    return (BarProgress if stream.isatty() else LineProgress)(stream, total=total, done=done, counted=counted)
+    kind = BarProgress if stream.isatty() else LineProgress
+    return kind(stream, total=total, done=done, counted=counted, every_step=every_step)
 
 
 class Eta:
@@ -70,9 +74,11 @@ class _StepProgress(ABC):
         total: int,
         done: int = 0,
         counted: str = TOKENS,
+        every_step: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._every_step = every_step
         self._total = total
         self._counted = counted
         self._clock = clock
@@ -101,13 +107,14 @@ class _StepProgress(ABC):
 
 
 class LineProgress(_StepProgress):
-    """One line a step, but not more often than every few seconds; the first and the last step always."""
+    """One line a step, but not more often than every few seconds unless `every_step`; the first and the last step
+    always."""
 
     _interval_s = _LINE_INTERVAL_S
 
     def step(self, metrics: StepMetrics) -> None:
         shown = self._numbers(metrics)
-        if self._due(metrics.step):
+        if self._due(metrics.step) or self._every_step:
             self._print(f"step {metrics.step}/{self._total} {shown}")
 
     def close(self) -> None:
@@ -149,7 +156,7 @@ class BarProgress(_StepProgress):
     def step(self, metrics: StepMetrics) -> None:
         shown = self._numbers(metrics)
         self._bar.update(self._task, completed=metrics.step, numbers=shown)
-        if self._clock() - self._kept_at >= _KEPT_INTERVAL_S:
+        if self._every_step or self._clock() - self._kept_at >= _KEPT_INTERVAL_S:
             self._kept_at = self._clock()
             self._print(f"step {metrics.step}/{self._total} {shown}")
         if self._due(metrics.step):
@@ -164,12 +171,33 @@ class BarProgress(_StepProgress):
 
 
 def numbers(metrics: StepMetrics, counted: str = TOKENS) -> str:
-    """Formats a step: `loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`."""
+    """Formats a step: `loss 3.214 grad 0.91 lr 2.0e-04 4,312 tok/s 1.02 GiB`.
+
+    In stage rl its rollout comes first: `reward 0.512 length 34.2 entropy 1.231 kl 0.0021 cut 12%`, with the share of
+    answers that were cut off.
+    """
     unit = "tok" if counted == TOKENS else counted
     return (
+        f"{_rollout_numbers(metrics.extra)}"
         f"loss {metrics.loss:.3f} grad {metrics.grad_norm:.2f} lr {metrics.learning_rate:.1e} "
         f"{metrics.tokens_per_second:,.0f} {unit}/s {format_bytes(metrics.memory_bytes)}"
     )
+
+
+def _rollout_numbers(extra: Mapping[str, float]) -> str:
+    """The numbers of a rollout with a space behind them, as far as they are there; "" for other stages."""
+    if "truncated" not in extra:
+        return ""
+    # To the reference, by whichever estimator the recipe names; else to the policy that drew the answers.
+    kl = next((name for name in extra if name.startswith("kl/") or name in ("kl", "kl_in_reward")), "approx_kl")
+    formats = {
+        "reward": "reward {:.3f}",
+        "length": "length {:.1f}",
+        "entropy": "entropy {:.3f}",
+        kl: "approx_kl {:.4f}" if kl == "approx_kl" else "kl {:.4f}",
+        "truncated": "cut {:.0%}",
+    }
+    return "".join(f"{shown.format(extra[name])} " for name, shown in formats.items() if name in extra)
 
 
 def evaluation_line(step: int, values: Mapping[str, Value], counted: str = TOKENS) -> str:

@@ -59,19 +59,20 @@ class OptionalRecorder:
 
 
 class Remarks:
-    """A `Recorder` that asks for warnings about each logged step, and has another one show them.
+    """A `Recorder` that asks for warnings about each logged step, and has others show them.
 
     They are not in metrics.jsonl: warnings before an interruption are not known after it, and the lines of a resumed
     run are those of an uninterrupted one.
     """
 
-    def __init__(self, remark: Remark, show: Recorder) -> None:
-        self.remark, self.show = remark, show
+    def __init__(self, remark: Remark, shows: Iterable[Recorder]) -> None:
+        self.remark, self.shows = remark, [*shows]
 
     def step(self, metrics: StepMetrics) -> None:
         """Shows the warnings about a step."""
         for text in self.remark(metrics.extra):
-            self.show.event(metrics.step, "remark", text=text)
+            for show in self.shows:
+                show.event(metrics.step, "remark", text=text)
 
     def evaluation(self, step: int, values: Mapping[str, Value]) -> None:
         """Nothing is said of evaluations."""

@@ -237,7 +237,8 @@ class Log(Section):
     short = "every"
 
     every: PositiveInt = 1
-    """Steps between lines of metrics.jsonl and of the console."""
+    """Steps between lines of metrics.jsonl and of the console. Where it is given the console shows all of these lines;
+    else one in some seconds, which short steps would flood it with."""
     timeline: PositiveInt | None = None
     """The interval of steps, with a pipeline, for which each rank writes its timeline (timeline-RANK.jsonl), which
     `danlu schedule --run` draws. On a GPU such a step waits for each pass, and takes longer.
