@@ -156,6 +156,8 @@ class VLLM(StandIn):
             "/server_info": lambda body, query: {"vllm_config": {"model_config": {"logprobs_mode": mode}}},
             "/pause": lambda body, query: served.pause(query.get("mode", "abort")),
             "/resume": lambda body, query: served.resume(),
+            "/is_paused": lambda body, query: {"is_paused": served.paused},
+            "/is_sleeping": lambda body, query: {"is_sleeping": bool(self.asleep)},
             "/sleep": lambda body, query: self._sleep(query["mode"]),
             "/wake_up": lambda body, query: self._wake(query.get("tags")),
             "/abort_requests": lambda body, query: served.abort(body["request_ids"]),
@@ -223,8 +225,9 @@ class VLLM(StandIn):
             "token_ids": answer.tokens,
             "finish_reason": answer.finish,
             "logprobs": {"token_logprobs": values, "top_logprobs": top},
-            "weight_versions": spans(answer.labels),
         }
+        if not self.settings.get("version", "").startswith("0.32"):
+            choice["weight_versions"] = spans(answer.labels)
         return {"choices": [choice]}
 
     def _join(self, info: Any) -> None:

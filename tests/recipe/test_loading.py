@@ -136,6 +136,15 @@ def test_missing_keys_say_where_to_add_them(write: Write) -> None:
     ]
 
 
+def test_a_key_with_the_name_of_its_kind_is_told_from_the_kind(write: Write) -> None:
+    rl = 'stage: rl\nmodel: base\ndata: {train: rows.jsonl, prompt: "{q}"}\noutput: out\n'
+    assert problems(write(rl + 'rewards: [{kind: function, function: "letters.py:letters"}]\n')) == [
+        "recipe.yaml:5:11 rewards.0.path: missing: add 'path: ...' under 'rewards.0' (a text): The file and the "
+        "name of the function in it, as in my_rewards.py:short.",
+        "recipe.yaml:5:28 rewards.0.function: unknown key in FunctionReward. Known: kind, weight, name, path",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders.remote_engines import KINDS, adapter_writer, answer_in_part, hand_over_of, scores, serving
+from builders.remote_engines import KINDS, adapter_writer, answer_in_part, hand_over_of, only_server, scores, serving
 
 from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.inference.embedded import EmbeddedEngine
@@ -100,6 +100,42 @@ def test_answers_follow_the_weights_that_were_handed_over(small_decoder, tmp_pat
             assert torch.equal(parameter, stand_in.served.parameter(name))
         assert engine.hand_over.route == route
     assert list(tmp_path.iterdir()) == []  # deleted with the engine
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_each_token_has_the_label_of_the_weights_that_drew_it(small_decoder, tmp_path, version):
+    old, new = small_decoder(seed=0), small_decoder(seed=1)
+    request = Request(1, (3, 9, 4), GREEDY, 8)
+    with serving("vllm", old, hand_over=hand_over_of("folder", old, tmp_path), version=version) as (engine, stand_in):
+        engine.submit(request)
+        answer_in_part(engine, stand_in)
+        engine.update(1, parameters(new))
+        stand_in.served.go_on()
+        completions = []
+        while engine.unfinished:
+            completions += engine.step()
+        (completion,) = completions
+    assert completion.versions == [0] * 3 + [1] * 5
+    ids = [*request.prompt, *completion.tokens]
+    (of_old,), (of_new,) = (scores(model)([ids], [3], None) for model in (small_decoder(seed=0), new))
+    assert completion.logprobs == pytest.approx([*of_old[:3], *of_new[3:]], abs=1e-4)
+    assert completion.logprobs != pytest.approx(of_new, abs=1e-4)
+
+
+def test_an_answer_without_labels_over_a_replacement_is_asked_for_again(small_decoder):
+    """vLLM 0.32 does not say which tokens came before it."""
+    request = Request(1, (3, 9, 4), GREEDY, 4)
+    with serving("vllm", small_decoder(), version="0.32.0") as (engine, stand_in):
+        (undisturbed,) = engine.generate([request])
+        engine.submit(request)
+        answer_in_part(engine, stand_in)
+        only_server(engine).label_version("7")
+        stand_in.served.go_on()
+        assert engine.step() == []
+        engine.version = 7
+        (completion,) = engine.step()
+    assert (completion.tokens, completion.versions) == (undisturbed.tokens, [7] * 4)
+    assert stand_in.paths().count("/v1/completions") == 2 + 3  # two are the check's
 
 
 @pytest.mark.parametrize(

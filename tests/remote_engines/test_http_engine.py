@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from builders.remote_engines import KINDS, answer_in_part, only_server, scores, servers_of, serving
-from builders.rollout_servers import TIMEOUT_S
+from builders.rollout_servers import TIMEOUT_S, VLLM
 
 from danlu.core.errors import DataError, ModelError, ResourceError
 from danlu.inference.request import Request, SamplingOptions
@@ -205,7 +205,7 @@ def test_an_unknown_adapter_is_refused_and_its_request_forgotten(small_decoder, 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("vllm", {"version": "0.28.0"}, r"vLLM 0.28.0 is not supported, only vLLM >=0.33.0,<0.34"),
+        ("vllm", {"version": "0.28.0"}, r"vLLM 0.28.0 is not supported, only vLLM >=0.32.0,<0.34"),
         ("sglang", {"version": "0.6.0"}, r"SGLang 0.6.0 is not supported, only SGLang >=0.5.23,<0.5.24"),
         ("vllm", {"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
         ("vllm", {"logprobs_mode": "raw_logits"}, "gives no log-probabilities. Use processed_logprobs"),
@@ -230,15 +230,34 @@ def test_another_version_is_sent_nothing_but_the_question(small_decoder, kind, q
     assert calls == ["/health", question]
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33.1", "0.33.0rc2", "0.33.2.dev7+gabc"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1", "0.33.0rc2", "0.33.2.dev7+gabc"])
 def test_versions_of_a_supported_release(version):
     check_version("vLLM", "url", version)
 
 
-@pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "1.0", "unknown", None])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0", "unknown", None])
 def test_versions_of_another_release(version):
     with pytest.raises(ModelError):
         check_version("vLLM", "url", version)
+
+
+@pytest.mark.parametrize("left", ["paused", "asleep"])
+def test_a_server_that_a_killed_trainer_has_left_is_taken_over(small_decoder, capsys, left):
+    model = small_decoder()
+    with serving("vllm", model) as (engine, _):
+        undisturbed = engine.generate(requests())
+    stand_in = VLLM(model)
+    if left == "asleep":
+        stand_in._sleep("abort")
+    else:
+        stand_in.served.pause("keep")
+    options = ServerOptions((stand_in.url,), timeout_s=TIMEOUT_S, reconnect_s=0.2)
+    engine = HTTPEngine(servers_of("vllm", options), options, model.config)
+    assert f"vLLM was {left}, and goes on for this run" in capsys.readouterr().err
+    assert engine.generate(requests()) == undisturbed
+    assert stand_in.asleep == set()
+    engine.close()
+    stand_in.close()
 
 
 def test_no_server_is_told_with_its_url(small_decoder):

@@ -34,12 +34,14 @@ def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
 
 def _key(location: tuple[int | str, ...], kind: str, tree: Node) -> str:
     """The dotted key of an error: its location without the names of union branches, which are not in the tree."""
-    node, parts = tree, []
+    node, parts, branch_passed = tree, list[str](), False
     *parents, last = location or ("",)
     for part in parents:
-        child = node.child(str(part))
-        if child is not None:
-            node = child
+        kind_node = node.child("kind")
+        if kind_node is not None and kind_node.value == part and not branch_passed:
+            branch_passed = True  # the branch comes first, and a wrong key of the user's may have its name
+        elif (child := node.child(str(part))) is not None:
+            node, branch_passed = child, False
             parts.append(str(part))
     if kind in ("missing", "extra_forbidden") or node.child(str(last)) is not None:
         parts.append(str(last))

@@ -93,7 +93,9 @@ class HTTPEngine(StepwiseEngine):
             each(lambda server: server.wake_weights())
         else:
             # Servers replace an adapter only when no answer needs it.
-            interrupts = self.hand_over.route == "adapter"
+            interrupts = self.hand_over.route == "adapter" or not all(
+                server.labels_tokens for server in self.servers.connected
+            )
             each(lambda server: server.pause("abort" if interrupts else "keep"), idle=True)
             if interrupts:
                 self._interrupted()

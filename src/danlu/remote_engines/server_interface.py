@@ -107,6 +107,8 @@ class RolloutServer(ABC):
 
     name: str  # in messages
     is_asleep = False
+    labels_tokens = True
+    """Whether an answer says which weights drew each of its tokens, also where they were replaced meanwhile."""
 
     def __init__(self, client: HTTPClient) -> None:
         self.client = client
@@ -225,15 +227,15 @@ class VersionRange:
 
 
 SUPPORTED = {
-    "vLLM": VersionRange((0, 33, 0), (0, 34)),
+    "vLLM": VersionRange((0, 32, 0), (0, 34)),
     "SGLang": VersionRange((0, 5, 23), (0, 5, 24)),
 }
 """The interfaces change between minor releases (vLLM 0.26 and 0.28 both broke weight updates), so another release is
 refused until its own was read."""
 
 
-def check_version(name: str, url: str, version: Any) -> None:
-    """Raises ModelError unless a server's version is one of those supported."""
+def check_version(name: str, url: str, version: Any) -> tuple[int, ...]:
+    """Returns the numbers of a server's version. Raises ModelError unless it is one of those supported."""
     numbers = re.match(r"\d+(\.\d+)*", str(version))
     supported = SUPPORTED[name]
     release = tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
@@ -242,6 +244,7 @@ def check_version(name: str, url: str, version: Any) -> None:
             f"{url}: {name} {version} is not supported, only {name} {supported}: requests and weight updates differ "
             "between releases. Nothing was sent to it. Install a supported release of the server"
         )
+    return release
 
 
 def is_accepted(ask: Callable[[], object]) -> bool:

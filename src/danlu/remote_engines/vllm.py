@@ -1,8 +1,8 @@
 """vLLM behind its HTTP interface: completions of token ids, pausing, and the weight updates of its development mode.
 
-The interface is that of vLLM 0.33 (vllm/entrypoints/openai/completion, vllm/entrypoints/rl/online,
-vllm/entrypoints/serve/dev,
-vllm/distributed/weight_transfer). The server is started with VLLM_SERVER_DEV_MODE=1, for adapters also with
+The interface is that of vLLM 0.32 and 0.33 (vllm/entrypoints/openai/completion, vllm/entrypoints/rl/online,
+vllm/entrypoints/serve/dev, vllm/distributed/weight_transfer). Completions of 0.32 do not say which weights drew each
+token, so the label is read before and after each answer, and updates abort the answers that are under way. The server is started with VLLM_SERVER_DEV_MODE=1, for adapters also with
 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, for `hand_over: group` with
 --weight-transfer-config '{"backend": "nccl"}'.
 
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from danlu.core.errors import ModelError
 from danlu.core.http_client import HTTPClient, RequestRefused
 from danlu.core.safetensors_format import raw_bytes
+from danlu.core.terminal import print_status
 from danlu.inference.engine import PauseMode
 from danlu.inference.request import Request
 from danlu.remote_engines.server_interface import (
@@ -54,6 +55,8 @@ FUSED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Layers that vLLM stacks by rows, of those in a model folder."""
+PACKED = hashlib.sha256(b"").hexdigest()
+"""The digest of a layer that vLLM has packed for its kernels, as it does on CPUs: nothing of the tensor is left."""
 UNCHANGED = ("self_attn.o_proj", "mlp.down_proj", "layernorm")
 """Layers that vLLM has as a model folder does; rows of the embedding and the head are padded."""
 
@@ -81,7 +84,8 @@ class VLLMServer(GroupServer):
 
     def check(self, config: ModelConfig) -> None:
         url = self.client.url
-        check_version(self.name, url, self.client.get("/version").get("version"))
+        release = check_version(self.name, url, self.client.get("/version").get("version"))
+        self.labels_tokens = release >= (0, 33)
         try:
             settings = self.client.get("/server_info", {"config_format": "json"})["vllm_config"]
         except RequestRefused as error:
@@ -97,10 +101,25 @@ class VLLMServer(GroupServer):
                 f"{url}: vLLM was started with --logprobs-mode {self._logprobs_mode}, which gives no "
                 "log-probabilities. Use processed_logprobs"
             )
+        self._take_over()
         base = next(card for card in self.client.get("/v1/models")["data"] if card.get("parent") is None)
         self._model, self.context = base["id"], base["max_model_len"]
         check_vocabulary(self.name, url, config.vocab_size, lambda token: is_accepted(lambda: self._probe(token)))
         check_rotation(self.name, url, config, self.context)
+
+    def _take_over(self) -> None:
+        """Wakes and resumes a server that a trainer which was killed has left asleep or paused.
+
+        It would answer nothing until then, not even the check's own requests.
+        """
+        asleep = self.client.get("/is_sleeping")["is_sleeping"]
+        if not asleep and not self.client.get("/is_paused")["is_paused"]:
+            return
+        print_status(f"{self.client.url}: vLLM was {'asleep' if asleep else 'paused'}, and goes on for this run")
+        if asleep:
+            self.wake()
+        self.pause("abort")
+        self.resume()
 
     def _probe(self, token: int) -> None:
         """Asks for one token after this one."""
@@ -148,13 +167,17 @@ class VLLMServer(GroupServer):
             "return_tokens_as_token_ids": True,
             "return_weight_versions": True,
         }
+        label = None if self.labels_tokens else self.version_label()
         choice = self.client.post("/v1/completions", body)["choices"][0]
+        if label is not None and label != self.version_label():
+            # The weights were replaced meanwhile, and nothing says before which token: it is asked for again.
+            return ServerAnswer([], [], [], [], "abort")
         tokens, logprobs = choice["token_ids"], choice["logprobs"]
         own = [float(value) for value in logprobs["token_logprobs"]]
         top = None
         if request.top_logprobs:
             top = [_likeliest(entry, request.top_logprobs) for entry in logprobs["top_logprobs"]]
-        labels = versions_by_token(choice["weight_versions"] or (), len(tokens))
+        labels = [label] * len(tokens) if label else versions_by_token(choice["weight_versions"] or (), len(tokens))
         drawn = [0.0] * len(own) if sampling.temperature == 0 else list(own)
         return ServerAnswer(tokens, own, drawn, labels, choice["finish_reason"], top=top)
 
@@ -230,7 +253,8 @@ class VLLMServer(GroupServer):
         served = dict(zip(names, checksums.values(), strict=True))
         names_differing = []
         for name, parts in comparable_tensors(tensors).items():
-            if name in served and served[name] not in _digests([tensors[part] for part in parts]):
+            digest = served.get(name, PACKED)
+            if digest != PACKED and digest not in _digests([tensors[part] for part in parts]):
                 names_differing += parts
         return names_differing
 
