@@ -3,10 +3,14 @@
     python benchmarks/generation.py                      # random Llamas of 5M and 58M parameters, fp32 and bf16
     python benchmarks/generation.py --model FOLDER --rounds 7 --cases equal samples
     python benchmarks/generation.py --peers generate     # without transformers' continuous batching, which is slow
+    python benchmarks/generation.py --peers vllm --vllm FOLDER/bin/vllm --cases equal samples
 
-All run in turns in one process, and a line of JSON a case has the medians: new tokens per second of danlu's engine, of
-`generate` and of continuous batching (`danlu_over_...`: how many times as fast danlu is). Tokens are greedy; only those
-of the answers are counted, and all are told where each answer ends.
+vLLM serves from an environment of its own (`benchmarks/vllm_environment.py` makes one for CPUs) and is asked over HTTP,
+a request for each answer, with its prefix cache emptied before each round, as danlu's is.
+
+All run in turns, all but vLLM in one process, and a line of JSON a case has the medians: new tokens
+per second of danlu's engine and of each peer (`danlu_over_...`: how many times as fast danlu is). Tokens are greedy;
+only those of the answers are counted, and every engine gets the length of each answer.
 
     launch    from starting `danlu generate`, or a script of five lines with transformers, to the first piece of text
     equal     1, 8 and 32 prompts of 64 tokens, answers of 128
@@ -24,17 +28,21 @@ import argparse
 import json
 import os
 import random
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from danlu.core.http_client import HTTPClient
 from danlu.data.tokenizer_training import train_tokenizer
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
@@ -44,7 +52,8 @@ from danlu.models.decoder import Decoder
 from danlu.models.loading import load
 
 CASES = ("launch", "equal", "samples", "ragged", "exact")
-PEERS = ("generate", "continuous")
+PEERS = ("generate", "continuous", "vllm")
+VLLM_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_SERVER_DEV_MODE": "1"}
 SIZES = {
     "5M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "vocab_size": 4096},
     "58M": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "vocab_size": 32000},
@@ -256,6 +265,39 @@ class ContinuousBatching:
         return [answers[name] for name in names]
 
 
+class VLLM:
+    """A vLLM server, which is asked for all answers at once, each in a request of its own."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, command: Path, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
+        serve = [str(command), "serve", str(folder), "--dtype", str(dtype).removeprefix("torch."), *flags]
+        with log.open("wb") as file:
+            environment = {**os.environ, **VLLM_SETTINGS, "HF_HUB_OFFLINE": "1"}
+            self._process = subprocess.Popen(serve, stdout=file, stderr=file, env=environment, start_new_session=True)
+        self._client = HTTPClient(f"http://127.0.0.1:{port}", 600.0)
+        self._model = str(folder)
+        while not self._client.wait_until_healthy(2.0):
+            assert self._process.poll() is None, f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}"
+
+    def __call__(self, workload: Workload) -> list[list[int]]:
+        self._client.post("/reset_prefix_cache")
+        with ThreadPoolExecutor(len(workload)) as pool:
+            return list(pool.map(self._answer, workload))
+
+    def _answer(self, prompt_and_length: tuple[list[int], int]) -> list[int]:
+        prompt, length = prompt_and_length
+        body = {"model": self._model, "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+        answer = self._client.post("/v1/completions", {**body, "return_token_ids": True})
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def close(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
 Engine = Callable[[Workload], list[list[int]]]
 
 
@@ -296,6 +338,20 @@ def run_folder(name: str, folder: Path, dtype: torch.dtype, arguments: argparse.
     if "continuous" in arguments.peers:
         engines["continuous"] = ContinuousBatching(folder, dtype, arguments.device)
     label = f"{name} {str(dtype).removeprefix('torch.')}"
+    if "vllm" not in arguments.peers:
+        run_cases(label, engines, danlu, vocab_size, arguments)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        vllm = engines["vllm"] = VLLM(folder, dtype, arguments.vllm, Path(scratch) / "vllm.log")
+        try:
+            run_cases(label, engines, danlu, vocab_size, arguments)
+        finally:
+            vllm.close()
+
+
+def run_cases(
+    label: str, engines: dict[str, Engine], danlu: Danlu, vocab_size: int, arguments: argparse.Namespace
+) -> None:
     if "equal" in arguments.cases:
         for prompts in (1, 8, 32):
             workload = equal(prompts, arguments.new_tokens, vocab_size)
@@ -346,7 +402,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", default=[*SIZES], choices=[*SIZES])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
-    parser.add_argument("--peers", nargs="*", default=[*PEERS], choices=PEERS)
+    parser.add_argument("--peers", nargs="*", default=["generate", "continuous"], choices=PEERS)
+    parser.add_argument("--vllm", type=Path, help="the program of vLLM, for --peers vllm")
     parser.add_argument("--new-tokens", type=int, default=128, help="of `equal` and `exact`")
     parser.add_argument("--requests", type=int, default=128, help="of `ragged`")
     parser.add_argument("--rounds", type=int, default=5)
@@ -354,6 +411,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--time-engine", choices=["fast", "exact"], help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if "vllm" in arguments.peers and arguments.vllm is None:
+        parser.error("--peers vllm needs --vllm, the program in an environment of vLLM")
     torch.set_num_threads(arguments.threads)
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the processes that are launched
     if arguments.time_engine:
