@@ -1,0 +1,196 @@
+"""Stage rl with a real vLLM on this machine: hand-overs, log-probabilities, deaths of either side, and rewards.
+
+The other tests speak with a stand-in. These need vLLM in an environment of its own, and the path of its program:
+
+    python benchmarks/vllm_environment.py FOLDER
+    DANLU_VLLM=FOLDER/bin/vllm pytest -m slow tests/remote_engines/test_real_vllm.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders.vllm_process import VLLMProcess
+
+from danlu.core.http_client import HTTPClient
+
+pytestmark = pytest.mark.slow
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+BEGINNINGS = ("Once upon a time", "Lily went to the", "The dog was", "Tom and Sam", "One day a girl", "Mom said")
+REWARD = 'def many_e(completion, **row):\n    return completion.count("e") / max(len(completion), 1)\n'
+ROUNDING = 1e-5
+"""Nats between log-probabilities of two programs that both compute in float32."""
+
+
+@pytest.fixture(scope="module")
+def folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with the heads that vLLM has kernels for, prompts and a reward."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    place = tmp_path_factory.mktemp("vllm")
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "weights" / "stories260K-hf")
+    set_seed(0)
+    values = {**MODEL, "vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(place / "base")
+    tokenizer.save_pretrained(place / "base")
+    rows = [{"prompt": each} for each in BEGINNINGS]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "reward.py").write_text(REWARD)
+    return place
+
+
+@pytest.fixture(scope="module")
+def vllm(folder: Path) -> Iterator[VLLMProcess]:
+    command = os.environ.get("DANLU_VLLM")
+    if command is None:
+        pytest.skip("no vLLM: benchmarks/vllm_environment.py makes one; set DANLU_VLLM to its program")
+    server = VLLMProcess(command, folder / "base", folder / "vllm.log", ("--enable-lora",))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def recipe(folder: Path, name: str, rollout: dict[str, Any], **more: Any) -> Path:
+    values = {
+        "stage": "rl",
+        "model": str(folder / "base"),
+        "data": {"train": str(folder / "prompts.jsonl"), "prompt": "{prompt}"},
+        "rewards": [f"{folder / 'reward.py'}:many_e"],
+        "rollout": {"samples": 4, "max_new_tokens": 16, **rollout},
+        "batch": {"prompts": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "precision": "fp32",
+        "steps": 4,
+        "output": str(folder / name),
+        **more,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def served(vllm: VLLMProcess, route: str, **server: Any) -> dict[str, Any]:
+    return {"engine": "vllm", "url": vllm.url, "server": {"hand_over": route, **server}}
+
+
+def begin(file: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "danlu", "train", str(file)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def train(file: Path) -> str:
+    """Runs a recipe and returns its messages."""
+    process = begin(file)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The metric lines of a run's steps."""
+    run = yaml.safe_load(file.read_text())["output"]
+    path = Path(run) / "metrics.jsonl"
+    every = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in every if "loss" in line]
+
+
+def wait_for_step(file: Path, step: int) -> None:
+    deadline = time.monotonic() + 300
+    while not any(line["step"] >= step for line in lines(file)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("route", "more"), [("adapter", {"adapter": {"kind": "lora", "rank": 8}}), ("folder", {})])
+def test_the_servers_log_probabilities_are_the_trainers_after_each_step(
+    folder: Path, vllm: VLLMProcess, route: str, more: dict[str, Any]
+) -> None:
+    file = recipe(folder, f"by-{route}", served(vllm, route), **more)
+    train(file)
+    steps = lines(file)
+    assert len(steps) == 4 and all(line["gap"] < ROUNDING for line in steps)
+    # Weights of an earlier step are far more than rounding away, so an update that is lost would be seen.
+    assert all(line["grad_norm"] > 0.1 for line in steps)
+
+
+def test_a_run_begins_with_its_own_weights_on_a_server_that_has_those_of_another(
+    folder: Path, vllm: VLLMProcess
+) -> None:
+    for name in ("before", "after"):
+        file = recipe(folder, name, served(vllm, "folder"))
+        train(file)
+        assert all(line["gap"] < ROUNDING for line in lines(file))
+
+
+def test_an_adapter_over_the_weights_of_another_run_is_refused(folder: Path, vllm: VLLMProcess) -> None:
+    """Here the trainer never replaces the base, which the run before this one has trained."""
+    process = begin(recipe(folder, "other-base", served(vllm, "adapter"), adapter={"kind": "lora", "rank": 8}))
+    _, said = process.communicate(timeout=600)
+    assert process.returncode != 0 and "canary: the rollout engine does not answer with the trainer's weights" in said
+
+
+def test_a_killed_trainer_leaves_a_server_that_the_next_run_takes_over(folder: Path, vllm: VLLMProcess) -> None:
+    file = recipe(folder, "killed", served(vllm, "folder"), steps=16, checkpoint={"every": 2})
+    process = begin(file)
+    wait_for_step(file, 3)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    HTTPClient(vllm.url, 60.0).post("/pause", query={"mode": "keep"})
+    said = train(file)
+    assert "and goes on for this run" in said and "resuming" in said
+    assert lines(file)[-1]["step"] == 16 and all(line["gap"] < ROUNDING for line in lines(file))
+
+
+def test_a_server_that_dies_ends_the_run_and_the_run_goes_on_with_a_new_one(folder: Path, vllm: VLLMProcess) -> None:
+    file = recipe(folder, "server-killed", served(vllm, "folder", reconnect_s=2), steps=16, checkpoint={"every": 2})
+    process = begin(file)
+    wait_for_step(file, 3)
+    vllm.end()
+    _, said = process.communicate(timeout=300)
+    vllm.start()
+    assert process.returncode == 6 and vllm.url in said, said
+    assert "resuming" in train(file)
+    assert lines(file)[-1]["step"] == 16 and all(line["gap"] < ROUNDING for line in lines(file))
+
+
+def test_rewards_are_those_of_the_embedded_engine_within_noise(folder: Path, vllm: VLLMProcess) -> None:
+    means: dict[str, list[float]] = {"vllm": [], "own": []}
+    for seed in range(3):
+        for name, rollout in (("vllm", served(vllm, "folder")), ("own", {})):
+            file = recipe(folder, f"{name}-{seed}", rollout, steps=24, seed=seed, batch={"prompts": 6})
+            train(file)
+            means[name].append(statistics.fmean(line["reward"] for line in lines(file)[-8:]))
+    first = statistics.fmean(line["reward"] for line in lines(folder / "own-0.yaml")[:3])
+    noise = max(statistics.stdev(means["own"]), statistics.stdev(means["vllm"]))
+    assert min(map(min, means.values())) > first, (first, means)  # both have learnt
+    assert abs(statistics.fmean(means["own"]) - statistics.fmean(means["vllm"])) < 3 * noise, means
