@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders.remote_engines import KINDS, adapter_writer, hand_over_of, scores, serving
+from builders.remote_engines import KINDS, adapter_writer, hand_over_of, only_server, scores, serving
+from builders.served_model import ServedModel
 from builders.tiny_adapters import adapter_set
 
 from danlu.adapters.adapter_config import read_adapter_config
@@ -13,7 +14,8 @@ from danlu.core.errors import TrainingError
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
 from danlu.remote_engines.canary import Canary, compare_with_servers
-from danlu.remote_engines.hand_over import AdapterHandOver
+from danlu.remote_engines.hand_over import AdapterHandOver, folder_weights
+from danlu.remote_engines.vllm import PACKED
 
 PROMPTS = [tuple(range(3, 40)), tuple(range(60, 22, -1))]  # of several blocks
 TOLERANCE = 1e-3
@@ -60,6 +62,24 @@ def test_weights_in_bfloat16_are_the_trainer_s_rounded(small_decoder, tmp_path, 
         engine.update(1, parameters(trainer))
         with pytest.raises(TrainingError, match="all tensors that can be compared are equal.*another precision"):
             canary_of(engine, trainer).check(engine)
+
+
+def test_layers_that_vllm_has_packed_are_not_compared_and_others_are(small_decoder, monkeypatch):
+    """On a CPU vLLM 0.32 packs linear layers for oneDNN, and a parameter of no elements is left of each."""
+    whole = ServedModel.checksums
+
+    def checksums(self):
+        return {name: PACKED if "_proj." in name else digest for name, digest in whole(self).items()}
+
+    monkeypatch.setattr(ServedModel, "checksums", checksums)
+    model, other = small_decoder(), small_decoder(seed=1)
+    other.norm.weight.data.mul_(1.1)
+    with serving("vllm", model) as (engine, _):
+        for trainer, expected in ((model, []), (other, ["model.norm.weight"])):
+            tensors = dict(folder_weights(trainer.config, parameters(trainer)))
+            names = only_server(engine).differing(tensors)
+            assert [name for name in names if "_proj." not in name and "layernorm" not in name] == expected
+            assert not [name for name in names if "_proj." in name]
 
 
 STALE = "model.layers.{}.mlp.down_proj.weight"

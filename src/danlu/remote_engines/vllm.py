@@ -11,7 +11,8 @@ softmax(logits), with processed_logprobs that of the sampling distribution. Both
 without filters, the latter at other temperatures too. With filters a Completion has two log-probabilities and the
 tokens that were left, so such requests are refused.
 
-Tested against a stand-in that speaks this interface, not against vLLM: transfers over NCCL were never run.
+Folders and adapters are tested with vLLM 0.32 on a CPU (tests/remote_engines/test_real_vllm.py). 0.33 was tested against
+a stand-in that speaks this interface, and transfers over NCCL were never run.
 """
 
 from __future__ import annotations
