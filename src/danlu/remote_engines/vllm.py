@@ -2,17 +2,18 @@
 
 The interface is that of vLLM 0.32 and 0.33 (vllm/entrypoints/openai/completion, vllm/entrypoints/rl/online,
 vllm/entrypoints/serve/dev, vllm/distributed/weight_transfer). Completions of 0.32 do not say which weights drew each
-token, so the label is read before and after each answer, and updates abort the answers that are under way. The server is started with VLLM_SERVER_DEV_MODE=1, for adapters also with
-VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, for `hand_over: group` with
---weight-transfer-config '{"backend": "nccl"}'.
+token, so the label is read before and after each answer, and updates abort the answers that are under way.
+
+The server is started with VLLM_SERVER_DEV_MODE=1, for adapters also with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and
+--enable-lora, for `hand_over: group` with --weight-transfer-config '{"backend": "nccl"}'.
 
 It reports one log-probability for each token. With --logprobs-mode raw_logprobs (its default) that is log
 softmax(logits), with processed_logprobs that of the sampling distribution. Both satisfy `Completion` at temperature 1
 without filters, the latter at other temperatures too. With filters a Completion has two log-probabilities and the
 tokens that were left, so such requests are refused.
 
-Folders and adapters are tested with vLLM 0.32 on a CPU (tests/remote_engines/test_real_vllm.py). 0.33 was tested against
-a stand-in that speaks this interface, and transfers over NCCL were never run.
+Folders and adapters are tested with vLLM 0.32 on a CPU (tests/remote_engines/test_real_vllm.py). 0.33 was tested
+against a stand-in that speaks this interface, and transfers over NCCL were never run.
 """
 
 from __future__ import annotations
