@@ -83,6 +83,21 @@ def test_python_m_imports_nothing_from_the_working_directory(tmp_path: Path) -> 
         (["recipes", "lst"], "error: No such command 'lst'. Did you mean 'list'? See `danlu recipes --help`\n"),
         (["recipes", "copy"], ". See `danlu recipes copy --help`\n"),
         (["--wrong"], "error: No such option: --wrong"),
+        (["train", "x", "--stpes", "3"], "error: No such option: --stpes. See `danlu train --help`\n"),
+        (["train", "x", "--seed", "3"], "error: No such option: --seed. It is a key of the recipe: write seed=VALUE,"),
+        (
+            ["train", "x", "--learning_rate=1e-4"],
+            "error: No such option: --learning_rate. danlu's key for it is optimizer.learning_rate: write "
+            "optimizer.learning_rate=VALUE, without dashes. See `danlu train --help`\n",
+        ),
+        (
+            ["train", "x", "--num_processes", "2"],
+            "error: No such option: --num_processes. The flag is called --processes",
+        ),
+        (
+            ["train", "x", "--neftune_noise_alpha=5"],
+            "danlu does not have it: No noise is added to embeddings. Leave it out",
+        ),
         (["explain", "seed", "seed=1"], "overrides need --recipe"),
         (["explain", "sead"], "error: no recipe has the key 'sead'. Did you mean 'seed'? `danlu explain` lists them\n"),
         (["recipes", "copy", "stf"], "error: no recipe called 'stf'. Did you mean 'sft'?"),

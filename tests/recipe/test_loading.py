@@ -171,7 +171,7 @@ def test_a_key_with_the_name_of_its_kind_is_told_from_the_kind(write: Write) -> 
         ("evaluation: {samples: [1]}", "evaluation.samples.prompts.0: expected a text, not 1"),
         ("batch: {tokens: [1, 2]}", "batch.tokens: expected a whole number, 1 or more, or null, not a list of 2"),
         ("learning_rate: 1", "learning_rate: unknown key. danlu's key for it is optimizer.learning_rate"),
-        ("output_dir: x", "output_dir: unknown key. Did you mean 'output'?"),
+        ("output_dir: x", "output_dir: unknown key. danlu's key for it is output"),
     ],
 )
 def test_messages(write: Write, line: str, message: str) -> None:
@@ -279,3 +279,19 @@ def test_origins(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.origin("data.eval") == "override 'data.eval=0.1'"
     assert loaded.origin("batch.micro") == "override 'batch.micro=2'"
     assert loaded.origin("seed") == "default"
+
+
+def test_a_recipe_in_the_words_of_another_tool(write: Write) -> None:
+    """Each key leads to danlu's, and one that stands under its other name is not missing besides."""
+    path = write("stage: sft\nmodel_name_or_path: base\ndataset: rows.json\noutput_dir: runs/x\nlora_target: all\n")
+    with pytest.raises(RecipeError) as caught:
+        load(path)
+    assert [line.partition(" ")[2] for line in caught.value.problems] == [
+        "model_name_or_path: unknown key. danlu's key for it is model.path",
+        "dataset: unknown key. danlu's key for it is data.train: write data.train: [rows.json]",
+        "output_dir: unknown key. danlu's key for it is output",
+        "lora_target: unknown key. danlu's key for it is adapter.targets: write adapter.targets: [all-linear]",
+    ]
+    with pytest.raises(RecipeError) as caught:
+        load(write("stage: sft\ndataset: rows.json\noutput_dir: runs/x\nlora_rank: 8\n"))
+    assert any("model: missing: add 'model: ...'" in line for line in caught.value.problems)

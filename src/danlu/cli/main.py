@@ -192,6 +192,13 @@ def _usage(error: Any) -> list[str]:
     if unknown is not None and context is not None and context.parent is None and unknown[1] in SUGGESTIONS:
         said = f"{unknown[0]} Use {SUGGESTIONS[unknown[1]]}"
     end = "" if said.endswith((".", "?")) else "."
+    flag = re.match(r"No such option:? '?--([\w.-]+)", said)
+    if flag is not None and context is not None:
+        from danlu.cli.unknown_flags import advice  # here: no other command line needs the keys of recipes
+
+        takes_overrides = any(parameter.name == "overrides" for parameter in context.command.params)
+        if (meant := advice(flag[1], context.command_path, takes_overrides=takes_overrides)) is not None:
+            said, end = f"No such option: --{flag[1]}. {meant}", "."
     return [f"{said}{end} See `{context.command_path if context is not None else 'danlu'} --help`"] if said else []
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from danlu.core.errors import RecipeError
 from danlu.core.spelling import closest_match
+from danlu.recipe import other_tools
 from danlu.recipe.chain import CHAIN_KEYS, STAGES
 from danlu.recipe.loading import Loaded
-from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence
+from danlu.recipe.messages import describe_type, first_sentence
 from danlu.recipe.sections import Optimizer, Section, value_at
 from danlu.recipe.stage_defaults import STAGE_DEFAULTS, STAGE_KEYS, stage_values
 from danlu.recipe.type_hints import (
@@ -140,10 +141,9 @@ def _unknown(key: str) -> str:
         return f"{key!r} is no key of a recipe but a thing to do: {verb}"
     known = keys()
     name = key.rpartition(".")[2]
+    if (advice := other_tools.advice(key)) is not None:
+        return f"{key!r} is a key of another tool: {advice}"
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    guess = (
-        KEYS_OF_OTHER_TOOLS.get(key.lower().replace("-", "_"))
-        or (same_name[0] if same_name else closest_match(key, known))
-        or closest_match(name, known)
-    )
+    guess = min(same_name, key=lambda each: each.count("."), default=closest_match(key, known))
+    guess = guess or closest_match(name, known)
     return f"no recipe has the key {key!r}.{f' Did you mean {guess!r}?' if guess else ''} `danlu explain` lists them"

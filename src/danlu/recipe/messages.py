@@ -1,4 +1,4 @@
-"""Types and values as error messages and `danlu explain` write them, and the keys of other tools that users type."""
+"""Types and values as error messages and `danlu explain` write them."""
 
 from __future__ import annotations
 
@@ -9,89 +9,6 @@ from pydantic.fields import FieldInfo
 
 from danlu.recipe.sections import Section
 from danlu.recipe.type_hints import Hint, generic_origin, union_members, variants_of
-
-_NAMES_IN_OTHER_TOOLS = {
-    "adapter": "use_dora use_rslora",
-    "adapter.alpha": "lora_alpha",
-    "adapter.dropout": "dropout lora_dropout",
-    "adapter.init": "init_lora_weights",
-    "adapter.modules_to_save": "modules_to_save",
-    "adapter.rank": "lora_r lora_rank r",
-    "adapter.targets": "lora_target lora_target_modules",
-    "batch.micro": "micro_batch_size per_device_eval_batch_size per_device_train_batch_size",
-    "batch.passes": "num_iterations num_ppo_epochs ppo_epochs",
-    "batch.sequences": "batch_size global_batch_size train_batch_size",
-    "batch.tokens": "accumulate_grad_batches gradient_accumulation_steps",
-    "batch.updates": "num_mini_batches steps_per_generation",
-    "checkpoint.every": "checkpointing_steps save_steps save_strategy",
-    "checkpoint.keep": "save_total_limit",
-    "compile": "torch_compile",
-    "data.eval": "eval_dataset eval_split test_size val_set_size validation_file",
-    "data.max_length": (
-        "block_size context_length cutoff_len max_length max_prompt_length max_seq_len max_seq_length seq_len "
-        "seq_length sequence_len"
-    ),
-    "data.packing": "group_by_length neat_packing pack packing sample_packing",
-    "data.streaming": "streaming",
-    "data.train": "dataset dataset_dir dataset_name dataset_path datasets train_dataset train_file",
-    "data.train_on": "assistant_only_loss mask_history train_on_inputs",
-    "data.workers": "dataloader_num_workers num_workers",
-    "ema": "use_ema",
-    "ema.decay": "ema_decay",
-    "epochs": "num_epochs num_train_epochs",
-    "evaluation.early_stop.patience": "early_stopping_patience",
-    "evaluation.every": "eval_steps eval_strategy evaluation_strategy",
-    "gradient_clipping": "grad_clip max_grad_norm",
-    "log.every": "logging_steps",
-    "log.wandb": "report_to wandb_project",
-    "loss.label_smoothing": "label_smoothing label_smoothing_factor",
-    "memory.offload": "cpu_offload offload",
-    "memory.recompute": "activation_checkpointing gradient_checkpointing",
-    "model.adapters": "adapter_name_or_path",
-    "model.chat_template": "chat_template_path template",
-    "model.path": "base_model model_name model_name_or_path",
-    "model.tokenizer": "tokenizer_name tokenizer_name_or_path",
-    "objective.clip": "cliprange epsilon epsilon_high",
-    "objective.gae": "gae_lambda lam",
-    "objective.kl": "init_kl_coef kl_coef",
-    "objective.loss": "loss_type",
-    "objective.mask_truncated": "mask_truncated_completions",
-    "objective.ratio": "importance_sampling_level",
-    "objective.scale": "scale_rewards",
-    "objective.value_clip": "cliprange_value",
-    "objective.value_weight": "vf_coef",
-    "objective.whiten": "whiten_advantages whiten_rewards",
-    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
-    "optimizer.eps": "adam_epsilon",
-    "optimizer.kind": "optim",
-    "optimizer.learning_rate": "learning_rate lr",
-    "optimizer.rank": "galore_rank",
-    "optimizer.weight_decay": "weight_decay",
-    "output": "output_dir overwrite_output_dir run_name",
-    "parallel.context": "context_parallel_size cp",
-    "parallel.data": "ddp dp world_size",
-    "parallel.device_map": "device_map",
-    "parallel.pipeline": "pipeline_parallel_size pp",
-    "parallel.shard": "deepspeed fsdp zero zero_stage",
-    "parallel.tensor": "tensor_model_parallel_size tensor_parallel_size tp",
-    "precision": "bf16 fp16 mixed_precision tf32",
-    "quantization": "load_in_4bit load_in_8bit quantization_bit quantization_config",
-    "rewards": "reward_funcs",
-    "rewards.weight": "reward_weights",
-    "rollout.max_new_tokens": "max_completion_length response_length",
-    "rollout.samples": "num_generations",
-    "rollout.stop_strings": "stop_sequences",
-    "schedule.floor": "min_lr",
-    "schedule.kind": "lr_scheduler lr_scheduler_type",
-    "schedule.warmup": "warmup_ratio warmup_steps",
-    "seed": "random_seed",
-    "stage": "finetuning_type",
-    "steps": "max_steps",
-}
-"""The names of danlu's keys in other tools."""
-KEYS_OF_OTHER_TOOLS = {name: key for key, names in _NAMES_IN_OTHER_TOOLS.items() for name in names.split()}
-"""Names that other tools use, and danlu's key for the same thing."""
-
 
 _NUMBERS = {int: "a whole number", float: "a number"}
 

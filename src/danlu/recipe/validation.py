@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from danlu.core.spelling import did_you_mean
 from danlu.recipe.default_mappings import with_default_mappings
-from danlu.recipe.messages import KEYS_OF_OTHER_TOOLS, describe_type, first_sentence, format_value
+from danlu.recipe.messages import describe_type, first_sentence, format_value
 from danlu.recipe.sections import Recipe, Section
 from danlu.recipe.short_forms import type_at
-from danlu.recipe.type_hints import fields_of, literal_values, section_types, variants_of
+from danlu.recipe.type_hints import fields_at, fields_of, literal_values, section_types, variants_of
 from danlu.recipe.yaml_tree import Node, Problem
 
 
@@ -29,6 +29,9 @@ def validate(tree: Node) -> tuple[Recipe | None, list[Problem]]:
             kinds.setdefault(_key(detail["loc"], kind, tree), kind)
         # A value that fails every branch of a union is named once, and where it fails deepest.
         keys = [key for key in kinds if not any(deeper.startswith(f"{key}.") for deeper in kinds)]
+        unknown = [key for key in keys if kinds[key] == "extra_forbidden"]
+        targets = _targets(unknown, _stage(tree)) if unknown else set()
+        keys = [key for key in keys if kinds[key] != "missing" or not _is_given(key, targets)]
         return None, [_problem(key, kinds[key], tree) for key in keys]
 
 
@@ -58,7 +61,7 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         return Problem(key, _missing(key, name, hint, section), node.origin)
     if kind == "extra_forbidden" or hint is None:
         origin = node.key_origin if exact and node.key_origin is not None else node.origin
-        return Problem(key, _unknown(key, section), origin)
+        return Problem(key, _unknown(key, section, node.plain if exact else None, _stage(tree)), origin)
     kind_node = node.child("kind") if variants_of(hint) else None
     if kind_node is not None:
         return Problem(f"{key}.kind", unexpected(node.plain, hint), kind_node.origin)
@@ -72,20 +75,43 @@ def _missing(key: str, name: str, hint: Any, section: type[Section] | None) -> s
     return f"missing: add '{name}: ...' {where} ({describe_type(hint)}){f': {doc}' if doc else ''}."
 
 
-def _unknown(key: str, section: type[Section] | None) -> str:
+def _unknown(key: str, section: type[Section] | None, value: Any, stage: str) -> str:
     """Suggests the key that was meant: a field of this section, another tool's name, or a field of another section."""
+    from danlu.recipe import other_tools  # here: its tables are read for a recipe with an unknown key alone
+
     section = section or Recipe
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(section.model_fields), key.rpartition(".")[2]
-    elsewhere = KEYS_OF_OTHER_TOOLS.get(name.lower().replace("-", "_"))
+    advice = other_tools.advice(key, value, stage)
     hint = did_you_mean(name, known)
-    if hint and (elsewhere is None or hint.endswith(f" {elsewhere!r}?")):
+    if advice is not None and not any(row.target == key for row in other_tools.find(key, stage)):
+        return f"{message}. {advice}"
+    if hint:
         return f"{message}.{hint}"
     inner = (field for top in fields_of(Recipe) if section_types(top.hint) for field in fields_of(top.hint, top.key))
-    danlu_key = elsewhere or next((field.key for field in inner if field.name == name), None)
-    if danlu_key is not None and danlu_key != key:
-        return f"{message}. danlu's key for it is {danlu_key}"
+    elsewhere = next((field.key for field in inner if field.name == name and field.key != key), None)
+    if elsewhere is not None:
+        return f"{message}. danlu's key for it is {elsewhere}"
     return f"{message}. Known: {', '.join(known)}"
+
+
+def _targets(unknown: list[str], stage: str) -> set[str]:
+    """danlu's keys for those that other tools have."""
+    from danlu.recipe import other_tools  # here: see above
+
+    return {row.target for key in unknown for row in other_tools.find(key, stage) if row.is_key}
+
+
+def _is_given(key: str, targets: set[str]) -> bool:
+    """Whether a missing key, or the key that a bare value of its section fills, is among danlu's keys for others."""
+    shorts = {section.short for field in fields_at(key) for section in section_types(field.hint) if section.short}
+    return not targets.isdisjoint({key, *(f"{key}.{short}" for short in shorts)})
+
+
+def _stage(tree: Node) -> str:
+    """The stage that a recipe names, if it names one."""
+    stage = tree.child("stage")
+    return stage.value if stage is not None and isinstance(stage.value, str) else ""
 
 
 def unexpected(value: Any, hint: Any) -> str:
