@@ -14,10 +14,9 @@ import pytest
 import torch  # noqa: F401  # verbs say what they are about to do only where it is still to be loaded: the same in each test
 from builders.engine_models import endless, loaded, small_decoder  # noqa: F401 - fixtures
 from builders.fork_server import MODULES, SERVER
-from builders.tiny_world import InThisProcess, World
+from builders.tiny_world import World, tokenise_here
 from hypothesis import settings
 
-from danlu.data import prepare, stream
 from danlu.numerics import batch_invariant
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -135,11 +134,3 @@ def module_tokenises_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         tokenise_here(patch)
         yield
-
-
-def tokenise_here(patch: pytest.MonkeyPatch) -> None:
-    # Here: a stream reads in a thread, and transformers cannot be imported by two threads at once.
-    from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401
-
-    for room in (prepare, stream):
-        patch.setattr(room, "WorkerPool", InThisProcess)

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.process_group import run_group
 from builders.tiny_world import World, danlu
-from builders.train_worker import train
-from test_rl_runs import FILTERED, assert_goes_on, recipe_file, run, steps
+from test_rl_runs import FILTERED, assert_goes_on, recipe_file, run, run_layouts, steps
 
 pytestmark = pytest.mark.usefixtures("module_tokenises_here")
 
@@ -128,19 +126,23 @@ def test_a_run_stopped_in_a_rollout_goes_on(tiny_world: World, tmp_path: Path) -
     assert_goes_on(tiny_world, tmp_path / "whole", 1, **more)
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"zero3": (2, {"shard": "zero3"}), "pipeline": (2, {"pipeline": 2})}
+
+
+@pytest.fixture(scope="module")
+def layouts(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_layouts(tiny_world, folder, LAYOUTS, **agent(tiny_world) | TURNS | {"steps": 2})
+    return folder
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [{"shard": "zero3"}, {"pipeline": 2}])
-def test_processes_of_a_trainer_have_the_same_answers(
-    tiny_world: World, tmp_path: Path, parallel: dict[str, Any]
-) -> None:
-    more = agent(tiny_world) | TURNS | {"steps": 2}
-    one = run(tiny_world, tmp_path / "one", **more)
-    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
-    assert all(ended == [(2, 0)] for ended in run_group(train, 2, [str(file)]))
-    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processes_of_a_trainer_have_the_same_answers(layouts: Path, layout: str) -> None:
+    for line, other in zip(steps(layouts / "one"), steps(layouts / layout), strict=True):
         for name in ("loss", "grad_norm", "reward", "turns_mean"):
             assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
-    assert (tmp_path / "one" / "rollouts.jsonl").read_text() == (tmp_path / "several" / "rollouts.jsonl").read_text()
+    assert (layouts / "one" / "rollouts.jsonl").read_text() == (layouts / layout / "rollouts.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builders.process_group import run_group
 from builders.tiny_world import World
-from builders.train_worker import train
 from safetensors.torch import load_file
 from test_critic_runs import ppo
-from test_rl_runs import recipe_file, run, steps
+from test_rl_runs import run_layouts, steps
 
 LAYOUTS = {
     "ddp": (2, "base", {}),
@@ -26,15 +24,24 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> dict[str, Path]:
+    """Of each critic a folder with a run of one process, and of each layout with that critic."""
+    folders = {critic: tmp_path_factory.mktemp(f"critic-{critic}") for critic in ("base", "none")}
+    for critic, folder in folders.items():
+        more = ppo(critic, warmup=1, learning_rate=1e-2, save=True)
+        layouts = {name: (size, parallel) for name, (size, own, parallel) in LAYOUTS.items() if own == critic}
+        run_layouts(tiny_world, folder, layouts, **more | {"batch": {"prompts": 4, "micro": 1, "updates": 2}})
+    return folders
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_learns_the_same(tiny_world: World, tmp_path: Path, layout: str) -> None:
-    size, critic, parallel = LAYOUTS[layout]
-    more = {**ppo(critic, warmup=1, learning_rate=1e-2, save=True), "batch": {"prompts": 4, "micro": 1, "updates": 2}}
-    one = run(tiny_world, tmp_path / "one", **more)
-    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
-    assert all(ended == [(4, 0)] for ended in run_group(train, size, [str(file)]))
-    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+def test_every_layout_learns_the_same(runs: dict[str, Path], layout: str) -> None:
+    _, critic, _ = LAYOUTS[layout]
+    folder = runs[critic]
+    one = steps(folder / "one")
+    for line, other in zip(one, steps(folder / layout), strict=True):
         assert line.keys() == other.keys()
         for name in (
             "loss",
@@ -46,7 +53,7 @@ def test_every_layout_learns_the_same(tiny_world: World, tmp_path: Path, layout:
             assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
     assert one[1]["value_loss"] != pytest.approx(one[3]["value_loss"], rel=2e-4)  # control
     name = "model-value/model" if critic == "none" else "adapter-value/adapter_model"
-    kept, others = (load_file(tmp_path / run_ / f"{name}.safetensors") for run_ in ("one", "several"))
+    kept, others = (load_file(folder / run / f"{name}.safetensors") for run in ("one", layout))
     assert kept.keys() == others.keys() and any(key.endswith("score.weight") for key in kept)
     assert max(float((tensor - others[key]).abs().max()) for key, tensor in kept.items()) < 1e-3
     assert min(float(tensor.abs().max()) for tensor in kept.values()) > 1e-2  # control: one that is lost is seen

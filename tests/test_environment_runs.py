@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.process_group import run_group
 from builders.tiny_world import World, danlu
-from builders.train_worker import train
-from test_rl_runs import FILTERED, assert_goes_on, recipe_file, run, steps
+from test_rl_runs import FILTERED, assert_goes_on, recipe_file, run, run_layouts, steps
 
 from danlu.data.tokenizer import load_tokenizer
 
@@ -117,17 +115,28 @@ def test_objectives_take_episodes(tiny_world: World, tmp_path: Path, objective: 
     assert [line["ratio"] for line in lines] == [1.0, 1.0] and lines[0]["turns_mean"] > 1
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {}),
+    "zero3": (2, {"shard": "zero3"}),
+    "tensor": (2, {"tensor": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def layouts(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_layouts(tiny_world, folder, LAYOUTS, **environment(tiny_world) | TURNS | {"steps": 2})
+    return folder
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}, {"tensor": 2}, {"pipeline": 2}])
-def test_every_layout_plays_the_same_episodes(tiny_world: World, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    more = environment(tiny_world) | TURNS | {"steps": 2}
-    one = run(tiny_world, tmp_path / "one", **more)
-    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
-    assert all(ended == [(2, 0)] for ended in run_group(train, 2, [str(file)]))
-    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_plays_the_same_episodes(layouts: Path, layout: str) -> None:
+    for line, other in zip(steps(layouts / "one"), steps(layouts / layout), strict=True):
         for name in ("loss", "grad_norm", "reward", "turns_mean"):
             assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
-    assert (tmp_path / "one" / "rollouts.jsonl").read_text() == (tmp_path / "several" / "rollouts.jsonl").read_text()
+    assert (layouts / "one" / "rollouts.jsonl").read_text() == (layouts / layout / "rollouts.jsonl").read_text()
 
 
 def test_an_environment_that_raises_ends_the_run(

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from builders.process_group import run_group
 from builders.tiny_world import World, metrics
-from builders.train_worker import train
 from safetensors.torch import load_file
-from test_rl_runs import assert_goes_on, recipe_file, run, steps
+from test_rl_runs import assert_goes_on, recipe_file, run, run_layouts, steps
 
 from danlu.core.types import Pack
 from danlu.data.batch import empty_like
@@ -127,13 +125,25 @@ def test_a_run_stopped_in_a_rollout_goes_on_as_if_it_had_not_been(tiny_world: Wo
     assert_goes_on(tiny_world, tmp_path / "whole", 1, **more)
 
 
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {}),
+    "zero3": (2, {"shard": "zero3"}),
+    "pipeline": (2, {"pipeline": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def layouts(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_layouts(tiny_world, folder, LAYOUTS, **PAIRS)
+    return folder
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [{}, {"shard": "zero3"}, {"pipeline": 2}])
-def test_every_layout_learns_the_same(tiny_world: World, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    one = run(tiny_world, tmp_path / "one", **PAIRS)
-    file = recipe_file(tiny_world, tmp_path / "several", **PAIRS, parallel=parallel)
-    assert all(ended == [(4, 0)] for ended in run_group(train, 2, [str(file)]))
-    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_learns_the_same(layouts: Path, layout: str) -> None:
+    one = steps(layouts / "one")
+    for line, other in zip(one, steps(layouts / layout), strict=True):
         for name in ("loss", "grad_norm", "reward", "margin", "pairs"):
             assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
     assert one[0]["grad_norm"] != pytest.approx(one[1]["grad_norm"], rel=2e-4)  # control

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def recipe_file(world: World, folder: Path, **more: Any) -> Path:
 def run(world: World, folder: Path, **more: Any) -> list[dict[str, Any]]:
     assert danlu("train", recipe_file(world, folder, **more)) == 0
     return steps(folder)
+
+
+def run_layouts(world: World, folder: Path, layouts: Mapping[str, tuple[int, dict[str, Any]]], **more: Any) -> None:
+    """One process trains in folder/one, and each layout, of so many processes, in the folder of its name."""
+    ended = (len(run(world, folder / "one", **more)), 0)
+    for size in sorted({count for count, _ in layouts.values()}):
+        files = [
+            str(recipe_file(world, folder / name, **more, parallel=parallel))
+            for name, (count, parallel) in layouts.items()
+            if count == size
+        ]
+        assert run_group(train, size, files, timeout=900) == [[ended] * len(files)] * size
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -273,20 +286,22 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def layouts(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_layouts(tiny_world, folder, LAYOUTS, batch={"prompts": 4, "micro": 1, "updates": 2}, steps=4)
+    return folder
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_learns_the_same(tiny_world: World, tmp_path: Path, layout: str) -> None:
-    more = {"batch": {"prompts": 4, "micro": 1, "updates": 2}, "steps": 4}
-    one = run(tiny_world, tmp_path / "one", **more)
-    size, parallel = LAYOUTS[layout]
-    file = recipe_file(tiny_world, tmp_path / "several", **more, parallel=parallel)
-    assert all(ended == [(4, 0)] for ended in run_group(train, size, [str(file)]))
-    several = steps(tmp_path / "several")
-    for line, other in zip(one, several, strict=True):
+def test_every_layout_learns_the_same(layouts: Path, layout: str) -> None:
+    one = steps(layouts / "one")
+    for line, other in zip(one, steps(layouts / layout), strict=True):
         for name in ("loss", "grad_norm", "reward", "entropy"):
             assert other[name] == pytest.approx(line[name], rel=2e-4, abs=2e-6), name
     assert one[1]["loss"] != pytest.approx(one[3]["loss"], rel=2e-4)  # control
-    read = [(tmp_path / name / "rollouts.jsonl").read_text() for name in ("one", "several")]
+    read = [(layouts / name / "rollouts.jsonl").read_text() for name in ("one", layout)]
     assert read[0] == read[1]
 
 
@@ -330,13 +345,19 @@ def test_a_reference_is_asked_where_its_kl_counts(
         assert len(asked) == 4 and lines[0]["kl_in_reward"] == pytest.approx(0, abs=1e-5)
 
 
+PPO_LAYOUTS = {name: LAYOUTS[name] for name in ("ddp", "zero3", "context", "pipeline")}
+
+
+@pytest.fixture(scope="module")
+def ppo_layouts(tiny_world: World, tmp_path_factory: pytest.TempPathFactory, module_tokenises_here: None) -> Path:
+    folder = tmp_path_factory.mktemp("ppo-layouts")
+    run_layouts(tiny_world, folder, PPO_LAYOUTS, steps=4, **PPO)
+    return folder
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["ddp", "zero3", "context", "pipeline"])
-def test_ppo_learns_the_same_in_every_layout(tiny_world: World, tmp_path: Path, layout: str) -> None:
-    one = run(tiny_world, tmp_path / "one", steps=4, **PPO)
-    size, parallel = LAYOUTS[layout]
-    file = recipe_file(tiny_world, tmp_path / "several", steps=4, parallel=parallel, **PPO)
-    assert all(ended == [(4, 0)] for ended in run_group(train, size, [str(file)]))
-    for line, other in zip(one, steps(tmp_path / "several"), strict=True):
+@pytest.mark.parametrize("layout", PPO_LAYOUTS)
+def test_ppo_learns_the_same_in_every_layout(ppo_layouts: Path, layout: str) -> None:
+    for line, other in zip(steps(ppo_layouts / "one"), steps(ppo_layouts / layout), strict=True):
         for name in ("loss", "grad_norm", "value_loss", "reward", "kl_in_reward"):
             assert other[name] == pytest.approx(line[name], rel=5e-4, abs=5e-6), name

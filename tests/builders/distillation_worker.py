@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from builders import train_worker
 from builders.tiny_world import CONFIG, World
 from danlu.models.hf_config import read_config_values
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.saving import save
-from danlu.recipe import load
-from danlu.run import train as run
 
 
 def teacher_folder(
@@ -54,4 +52,4 @@ def recipe(world: World, output: Path, parallel: Mapping[str, Any] | None = None
 def train(files: Sequence[str]) -> list[int]:
     """Trains each recipe; the exit code of each."""
     torch.set_num_threads(1)
-    return [run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO()).exit_code for file in files]
+    return [exit_code for _, exit_code in train_worker.train(files)]

@@ -14,16 +14,26 @@ import sys
 SERVER = multiprocessing.get_context("forkserver")
 MODULES = [
     "danlu.cli.train",
+    "danlu.data.jinja_sandbox",
+    "danlu.models.families.llama",
+    "danlu.models.gated_delta_net",
+    "danlu.parallel.context_attention",
+    "danlu.parallel.process_group",
+    "danlu.rl.rollout_processes",
     "danlu.run.train",
+    "danlu.stages.prompt_reader",
+    "danlu.stages.reinforcement",
     "danlu.verification.classifier_proxy",
     "danlu.verification.decoder_proxy",
     "danlu.verification.workers",
+    "numpy.ma",
     "pytest",  # which modules with workers import
     "tensorboard.summary.writer",
     "torch._dynamo",  # FSDP2 imports it when it is first used
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "transformers",
+    "transformers.models.auto.tokenization_auto",
 ]
 
 

@@ -150,6 +150,17 @@ class InThisProcess:
         return None
 
 
+def tokenise_here(patch: pytest.MonkeyPatch) -> None:
+    """Lets this process tokenise rows, in the place of new ones, until `patch` is undone."""
+    # Here: a stream reads in a thread, and transformers cannot be imported by two threads at once.
+    from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401
+
+    from danlu.data import prepare, stream
+
+    for room in (prepare, stream):
+        patch.setattr(room, "WorkerPool", InThisProcess)
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,19 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+from builders.tiny_world import tokenise_here
 from danlu.recipe import load
 from danlu.run import train as run
 from danlu.training import loop
 
 
 def train(files: Sequence[str]) -> list[tuple[int, int]]:
-    """Trains each recipe; (steps, exit code) of each."""
+    """Trains each recipe, with rows tokenised in this process; (steps, exit code) of each."""
     outcomes = []
-    for file in files:
-        outcome = run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO())
-        outcomes.append((outcome.steps, outcome.exit_code))
+    with pytest.MonkeyPatch.context() as patch:
+        tokenise_here(patch)
+        for file in files:
+            outcome = run.train(load(Path(file)), log=lambda line: None, stream=io.StringIO())
+            outcomes.append((outcome.steps, outcome.exit_code))
     return outcomes
 
 
