@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from danlu.cli.model_flags import ModelArgument, ModelFlags, takes_flag_groups
+from danlu.cli.serve_flags import EngineFlags, LimitFlags, WebFlags
 from danlu.core.errors import RecipeError, ResourceError
 from danlu.core.server_key import write_key
 from danlu.core.terminal import print_status, print_status_early
@@ -35,12 +37,6 @@ def serve(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: its folder's name.")] = None,
-    cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0,
-    sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256,
-    draft_tokens: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens that are guessed from the text so far and checked in one pass; 0: none."),
-    ] = 0,
     seed: Annotated[
         int | None, typer.Option(help="Of requests that bring none. Default: another one each time.")
     ] = None,
@@ -59,6 +55,9 @@ def serve(
         Literal["auto", "none"], typer.Option(help="none: thoughts (<think>) stay in the text of chat answers.")
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+    engine_flags: EngineFlags,
+    limits: LimitFlags,
+    web: WebFlags,
     loading: ModelFlags,
 ) -> None:
     """Answer over HTTP as OpenAI's API does: completions and chat, streamed, by a model and its adapters.
@@ -73,8 +72,9 @@ def serve(
         raise RecipeError(f"--weights-root {weights_root}: {why}")
     if rollouts and adapter:
         raise RecipeError("--adapter: a trainer brings its adapter itself; leave it out with --rollouts")
-    if rollouts and draft_tokens and numerics == "exact":
+    if rollouts and engine_flags.draft_tokens and numerics == "exact":
         raise RecipeError("--draft-tokens: drafts change the random numbers of a draw; leave it out with exact")
+    certificate = web.certificate()
     server = _server_module()
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.inference.resolve_model import resolve_model
@@ -85,25 +85,30 @@ def serve(
     if api_key is None and not makes_key and not server.is_loopback(listener):
         print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
     print_status_early(f"reading {resolved.given_path}")
-    from danlu.inference.engine import DraftOptions, EngineOptions
     from danlu.inference.load_engine import engine_of
+    from danlu.models.hf_folder import read_config
     from danlu.serving.served_models import served_models
     from danlu.serving.served_weights import served_weights
 
+    limits.check(read_config(resolved.folder).context_length)
     loaded = loading.load(resolved, loading.load_tokenizer(resolved))
     models = served_models(resolved, loaded, name, loading.chat_template, reasoning=reasoning_parser == "auto")
     for note in models.notes:
         print_status(note)
-    draft = DraftOptions(tokens=draft_tokens) if draft_tokens else None
-    settings = EngineOptions(
-        cache_gib=cache_gib, sequences=sequences, draft=draft, exact=numerics == "exact", routes=rollouts
-    )
+    settings = engine_flags.options(exact=numerics == "exact", routes=rollouts)
     weights = served_weights(loaded, settings) if rollouts else None
     engine = engine_of(loaded, settings) if weights is None else weights.engine
     if makes_key:
         api_key = _new_key(listener.getsockname()[1])
     options = server.ServerOptions(
-        secrets.randbits(62) if seed is None else seed, api_key, quiet, makes_key, weights_root or Path.cwd()
+        secrets.randbits(62) if seed is None else seed,
+        api_key,
+        quiet,
+        limits=server.Limits(*astuple(limits)),
+        allowed_origins=tuple(web.allowed_origins or ()),
+        certificate=certificate,
+        leaves_key=makes_key,
+        weights_root=weights_root or Path.cwd(),
     )
     server.Server(models, engine, listener, options, weights).listen()
 

@@ -22,14 +22,14 @@ from danlu.core.errors import DanluError
 from danlu.data.prompt_encoding import encode_utf8
 from danlu.data.resource_limits import characters
 from danlu.data.template_process import template_process
-from danlu.data.thoughts import THOUGHTS, ThoughtReader, opened_thought
+from danlu.data.thoughts import ThoughtReader, opened_thought
 from danlu.inference import request as engine_request
-from danlu.inference.grammar import after_thought
 from danlu.inference.prompts import prompt_problem
 from danlu.inference.stopping import Decode
-from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread
-from danlu.serving.event_stream import EventStream, collect, stream_events
-from danlu.serving.forced_calls import forced_calls_grammar, forced_form
+from danlu.serving.answer_grammars import chat_grammar_of, grammar_of
+from danlu.serving.engine_thread import AnswerFailed, Call, EngineFailed, EngineStopped, EngineThread, QueueFull
+from danlu.serving.event_stream import EventStream, collect, in_time, stream_events
+from danlu.serving.forced_calls import forced_form
 from danlu.serving.metrics import metrics_text
 from danlu.serving.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
 from danlu.serving.openai_api import (
@@ -55,6 +55,9 @@ SHORT_BODY_BYTES = 64 * 2**10
 
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="parsing")
 
+HUNG_S = 300.0
+"""Seconds of one step of the engine after which it counts as hung."""
+
 CLIENT_GONE = 499
 """The status of a request by a client that left before the answer, as nginx logs it; nobody receives it."""
 
@@ -71,10 +74,25 @@ class ChatPrompt:
 
 
 class Api:
-    """The endpoints. seed: of requests that bring none."""
+    """The endpoints.
 
-    def __init__(self, models: ServedModels, engine: EngineThread, seed: int) -> None:
+    Args:
+        seed: of requests that bring none.
+        timeout_s: the longest time of an answer; None: any.
+        hung_s: the longest step of the engine before it counts as hung.
+    """
+
+    def __init__(
+        self,
+        models: ServedModels,
+        engine: EngineThread,
+        seed: int,
+        *,
+        timeout_s: float | None = None,
+        hung_s: float = HUNG_S,
+    ) -> None:
         self._models = models
+        self._timeout_s, self._hung_s = timeout_s, hung_s
         self._engine = engine
         self._seed = seed
         self._numbers = itertools.count()  # of engine requests
@@ -224,7 +242,7 @@ class Api:
         if needed > room:
             raise ApiError(
                 f"{param}: {len(prompt)} tokens and an answer of up to {needed - len(prompt)} are more than the {room} "
-                "that the server's cache holds: ask for fewer, or start it with a larger --cache-gib",
+                f"that {self._engine.bound}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -232,12 +250,14 @@ class Api:
     async def _answer(self, request: Request, call: Call, body: SamplingBody, writer: AnswerWriter) -> Response:
         """Lets the engine answer. An error is in the response's status until the engine has taken the requests."""
         request.state.writer = writer
-        with as_api_errors(prompt_parameter(body)):
-            await self._engine.submit(call)
+        with as_api_errors(prompt_parameter(body)), in_time(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
+                await self._engine.submit(call)
             if body.stream:
-                return EventStream(stream_events(call, body, writer), on_end=partial(self._engine.abort, call))
+                events = stream_events(call, body, writer, self._timeout_s)
+                return EventStream(events, on_end=partial(self._engine.abort, call))
             try:
-                completions = await unless_gone(request, collect(call))
+                completions = await unless_gone(request, collect(call, self._timeout_s))
             finally:
                 self._engine.abort(call)
         if any(completion.finish == "abort" for completion in completions):
@@ -289,10 +309,13 @@ class Api:
         return JSONResponse({"prompt": await self._tokenize(partial(tokenizer.decode, body.tokens), "tokens")})
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._engine.failure is None else 503)
+        state = "hung" if self._engine.busy_s > self._hung_s else self._engine.state
+        return JSONResponse({"status": state}, 200 if state in ("ready", "asleep", "paused") else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(metrics_text(self._engine.statistics), media_type="text/plain; version=0.0.4")
+        sleeps = self._engine.state == "asleep"
+        text = metrics_text(self._engine.statistics, self._engine.times, self._models.names[0], sleeps=sleeps)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 @contextmanager
@@ -310,7 +333,10 @@ def as_api_errors(param: str | None = None, *, answer_failed: int = 500) -> Iter
     except EngineFailed as error:
         raise ApiError(str(error), status=500) from None
     except EngineStopped as error:
-        raise ApiError(str(error), status=503) from None
+        raise ApiError(str(error), status=503, headers={"retry-after": "1"}) from None
+    except QueueFull as error:
+        headers = {"retry-after": str(error.retry_s)}
+        raise ApiError(str(error), status=429, code="rate_limit_exceeded", headers=headers) from None
 
 
 def build_app(routes: Sequence[Route]) -> Starlette:
@@ -325,7 +351,7 @@ def build_app(routes: Sequence[Route]) -> Starlette:
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
@@ -389,45 +415,6 @@ async def read_body(request: Request, most_bytes: int | None = None) -> bytes:
 def call_of(requests: Sequence[engine_request.Request], body: SamplingBody, model: ServedModel) -> Call:
     """The engine's part of an HTTP request."""
     return Call(requests, decode_of(body, model), stream=body.stream, grammars=model.grammars)
-
-
-def grammar_of(body: SamplingBody, model: ServedModel, opened: str | None = None) -> str | None:
-    """Returns the grammar of the form that a request asks for, compiled; None for any text.
-
-    opened: the mark of a thought that the answer goes on with; the form is that of the text behind it.
-
-    Raises ApiError for a form that no answer can have.
-    """
-    form = body.form()
-    if form is None:
-        return None
-    return compiled(form[1], model, opened, form[0])
-
-
-def chat_grammar_of(body: ChatBody, model: ServedModel, opened: str | None) -> str | None:
-    """Likewise of a chat, where the form may be that of calls of tools."""
-    if not body.forced_tools:
-        return grammar_of(body, model, opened)
-    form, tokenizer = forced_form(model.read_calls.form), model.chat_tokenizer.tokenizer
-    grammar = forced_calls_grammar(form, body.forced_tools, tokenizer, several=body.may_call_several)
-    return compiled(grammar, model, opened, "tools")
-
-
-def compiled(grammar: str, model: ServedModel, opened: str | None, param: str) -> str:
-    """Returns a grammar for answers that go on with a thought, where one is opened, after compiling it.
-
-    Raises ApiError for one that no answer can follow. param: the parameter that it comes from.
-    """
-    assert model.grammars is not None, "a model that answers has a tokenizer"
-    if opened is not None:
-        end, tokenizer = THOUGHTS[opened], model.chat_tokenizer.tokenizer
-        end_id = tokenizer.vocabulary.get(end)
-        grammar = after_thought(grammar, end, end_id if end_id in tokenizer.special_ids else None)
-    try:
-        model.grammars.compile(grammar)
-    except DanluError as error:
-        raise ApiError(f"{param}: {error}", param=param) from None
-    return grammar
 
 
 def decode_of(body: SamplingBody, model: ServedModel) -> Decode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from danlu.core.terminal import print_status
 from danlu.inference.grammar import Grammars
 from danlu.inference.request import Completion, NewToken, Request
 from danlu.inference.stopping import Decode
+from danlu.serving.metrics import AnswerTimes
 
 if TYPE_CHECKING:
     from danlu.inference.embedded import EmbeddedEngine
@@ -36,6 +38,14 @@ class AnswerFailed(Exception):
 
 class EngineStopped(Exception):
     """The engine has ended before an answer was complete: the server ends, or the engine failed for good."""
+
+
+class QueueFull(Exception):
+    """So many answers wait that no more requests are taken for now. retry_s: when it may be tried again."""
+
+    def __init__(self, message: str, retry_s: int) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 Event = NewToken | Completion | Exception | None
@@ -61,12 +71,20 @@ class Call:
         """Done when the engine has taken all requests; raises its refusal."""
         self.missing = sum(request.samples for request in requests)
         """Answers that are not complete."""
+        self.began_s = time.monotonic()
+        self.first_token_s: dict[tuple[int, int], float] = {}
+        """When each answer had its first token, by request and sample; for the engine's thread."""
         self._events: asyncio.Queue[NewToken | Completion | Exception] = asyncio.Queue()
 
-    async def events(self) -> AsyncIterator[NewToken | Completion]:
-        """Yields tokens, if they are wanted, and each answer as it is complete. Raises the engine's error."""
+    async def events(self, timeout_s: float | None = None) -> AsyncIterator[NewToken | Completion]:
+        """Yields tokens, if they are wanted, and each answer as it is complete. Raises the engine's error.
+
+        timeout_s: the time after the request at which TimeoutError is raised; None: never.
+        """
         while self.missing:
-            event = await self._events.get()
+            left_s = None if timeout_s is None else self.began_s + timeout_s - time.monotonic()
+            async with asyncio.timeout(left_s):
+                event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
             self.missing -= isinstance(event, Completion)
@@ -112,11 +130,32 @@ class Command:
 class EngineThread:
     """Runs an engine, and closes it at the end.
 
-    Args: `on_failure` is called in the event loop when the engine has failed for good.
+    Args:
+        on_failure: called in the event loop when the engine has failed for good.
+        longest: the most tokens of a prompt with its answer; None: what the engine has room for.
+        queue_limit: answers that may wait for those that grow; None: any number.
     """
 
-    def __init__(self, engine: EmbeddedEngine, on_failure: Callable[[], None] | None = None) -> None:
-        self.longest = engine.longest
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        on_failure: Callable[[], None] | None = None,
+        *,
+        longest: int | None = None,
+        queue_limit: int | None = None,
+    ) -> None:
+        self.longest = engine.longest if longest is None else min(longest, engine.longest)
+        is_bounded = longest is not None and longest < engine.longest
+        self.bound = (
+            "the server takes (--max-model-len): ask for fewer"
+            if is_bounded
+            else "the server's cache holds: ask for fewer, or start it with a larger --cache-gib"
+        )
+        """Why a prompt and its answer have no more tokens than `longest`."""
+        self.times = AnswerTimes()
+        self._queue_limit, self._room = queue_limit, engine.options.sequences
+        self._open_calls: set[Call] = set()
+        self._busy_since_s: float | None = None
         self.statistics = engine.statistics
         """The statistics as of the last step."""
         self.failure: Exception | None = None
@@ -125,6 +164,8 @@ class EngineThread:
         self._on_failure = on_failure
         self.is_ending = False
         """Whether nothing is taken any more."""
+        self.is_draining = False
+        """Whether no requests are taken any more, while those that were go on."""
         self._commands: SimpleQueue[Command | None] = SimpleQueue()  # None ends the thread
         self._calls: dict[int, Call] = {}  # by the numbers of unfinished requests
         self._growing: dict[int, int] = {}  # answers of each that are not complete
@@ -140,9 +181,18 @@ class EngineThread:
         self._thread.start()
 
     async def submit(self, call: Call) -> None:
-        """Waits until the engine has taken the requests. Raises its refusal of one; it has none of them then."""
-        if self.is_ending:
+        """Waits until the engine has taken the requests. Raises its refusal of one; it has none of them then.
+
+        Raises QueueFull where too many answers wait.
+        """
+        if self.is_ending or self.is_draining:
             raise EngineStopped(self._reason)
+        if self._queue_limit is not None and (waiting := self.open_answers - self._room) >= self._queue_limit:
+            self.times.rejected += 1
+            raise QueueFull(
+                f"{max(waiting, 0)} answers wait, which is the queue's limit: ask again later", self._retry_s
+            )
+        self._open_calls.add(call)
         self._commands.put(Command(partial(self._submit, call), call.put))
         try:
             await call.accepted
@@ -152,8 +202,37 @@ class EngineThread:
 
     def abort(self, call: Call) -> None:
         """Takes back the unfinished requests of a call; their blocks are free with the next step."""
+        self._open_calls.discard(call)
         if call.missing:
             self._commands.put(Command(partial(self._abort, call.requests)))
+
+    @property
+    def open_answers(self) -> int:
+        """The number of answers whose clients still wait for all or a part of their request."""
+        return sum(request.samples for call in self._open_calls for request in call.requests)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the present step, or work between two, has taken so far; 0 where the engine waits."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    @property
+    def state(self) -> str:
+        """The engine's state in a word: ready, asleep, paused, draining, ending, failed."""
+        if self.failure is not None:
+            return "failed"
+        if self.is_ending or self.is_draining:
+            return "ending" if self.is_ending else "draining"
+        if self._engine.is_asleep:
+            return "asleep"
+        return "paused" if self._engine.is_paused else "ready"
+
+    @property
+    def _retry_s(self) -> int:
+        """Seconds that an answer has taken on average, from 1 to 60."""
+        whole = self.times.whole
+        return min(60, max(1, round(whole.total / max(1, whole.count))))
 
     async def do(self, work: Callable[[], list[Completion] | None]) -> None:
         """Runs `work` in the engine's thread between two steps, and waits until it is done. Raises its error."""
@@ -189,6 +268,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._carry_out_commands():
+                self._busy_since_s = time.monotonic()
                 if self._is_growing:
                     self._step()
                 self.statistics = self._engine.statistics
@@ -209,7 +289,9 @@ class EngineThread:
     def _carry_out_commands(self) -> bool:
         """Carries out the commands that are there; waits for the next one where the engine has nothing else to do.
         Returns whether the thread goes on."""
+        self._busy_since_s = None
         commands: list[Command | None] = [] if self._is_growing else [self._commands.get()]
+        self._busy_since_s = time.monotonic()
         with suppress(Empty):
             while True:
                 commands.append(self._commands.get_nowait())
@@ -227,7 +309,7 @@ class EngineThread:
             self._outbox.append((work, None))
 
     def _submit(self, call: Call) -> None:
-        on_token = (lambda token: self._outbox.append((call, token))) if call.stream else None
+        on_token = partial(self._take_token, call)
         for index, request in enumerate(call.requests):
             try:
                 self._engine.submit(
@@ -244,6 +326,11 @@ class EngineThread:
             self._calls[request.number] = call
             self._growing[request.number] = request.samples
         self._outbox.append((call, None))
+
+    def _take_token(self, call: Call, token: NewToken) -> None:
+        call.first_token_s.setdefault((token.number, token.sample), time.monotonic())
+        if call.stream:
+            self._outbox.append((call, token))
 
     def _abort(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -286,7 +373,11 @@ class EngineThread:
             number = completion.number
             if number not in self._calls:
                 continue
-            self._outbox.append((self._calls[number], completion))
+            call, now_s = self._calls[number], time.monotonic()
+            first_s = call.first_token_s.pop((number, completion.sample), None)
+            waited_s = None if first_s is None else first_s - call.began_s
+            self.times.add(completion, waited_s, now_s - call.began_s)
+            self._outbox.append((call, completion))
             self._growing[number] -= 1
             if not self._growing[number]:
                 del self._calls[number], self._growing[number]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -15,20 +16,45 @@ from danlu.serving.openai_answers import AnswerWriter
 from danlu.serving.openai_api import ApiError, SamplingBody
 
 
-async def collect(call: Call) -> list[Completion]:
-    """All answers of a call, as they end."""
-    return [event async for event in call.events() if isinstance(event, Completion)]
+async def collect(call: Call, timeout_s: float | None = None) -> list[Completion]:
+    """All answers of a call, as they end. Raises TimeoutError where they are not there in time."""
+    return [event async for event in call.events(timeout_s) if isinstance(event, Completion)]
 
 
-async def stream_events(call: Call, body: SamplingBody, writer: AnswerWriter) -> AsyncGenerator[str]:
-    """Yields the answers as server-sent events. An error of the engine is one of them, since the status is sent."""
+NO_RETRY = {"x-should-retry": "false"}
+"""The header by which OpenAI's clients do not ask again."""
+
+
+@contextmanager
+def in_time(timeout_s: float | None) -> Iterator[None]:
+    """Raises ApiError where an answer is not there in time."""
+    try:
+        yield
+    except TimeoutError:
+        raise ApiError(too_late(timeout_s), status=504, headers=NO_RETRY) from None
+
+
+def too_late(timeout_s: float | None) -> str:
+    """The message of an answer that was ended for its time."""
+    return f"the answer was not complete after {timeout_s:g} s, the server's --request-timeout: ask for fewer tokens"
+
+
+async def stream_events(
+    call: Call, body: SamplingBody, writer: AnswerWriter, timeout_s: float | None = None
+) -> AsyncGenerator[str]:
+    """Yields the answers as server-sent events. An error of the engine is one of them, since the status is sent.
+
+    timeout_s: the longest time of all of them.
+    """
     for opening in writer.opening():
         yield event_text(opening)
     try:
-        async for event in call.events():
+        async for event in call.events(timeout_s):
             chunk = writer.closing(event) if isinstance(event, Completion) else writer.chunk(event)
             if chunk is not None:
                 yield event_text(chunk)
+    except TimeoutError:
+        yield event_text(ApiError(too_late(timeout_s), status=504).body)
     except (AnswerFailed, EngineFailed, EngineStopped) as error:
         yield event_text(ApiError(str(error), status=500).body)
     else:

@@ -71,8 +71,17 @@ WITHOUT_EFFECT: dict[str, Sequence[Any]] = {
 class ApiError(Exception):
     """The fault of a request, or the reason why it was not answered, as OpenAI's clients expect it."""
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.headers = headers
         self.message = message
         self.param = param
         self.status = status
@@ -82,6 +91,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The answer's JSON object."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,7 +28,7 @@ from danlu.core.errors import ResourceError
 from danlu.core.server_key import remove_key
 from danlu.core.terminal import print_status
 from danlu.remote_engines.danlu_protocol import PREFIX
-from danlu.serving.api_endpoints import CLIENT_GONE, Api, build_app
+from danlu.serving.api_endpoints import CLIENT_GONE, HUNG_S, Api, build_app
 from danlu.serving.engine_thread import EngineThread
 from danlu.serving.openai_answers import AnswerWriter
 from danlu.serving.openai_api import ApiError, given_key
@@ -50,6 +51,22 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The bounds of a server's work; None: none."""
+
+    longest: int | None = None
+    """The most tokens of a prompt with its answer."""
+    queue: int | None = None
+    """Answers that may wait for those that grow."""
+    timeout_s: float | None = None
+    """The longest time of an answer."""
+    hung_s: float = HUNG_S
+    """The longest step of the engine before `/health` says that it hangs."""
+    drain_s: float = 0.0
+    """The time that unfinished answers have after SIGTERM."""
+
+
+@dataclass(frozen=True)
 class ServerOptions:
     """The settings of a server.
 
@@ -61,6 +78,11 @@ class ServerOptions:
     seed: int
     api_key: str | None = None
     quiet: bool = False
+    limits: Limits = Limits()
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may ask, as CORS has them; "*": all."""
+    certificate: tuple[Path, Path] | None = None
+    """The files of a TLS certificate and of its key; None: plain HTTP."""
     leaves_key: bool = False
     weights_root: Path = field(default_factory=Path.cwd)
 
@@ -106,10 +128,10 @@ def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The url of the API."""
     host, port, *_ = listener.getsockname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 class Guard:
@@ -200,21 +222,34 @@ class Server(uvicorn.Server):
         options: ServerOptions,
         rollouts: ServedWeights | None = None,
     ) -> None:
-        self.engine = EngineThread(engine, on_failure=self._leave)
+        limits = options.limits
+        self.engine = EngineThread(engine, on_failure=self._leave, longest=limits.longest, queue_limit=limits.queue)
         self._models = models
         self._listener, self._options = listener, options
-        self._api = Api(models, self.engine, options.seed)
+        self._api = Api(models, self.engine, options.seed, timeout_s=limits.timeout_s, hung_s=limits.hung_s)
         self._rollouts: RolloutEndpoints | None = None
         routes = self._api.routes
         if rollouts is not None:
             decode = models.find(None).chat_tokenizer.decode
             self._rollouts = RolloutEndpoints(rollouts, self.engine, decode, options.weights_root)
             routes += self._rollouts.routes
-        guard = Guard(build_app(routes), options, local=is_loopback(listener))
+        app: ASGIApp = Guard(build_app(routes), options, local=is_loopback(listener))
+        if options.allowed_origins:  # outside: a browser asks first whether it may, without the key
+            app = CORSMiddleware(
+                app, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
+        certificate, key = options.certificate or (None, None)
         # websockets are not spoken, and lines for requests are written by the guard.
         super().__init__(
             uvicorn.Config(
-                guard, ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off"
+                app,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=GRACE_S,
+                lifespan="off",
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
             )
         )
 
@@ -258,11 +293,13 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.engine.start()
         await super().startup(sockets)
-        print_status(f"{url_of(self._listener)} answers with {', '.join(self._models.names)}  (Ctrl-C ends)")
+        url = url_of(self._listener, "http" if self._options.certificate is None else "https")
+        print_status(f"{url} answers with {', '.join(self._models.names)}  (Ctrl-C ends)")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._options.leaves_key and self._options.api_key is not None:
             remove_key(self._listener.getsockname()[1], self._options.api_key)
+        await self._drain()
         stopping = asyncio.ensure_future(self.engine.stop())
         await asyncio.wait((stopping,), timeout=1)
         if not stopping.done():
@@ -276,6 +313,17 @@ class Server(uvicorn.Server):
         if cut_off := len(self.server_state.tasks):
             why = "Ctrl-C came again" if self.force_exit else f"their answers were not read within {GRACE_S} s"
             print_status(f"requests cut off: {cut_off} ({why})")
+
+    async def _drain(self) -> None:
+        """Waits until all answers are complete, after SIGTERM and for a bounded time; Ctrl-C ends the wait."""
+        drain_s = self._options.limits.drain_s
+        if signal.SIGTERM not in self._captured_signals or not drain_s or not self.engine.open_answers:
+            return
+        self.engine.is_draining = True
+        print_status(f"SIGTERM: {self.engine.open_answers} answers have {drain_s:g} s; new requests are refused")
+        end_s = time.monotonic() + drain_s
+        while self.engine.open_answers and time.monotonic() < end_s and signal.SIGINT not in self._captured_signals:
+            await asyncio.sleep(0.05)
 
     def _leave(self) -> None:
         self.should_exit = True

@@ -1,0 +1,94 @@
+"""Flags of `danlu serve` in groups: its engine, the bounds of its work, and the web that it is a part of."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from danlu.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from danlu.inference.engine import EngineOptions
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """The engine's settings."""
+
+    cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = (2.0,)
+    sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = (256,)
+    draft_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens that are guessed from the text so far and checked in one pass; 0: none."),
+    ] = (0,)
+
+    def options(self, *, exact: bool, routes: bool) -> EngineOptions:
+        """The engine's options. exact, routes: as there."""
+        from danlu.inference.engine import DraftOptions, EngineOptions
+
+        draft = DraftOptions(tokens=self.draft_tokens) if self.draft_tokens else None
+        return EngineOptions(
+            cache_gib=self.cache_gib, sequences=self.sequences, draft=draft, exact=exact, routes=routes
+        )
+
+
+@dataclass(frozen=True)
+class LimitFlags:
+    """The bounds of a server's work, in the order of `serving.server.Limits`."""
+
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a prompt with its answer. Default: the model's context.")
+    ] = None
+    queue_limit: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Most answers that wait for those that grow; more get status 429. Default: any number."
+        ),
+    ] = None
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Most seconds of an answer. Default: any number.")
+    ] = None
+    hung_after: Annotated[
+        float, typer.Option(min=0.001, help="Seconds of one step after which /health says that the engine hangs.")
+    ] = 300.0
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that unfinished answers have after SIGTERM.")] = 0.0
+
+    def check(self, context: int) -> None:
+        """Raises RecipeError for more tokens than a model's context has."""
+        if self.max_model_len is not None and self.max_model_len > context:
+            raise RecipeError(
+                f"--max-model-len: {self.max_model_len} is more than the model's context of {context} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class WebFlags:
+    """The pages that may ask, and the certificate."""
+
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(help="The origin of a web page that may ask (CORS), or *; may be given several times."),
+    ] = None
+    ssl_certfile: Annotated[Path | None, typer.Option(help="The TLS certificate; with --ssl-keyfile: https.")] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="The certificate's key, without a password.")] = None
+
+    def certificate(self) -> tuple[Path, Path] | None:
+        """The files of the TLS certificate and its key; None for plain HTTP.
+
+        Raises RecipeError where they do not belong together.
+        """
+        file, key = self.ssl_certfile, self.ssl_keyfile
+        if file is None and key is None:
+            return None
+        if file is None or key is None:
+            missing = "--ssl-certfile" if file is None else "--ssl-keyfile"
+            raise RecipeError(f"{missing}: TLS needs a certificate and its key; give both, or neither")
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(file, key, password="")
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"--ssl-certfile {file}, --ssl-keyfile {key}: cannot be used: {error}") from None
+        return file, key
