@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class EngineFlags:
     """The engine's settings."""
 
-    cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = (2.0,)
-    sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = (256,)
+    cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0
+    sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256
     draft_tokens: Annotated[
         int,
         typer.Option(min=0, help="Tokens that are guessed from the text so far and checked in one pass; 0: none."),
-    ] = (0,)
+    ] = 0
 
     def options(self, *, exact: bool, routes: bool) -> EngineOptions:
         """The engine's options. exact, routes: as there."""
