@@ -74,8 +74,34 @@ QWEN_VISION = {
     "out_hidden_size": 48,
     "num_position_embeddings": 16,
 }
+AXES = {"rope_type": "default", "rope_theta": 2000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 CASES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": {**TEXT, "sliding_window": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "qwen2_5_vl": {
+        "text_config": {
+            **{key: value for key, value in TEXT.items() if key != "head_dim"},
+            "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]},
+        },
+        "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0], "window_size": 28},
+        "image_token_id": 120,
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_parameters": AXES},
+        "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        "image_token_id": 120,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TEXT,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": [0],
+            "rope_parameters": AXES,
+        },
+        "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        "image_token_id": 120,
+    },
     "qwen3_5": {
         "text_config": {
             **TEXT,
@@ -105,7 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-TRAINED = {"qwen3_5_moe": ("layers.1.mlp.experts.up_proj.weight", "1.mlp.experts.gate_up_proj")}
+_EXPERTS = ("layers.1.mlp.experts.up_proj.weight", "1.mlp.experts.gate_up_proj")
+TRAINED = {"qwen3_5_moe": _EXPERTS, "qwen3_vl_moe": _EXPERTS}
 """Case -> a parameter of the second layer and the tensor it is in, where there is no dense network."""
 FURTHER = {"qwen3_5_moe": {"mtp.layers.0.mlp.experts.gate_up_proj": torch.arange(24.0).view(2, 4, 3).bfloat16()}}
 """Case -> tensors that no class of transformers has, of layers that predict further tokens."""
@@ -121,7 +148,7 @@ def random_model(case: str, folder: Path) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape) * (0.3 if "norm" in name else 0.15))
-            if "norm" in name and case == "mistral3":
+            if "norm" in name and case in ("mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
                 parameter.add_(1.0)
     # Experts stacked, as Qwen publishes them; by itself transformers gives each its own tensors.
     model.save_pretrained(folder, save_original_format=case != "qwen3_5_moe")
@@ -133,6 +160,11 @@ def reread(folder: Path) -> Any:
     from transformers import AutoModelForImageTextToText
 
     return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def turned(experts: Tensor) -> Tensor:
+    """The matrices [outputs, inputs] of stacked experts as [inputs, outputs], or back."""
+    return experts.transpose(1, 2).contiguous()
 
 
 TOKENS = torch.randint(0, 119, (40,), generator=torch.Generator().manual_seed(1))
@@ -169,6 +201,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if "vis" in name and tensors[name].ndim == 2)
     changed = {name: tensors[name].bfloat16()} | FURTHER.get(request.param, {})
+    if request.param == "qwen3_vl_moe":  # transformers 5 reads the published form, and writes another
+        changed |= {name: turned(one) for name, one in tensors.items() if ".experts." in name}
     save_file(tensors | changed, folder / "model.safetensors", metadata={"format": "pt"})
     return request.param, folder, expected
 
@@ -223,7 +257,7 @@ def test_without_its_folder_the_language_part_is_a_model_of_its_own(
 def test_adapters_have_the_names_that_peft_has(case: tuple[str, Path, Tensor], tmp_path: Path) -> None:
     from peft import PeftModel
 
-    _, folder, expected = case
+    kind, folder, expected = case
     adapted = load_frozen(
         folder, dtype=torch.float32, new={"own": sections.Lora(rank=2, targets=["q_proj", "down_proj"])}
     )
@@ -233,13 +267,91 @@ def test_adapters_have_the_names_that_peft_has(case: tuple[str, Path, Tensor], t
             tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
     write_adapter(adapted.adapters, "own", tmp_path, base=str(folder), base_fingerprint=None)
     names = load_file(tmp_path / "adapter_model.safetensors")
-    assert len(names) == 2 * 2 * 2
+    assert len(names) == (2 * 2 * 2 if kind != "qwen3_vl_moe" else 2 * 2 + 2)  # its second layer has experts alone
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in names)
     theirs = PeftModel.from_pretrained(reread(folder), str(tmp_path)).eval()
     torch.testing.assert_close(oracle(theirs), logits(adapted.model), atol=1e-5, rtol=0)
     assert not torch.allclose(oracle(theirs), expected, atol=1e-2)  # control
     vision = [name for name, _ in theirs.named_parameters() if "lora" in name and "vision" in name]
     assert not vision
+
+
+def test_experts_are_read_either_way_round_and_written_as_published(tmp_path: Path) -> None:
+    folder, result = tmp_path / "theirs", tmp_path / "result"
+    expected = oracle(random_model("qwen3_vl_moe", folder))
+    model = load(folder)
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    save(model, result, origin=folder)
+    before, after = (load_file(each / "model.safetensors") for each in (folder, result))
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    assert before[name].shape == (5, 24, 48) and torch.equal(after[name], turned(before[name]))
+    torch.testing.assert_close(oracle(reread(result)), expected, atol=1e-5, rtol=0)
+    changed = before | {name: before[name].reshape(5, 12, 96)}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} in model.safetensors: expected shape"):
+        load(folder)
+
+
+def test_a_published_qwen2_5_vl_has_no_text_config_and_names_of_a_text_model(tmp_path: Path) -> None:
+    """transformers writes its tensors under these names; its config.json is flattened here, as the hub has it."""
+    folder, result = tmp_path / "flat", tmp_path / "result"
+    expected = oracle(random_model("qwen2_5_vl", folder))
+    nested = json.loads((folder / "config.json").read_text())
+    own = {key: value for key, value in nested.items() if key != "text_config"}
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}
+    flat = {**nested["text_config"], **own, **rope}
+    flat.pop("rope_parameters")
+    (folder / "config.json").write_text(json.dumps(flat))
+    names = load_file(folder / "model.safetensors").keys()
+    assert "model.layers.0.self_attn.q_proj.weight" in names and any(name.startswith("visual.") for name in names)
+    model = load(folder)
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        model.get_parameter("layers.1.mlp.down_proj.weight").neg_()
+    save(model, result, origin=folder)
+    written = json.loads((result / "config.json").read_text())
+    assert "text_config" not in written and written["model_type"] == "qwen2_5_vl"
+    assert written["rope_scaling"] == {"rope_type": "default", "mrope_section": [1, 2, 3]}
+    assert written["vision_config"] == flat["vision_config"] and written["hidden_size"] == 48
+    assert read_config(result) == read_config(folder) == model.config
+    torch.testing.assert_close(oracle(reread(result)), logits(model), atol=1e-5, rtol=0)
+    before, after = stored_bytes(folder), stored_bytes(result)
+    assert {name for name in before if before[name] != after[name]} == {"model.layers.1.mlp.down_proj.weight"}
+
+
+def test_positions_of_a_text_are_the_same_along_all_axes_of_an_image() -> None:
+    """So the sections change no logits of a text, and only the config.json of a result keeps them."""
+    values = {"model_type": "qwen3_vl", **CASES["qwen3_vl"]}
+    plain = {**values["text_config"], "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0}}
+    assert read_config_values(values) == read_config_values({**values, "text_config": plain})
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    answers = []
+    for axes in (AXES, {**AXES, "mrope_section": [2, 2, 4]}, {**AXES, "rope_theta": 1000.0}):
+        text = {**values["text_config"], "rope_parameters": axes}
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("qwen3_vl", **{**CASES["qwen3_vl"], "text_config": text})
+        answers.append(oracle(AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()))
+    assert torch.equal(answers[0], answers[1])
+    assert not torch.equal(answers[0], answers[2])  # control
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("qwen3_vl_moe", {"norm_topk_prob": False}, "text_config.norm_topk_prob: False, but transformers computes"),
+        ("qwen3_vl", {"use_sliding_window": True}, "text_config.use_sliding_window: True, but transformers computes"),
+        ("qwen3_vl_moe", {"moe_intermediate_size": 24}, "matrices of experts are square at a hidden_size of 48"),
+        ("qwen2_5_vl", {"model_type": "qwen2_vl_text"}, "'qwen2_vl_text' is not supported in qwen2_5_vl; supported: q"),
+    ],
+)
+def test_settings_that_transformers_computes_otherwise_are_refused(
+    case: str, change: dict[str, Any], message: str
+) -> None:
+    values = {"model_type": case, **CASES[case]}
+    read_config_values(values)
+    with pytest.raises(ModelError, match=message):
+        read_config_values({**values, "text_config": {**values["text_config"], **change}})
 
 
 @pytest.mark.parametrize(
@@ -271,7 +383,7 @@ def test_a_head_beside_a_config_that_says_nothing_of_tying_is_its_own(
     values = json.loads((folder / "config.json").read_text())
     del values["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert read_config(tmp_path).tie_word_embeddings == (not name.startswith("qwen3_5"))
+    assert read_config(tmp_path).tie_word_embeddings == (not name.startswith("qwen"))
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert read_config(tmp_path).tie_word_embeddings == (name == "gemma3")
 

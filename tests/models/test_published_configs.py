@@ -210,8 +210,10 @@ def check_parameters(config: ModelConfig, model: Any) -> None:
         theirs = {n: s for n, s in theirs.items() if n.startswith(("model.language_model.", "lm_head."))}
     if model.config.tie_word_embeddings:
         del theirs["lm_head.weight"]
-    own = {tensor.name: tensor.shape for tensor in hf_tensors(config, stacked=config.has_experts)}
-    assert own == theirs
+    tensors = hf_tensors(config, stacked=config.has_experts)
+    if config.multimodal is not None and MULTIMODAL[config.multimodal].transposed_experts:  # in folders alone
+        tensors = [tensor.transposed if ".experts." in tensor.name else tensor for tensor in tensors]
+    assert {tensor.name: tensor.shape for tensor in tensors} == theirs
 
 
 def their_embedding_multiplier(config: Any) -> float:

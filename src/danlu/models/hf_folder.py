@@ -38,7 +38,7 @@ from danlu.models.hf_layout import (
     own_name,
 )
 from danlu.models.hf_rope import ignored_rope_settings
-from danlu.models.multimodal import TEXT_CONFIG, language_name
+from danlu.models.multimodal import MULTIMODAL, TEXT_CONFIG, language_name
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -290,12 +290,21 @@ def expected_tensors(config: ModelConfig, stored: Mapping[str, TensorLocation | 
     stored: the folder's tensors by name among `hf_tensors`, with their scales.
     """
     tensors = hf_tensors(config, stacked=holds_stacked_experts(stored, config))
-    return [as_stored(tensor, stored.get(tensor.name)) for tensor in tensors]
+    either_way = config.multimodal is not None and MULTIMODAL[config.multimodal].transposed_experts
+    return [as_stored(tensor, stored.get(tensor.name), either_way=either_way) for tensor in tensors]
 
 
-def as_stored(tensor: HFTensor, location: TensorLocation | ScaledLocation | None) -> HFTensor:
-    """A tensor as it lies in a folder: MXFP4's numbers have the inputs last, which share scales."""
-    return tensor.transposed if isinstance(location, ScaledLocation) and location.is_mxfp4 else tensor
+def as_stored(
+    tensor: HFTensor, location: TensorLocation | ScaledLocation | None, *, either_way: bool = False
+) -> HFTensor:
+    """A tensor as it lies in a folder: MXFP4's numbers have the inputs last, which share scales.
+
+    either_way: whether folders have the matrices of experts either way round, as their shapes tell.
+    """
+    if isinstance(location, ScaledLocation) and location.is_mxfp4:
+        return tensor.transposed
+    turned = either_way and location is not None and len(tensor.shape) == 3 and location.shape != tensor.shape
+    return tensor.transposed if turned else tensor
 
 
 def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict[str, TensorLocation | ScaledLocation]:

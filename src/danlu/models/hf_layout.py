@@ -304,7 +304,12 @@ def hf_name(parameter: str, config: ModelConfig, *, stacked: bool | None = None)
 
 
 def _modules(config: ModelConfig, index: str, stacked: bool) -> Mapping[str, str | Stored]:
-    return FAMILIES[config.family].modules_of(config.layers[int(index)], stacked=stacked)
+    family = FAMILIES[config.family]
+    modules = family.modules_of(config.layers[int(index)], stacked=stacked)
+    if not (stacked and config.multimodal is not None and MULTIMODAL[config.multimodal].transposed_experts):
+        return modules
+    tensors = {name: entry for name, entry in family.stacked_modules.items() if isinstance(entry, Stored)}
+    return {**modules, **{name: replace(entry, transposed=True) for name, entry in tensors.items()}}
 
 
 def _entry(path: Sequence[str], modules: Mapping[str, str | Stored]) -> tuple[str | Stored, int]:

@@ -375,7 +375,7 @@ def with_untouched_values(origin: Path, config: ModelConfig, values: Mapping[str
     """
     original = read_json(origin / CONFIG)
     is_whole = config.multimodal is None
-    language = original if is_whole else original[TEXT_CONFIG]
+    language = original.get(TEXT_CONFIG, original)
     keys = FAMILIES[config.family].mtp_keys
     values = {**values, **{key: language[key] for key in keys if key in language}}
     return values if is_whole else with_text_values(original, values)
