@@ -422,8 +422,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/multimodal.py",
-        "return {**multimodal.defaults, **inner, **given",
-        "return {**multimodal.defaults, **given, **inner",
+        "known = {**multimodal.defaults, **inner, **given",
+        "known = {**multimodal.defaults, **given, **inner",
         "models/test_multimodal.py",
     ),
     Mutation(

@@ -26,7 +26,7 @@ one is that of Qwen2.5-VL, which is published with the names of a model that onl
 """
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _IMAGE_AXES = ("mrope_section", "mrope_interleaved")
-"""Which pairs of features turn by time, height and width of an image's parts. The tokens of a text have the same
+"""The pairs of features that turn by time, height and width of an image's parts. The tokens of a text have the same
 position along all three, so that the rotation is the plain one whatever these say.
 """
 _OUTER_KEYS = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -110,34 +110,49 @@ def text_values(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     multimodal, text = MULTIMODAL[outer], _text_part(values)
     if not isinstance(text, dict):
         raise ModelError(f"{where}: {TEXT_CONFIG}: expected an object, found {text!r}")
-    text_type = text.get("model_type", next(iter(multimodal.text_types)) if len(multimodal.text_types) == 1 else None)
-    if text_type not in multimodal.text_types:
-        raise ModelError(
-            f"{where}: {TEXT_CONFIG}.model_type: {text_type!r} is not supported in {outer}; supported: "
-            f"{', '.join(multimodal.text_types)}"
-        )
-    family = multimodal.text_types[text_type]
+    family = _text_family(outer, text, where)
     given = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
     if multimodal.may_be_flat and text.get("tie_word_embeddings"):  # an older place, which transformers reads there
         given["tie_word_embeddings"] = True
     inner = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
-    for key, value in multimodal.constants.items():
+    _check_computable(outer, inner, where)
+    if family not in multimodal.text_types:
+        inner |= {key: _plain_rope(inner[key]) for key in _ROPE_KEYS if isinstance(inner.get(key), dict)}
+    quantized = {key: values[key] for key in ("quantization_config",) if key in values}
+    known = {**multimodal.defaults, **inner, **given, **quantized, **multimodal.constants}
+    return {**known, "model_type": family}
+
+
+def _text_family(outer: str, text: Mapping[str, Any], where: str) -> str:
+    """The family that computes a language part. Raises ModelError for one that its model has not."""
+    types = MULTIMODAL[outer].text_types
+    text_type = text.get("model_type", next(iter(types)) if len(types) == 1 else None)
+    if text_type not in types:
+        raise ModelError(
+            f"{where}: {TEXT_CONFIG}.model_type: {text_type!r} is not supported in {outer}; supported: "
+            f"{', '.join(types)}"
+        )
+    return types[str(text_type)]
+
+
+def _check_computable(outer: str, inner: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError for settings that transformers ignores, and for experts that no shape tells the sides of."""
+    for key, value in MULTIMODAL[outer].constants.items():
         if inner.get(key, value) not in (value, None):
             raise ModelError(
                 f"{where}: {TEXT_CONFIG}.{key}: {inner[key]!r}, but transformers computes {outer} with {value!r} "
                 "whatever it says"
             )
-    width = inner.get("hidden_size")
-    if multimodal.transposed_experts and width in (inner.get("moe_intermediate_size", 0) * each for each in (1, 2)):
+    width, inner_width = inner.get("hidden_size"), inner.get("moe_intermediate_size")
+    if (
+        MULTIMODAL[outer].transposed_experts
+        and isinstance(inner_width, int)
+        and width in (inner_width, 2 * inner_width)
+    ):
         raise ModelError(
             f"{where}: {TEXT_CONFIG}.moe_intermediate_size: matrices of experts are square at a hidden_size of "
             f"{width}, and folders of {outer} have them either way round, told by their shapes"
         )
-    if family != text_type:
-        inner |= {key: _plain_rope(inner[key]) for key in _ROPE_KEYS if isinstance(inner.get(key), dict)}
-    quantized = {key: values[key] for key in ("quantization_config",) if key in values}
-    known = {**multimodal.defaults, **inner, **given, **quantized, **multimodal.constants}
-    return {**known, "model_type": family}
 
 
 def _text_part(values: Mapping[str, Any]) -> Any:
