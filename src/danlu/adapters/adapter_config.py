@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from danlu.core.added_token import AddedToken, as_added_tokens
 from danlu.core.errors import ModelError
 from danlu.core.small_files import check_regular_entries, parse_json, read_small_text
 
@@ -44,6 +45,8 @@ TASK_TYPES: dict[Task, str] = {"causal-lm": "CAUSAL_LM", **{task: name for name,
 """PEFT's name of each task (`task_type`)."""
 ROTATED = "rotated"
 """The key of danlu.json that says whether the folder's config.json has another rotary embedding than the base."""
+TOKENS = "tokens"
+"""The key of danlu.json that lists the new tokens for which the base needs rows."""
 _MODEL_CONFIG = "config.json"
 _RUN_RESULT = "adapter"
 # Values of PEFT's init_lora_weights (0.21.2) with which loading an adapter leaves the base as it is.
@@ -86,6 +89,18 @@ class AdapterFolder:
                 f"{', '.join(QUANTIZATIONS)}. Say with --quantization how the base is to be held, or none"
             )
         return section
+
+    @property
+    def tokens(self) -> tuple[AddedToken, ...]:
+        """The new tokens that it was trained with and for which its base needs rows; those of the adapters below are
+        theirs.
+
+        Raises ModelError for a list that is none.
+        """
+        try:
+            return as_added_tokens(self.danlu.get(TOKENS, ()))
+        except ValueError as error:
+            raise ModelError(f"{self.path / DANLU}: {TOKENS}: {error}") from None
 
     @property
     def kind(self) -> str:

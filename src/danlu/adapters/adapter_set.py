@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS, initialize_from_base
 from danlu.adapters.prompt import Prompt, VirtualTokens
 from danlu.adapters.slot import Slot, new_slot
-from danlu.adapters.targets import choose
+from danlu.adapters.targets import choose, sites_of_rows
+from danlu.adapters.token_rows import TokenRows, build_rows
 from danlu.core.errors import ModelError, RecipeError
 from danlu.core.layer_types import Site
 
 FROZEN = ("initial_A", "initial_B", "vera_A", "vera_B")
 """Parameters of adapters that are saved and never trained."""
+
+
+NO_TOKENS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 @dataclass
@@ -93,23 +98,31 @@ class AdapterSet:
 
     # ── putting in and taking out ──
 
-    def add(self, name: str, section: Any, *, check_ranks: bool = True) -> None:
+    def add(
+        self, name: str, section: Any, *, token_ids: Mapping[str, Sequence[int]] = NO_TOKENS, check_ranks: bool = True
+    ) -> None:
         """Puts an adapter with first values into the model and activates it on top of those that are active.
 
+        token_ids: tokens with rows that it trains, of the embedding and of the head ("embedding", "head").
         check_ranks: False for the section of an adapter that exists: PEFT may have cut its ranks to a layer's sides.
         Raises RecipeError for targets that match nothing and settings that do not fit a layer, and ModelError for a
         name that is taken and a stack that cannot be computed.
         """
         if name in self.added:
             raise ModelError(f"an adapter named {name!r} is there already")
+        chosen = choose(self.sites, section, check_ranks=check_ranks)
+        with_rows = sites_of_rows(self.sites, chosen, section, token_ids)
         sites = [
             site if site.module is not None else replace(site, module=self.head_as_linear())
-            for site in choose(self.sites, section, check_ranks=check_ranks)
+            for site in (*chosen, *with_rows)
         ]
         (vocab_size,) = (site.shape[0] for site in self.sites if site.group == "embedding")
         taken = [tokens.ids.stop for added in self.added.values() for tokens in added.virtual_tokens()]
         first_id = max([vocab_size, *taken])
-        modules = build_modules(sites, section, name, self.build_context, self.sites, first_virtual_id=first_id)
+        modules = build_modules(
+            sites[: len(chosen)], section, name, self.build_context, self.sites, first_virtual_id=first_id
+        )
+        modules |= build_rows(with_rows, token_ids, tied=self.tied, device=self.build_context.device)
         added = AddedAdapter(name, section, sites, modules)
         self.added[name] = added
         for slot, module in added.slots().items():
@@ -208,6 +221,8 @@ class AdapterSet:
                     module.measure_base(site.module)
                 if isinstance(module, Prompt) and not module.is_initialized:
                     module.initialize_from(site.module)
+                if isinstance(module, TokenRows) and not module.is_initialized:
+                    module.initialize_from(site.module.weight)
             copied = {copy.name for copy in added.copies}
             names = [name for name in self._fully_trained(added) if name.startswith(within) and name not in copied]
             added.copies += map(self._copy, names)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -25,13 +26,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from danlu import __version__
-from danlu.adapters import bottleneck, ia3, mora, peft_lora, prefix, prompt, vera
-from danlu.adapters.adapter_config import CONFIG, DANLU, ROTATED, TASK_TYPES, WEIGHTS, AdapterFolder
+from danlu.adapters import bottleneck, ia3, mora, peft_lora, prefix, prompt, token_rows, vera
+from danlu.adapters.adapter_config import CONFIG, DANLU, ROTATED, TASK_TYPES, TOKENS, WEIGHTS, AdapterFolder
 from danlu.adapters.adapter_set import AdapterSet, AddedAdapter
 from danlu.adapters.hf_layers import HFLayer
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
 from danlu.adapters.peft_lora import for_original_base
 from danlu.adapters.peft_values import PREFIX, ModuleValues, PeftReader
+from danlu.adapters.token_rows import TokenRows
+from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError
 from danlu.core.types import Task
 from danlu.recipe import sections
@@ -75,6 +78,7 @@ def write_adapter(
     task: Task = "causal-lm",
     head: Mapping[str, Tensor] | None = None,
     rotated: bool = False,
+    tokens: Sequence[AddedToken] = (),
 ) -> None:
     """Writes one adapter of the set into an existing, empty folder, in float32.
 
@@ -86,14 +90,17 @@ def write_adapter(
         writes: False on processes that only take part in `value`, and touch no file.
         task, head: the task of a model that classifies, and its head's tensors as model folders name them
             ("score.weight"). rotated: the base's rotary embedding is another one under it, and the caller writes a
-            config.json with it.
+            config.json with it. tokens: for which the base needs rows that it does not have.
     """
     added = adapters.added[name]
     whole = None if value is None else {parameter: value(parameter) for parameter in adapters.tensors(name)}
     if not writes:
         return
     with _holding(adapters, added, whole):
-        values, tensors = format_of(added.section).to_peft(added.section, added.modules, adapters.sites)
+        own = {place: module for place, module in added.modules.items() if not isinstance(module, TokenRows)}
+        values, tensors = format_of(added.section).to_peft(added.section, own, adapters.sites)
+        of_tokens, rows = token_rows.to_peft(added.modules, adapters.sites, tied=adapters.tied)
+        values, tensors = values | of_tokens, tensors | rows
         saved, copies = _trained_copies(adapters, added)
         tensors |= copies
     for key, tensor in (head or {}).items():
@@ -112,6 +119,7 @@ def write_adapter(
         "below": list(below),
         "adapter": added.section.model_dump(mode="json"),
         ROTATED: rotated,
+        TOKENS: [asdict(token) for token in tokens],
         # An adapter with factors taken out of the base is written for the original one, before quantization.
         "quantization": None if getattr(added.section, "init", None) in BASE_CHANGING_INITS else quantization,
     }
@@ -193,12 +201,12 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
     Raises ModelError for tensors that are missing, unknown, or of another shape, as in an adapter of another base.
     """
     where = str(folder.path / WEIGHTS)
-    section, values, fully_trained, untrained = _contents(adapters, folder)
+    section, values, fully_trained, untrained, token_ids = _contents(adapters, folder)
     for key, tensor in untrained.items():
         _check_base(adapters, key, tensor, where)
     if any(_base_parameter(key) == "model.embed_tokens.weight" for key in fully_trained):
         adapters.head_as_linear()  # PEFT leaves a tied head at the base's embedding
-    adapters.add(name, section, check_ranks=False)
+    adapters.add(name, section, token_ids=token_ids, check_ranks=False)
     added = adapters.added[name]
     for place, by_name in values.items():
         parameters = dict(added.modules[place].named_parameters())
@@ -224,12 +232,12 @@ def section_of(adapters: AdapterSet, folder: AdapterFolder) -> Any:
 
 def _contents(
     adapters: AdapterSet, folder: AdapterFolder
-) -> tuple[Any, ModuleValues, dict[str, Tensor], dict[str, Tensor]]:
-    """Reads an adapter folder: its section, the values of its modules, and tensors of the base by their keys in the
-    file.
+) -> tuple[Any, ModuleValues, dict[str, Tensor], dict[str, Tensor], dict[str, list[int]]]:
+    """Reads an adapter folder: its section, the values of its modules, tensors of the base by their keys in the file,
+    and the tokens with rows that it trains, of embedding and head.
 
-    These are the parameters of the base that it trains in full, and the embeddings of the base that PEFT writes with an
-    adapter of them.
+    The tensors are the parameters of the base that it trains in full, and the embeddings of the base that PEFT writes
+    with an adapter of them.
     Raises ModelError for an adapter that does not fit the model, or that danlu cannot compute.
     """
     where = str(folder.path / WEIGHTS)
@@ -242,6 +250,8 @@ def _contents(
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ModelError(f"{folder.path / CONFIG}: {key} is {first['input']!r}: {first['msg']}") from None
+    token_ids, rows = token_rows.from_peft(reader, adapters.sites, tied=adapters.tied)
+    values |= {place: {token_rows.PARAMETER: value} for place, value in rows.items()}
     rest = {key: tensor for key, tensor in reader.tensors.items() if key not in reader.used}
     if folder.task != "causal-lm":  # its head is no part of the decoder: see `read_head`
         rest = {key: tensor for key, tensor in rest.items() if not _is_of_head(key)}
@@ -249,7 +259,7 @@ def _contents(
     settings = _full_training_settings(folder.values, rest, adapters, where)
     fields = type(section).model_fields
     section = section.model_copy(update={key: value for key, value in settings.items() if key in fields})
-    return section, values, rest, untrained
+    return section, values, rest, untrained, token_ids
 
 
 def _loaded_weight(adapters: AdapterSet, where: str, module: str) -> Tensor | None:
@@ -301,7 +311,14 @@ def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> N
     """Raises ModelError unless a tensor that PEFT wrote with an adapter of the embedding equals the model's own."""
     name = _base_parameter(key)
     parameters = {adapters.hf_name(own): parameter for own, parameter in adapters.base_parameters().items()}
-    base = parameters.get(name, parameters["model.embed_tokens.weight"] if name == "lm_head.weight" else None)
+    base: Tensor | None = parameters.get(
+        name, parameters["model.embed_tokens.weight"] if name == "lm_head.weight" else None
+    )
+    if base is not None and token_rows.is_base_of_rows(
+        key
+    ):  # PEFT resized it: rows behind its own are in other tensors
+        rows = min(len(base), len(tensor))
+        base, tensor = base[:rows], tensor[:rows]
     if base is None or base.shape != tensor.shape or not torch.allclose(base.float(), tensor.float(), atol=1e-6):
         raise ModelError(
             f"{where}: {key} is not the base's own {name}: the vocabulary was changed while it was trained. "
@@ -311,7 +328,7 @@ def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> N
 
 def _base_parameter(key: str) -> str:
     """Returns the name of the base's parameter in Hugging Face folders for a key of an adapter's file."""
-    return key.removeprefix(PREFIX).replace(".base_layer.", ".")
+    return key.removeprefix(PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".")
 
 
 def _full_training_settings(

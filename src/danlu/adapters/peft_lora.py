@@ -56,7 +56,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "lora_bias": (False, None),
     "monteclora_config": (None,),
-    "trainable_token_indices": (None,),
     "use_bdlora": (None, False),
     "use_qalora": (False, None),
     "velora_config": (None,),
@@ -144,6 +143,11 @@ def read_factors(reader: PeftReader) -> dict[str, Factors]:
     Raises ModelError for settings that danlu does not compute, and for tensors that are missing.
     """
     reader.check_supported(_HARMLESS)
+    if reader.values.get("trainable_token_indices") is not None:
+        raise ModelError(
+            f"{reader.where}: trains rows of single tokens (trainable_token_indices), which is no low-rank change. "
+            "Merge it into its base (danlu merge)"
+        )
     _check_types(reader)
     power = 0.5 if reader.values.get("use_rslora") else 1.0
     factors = _read(reader)

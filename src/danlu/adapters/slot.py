@@ -17,6 +17,7 @@ from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank import Branch, low_rank_linears
 from danlu.adapters.prefix import LayerPrefix
 from danlu.adapters.prompt import VirtualTokens
+from danlu.adapters.token_rows import TokenRows
 from danlu.core.layer_types import EmbeddingLayer, GroupedLayer, LinearLayer, Recomputed, Site
 
 
@@ -71,6 +72,8 @@ class LinearSlot(Slot):
     def effective(self, linear: LinearLayer) -> Tensor:
         """W [O, I] with the active adapters merged into it, in float32 or the wider type of theirs; differentiable."""
         stack = self.stack()
+        if all(isinstance(adapter, TokenRows) for adapter in self.values()):  # no sum that would be rounded
+            return self.merged_into(DenseLinear(linear.stored_weight, None)).weight
         dtype = next(stack[0].parameters()).dtype if stack else torch.float32
         weight = linear.dense_weight(torch.promote_types(dtype, torch.float32))
         return self.merged_into(DenseLinear(weight, None)).weight

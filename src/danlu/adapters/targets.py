@@ -19,6 +19,8 @@ Form = Literal["rotation", "sharing"]
 GROUPS = {"all-linear": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",), "experts": ("experts",)}
 EXPERTS = "experts"
 """The part of a target that reaches the stacked matrices of experts."""
+ROW_GROUPS = ("embedding", "head")
+"""The groups of sites with a row for each token."""
 _Value = TypeVar("_Value")
 
 
@@ -49,6 +51,38 @@ def choose(sites: Sequence[Site], section: Any, *, check_ranks: bool = True) -> 
     if isinstance(section, sections.Ia3):
         _check_feedforward(chosen, section, sites)
     return chosen
+
+
+def check_rows(sites: Sequence[Site], chosen: Sequence[Site], section: Any, token_ids: Sequence[int]) -> None:
+    """Raises RecipeError as `sites_of_rows` does, for an adapter that trains the rows of these tokens."""
+    sites_of_rows(sites, chosen, section, dict.fromkeys(ROW_GROUPS, token_ids))
+
+
+def sites_of_rows(
+    sites: Sequence[Site], chosen: Sequence[Site], section: Any, token_ids: Mapping[str, Sequence[int]]
+) -> list[Site]:
+    """The embedding and the head, of those in which an adapter trains rows of single tokens.
+
+    Not those that it trains in full. chosen: the sites that it sits on.
+    Raises RecipeError where it cannot have rows: PEFT has them next to LoRA, on a layer that has no other adapter.
+    """
+    saved: list[str] = getattr(section, "modules_to_save", [])
+    in_full = {site.group for site in sites if any(f".{site.hf_name}".endswith(f".{name}") for name in saved)}
+    tied = any(site.group == "head" and site.module is None for site in sites)
+    if tied and "embedding" in in_full:
+        in_full.add("head")
+    with_rows = [site for site in sites if token_ids.get(site.group) and site.group not in in_full]
+    if with_rows and not isinstance(section, sections.LowRank):
+        raise RecipeError(
+            f"adapter.kind: {section.kind} trains no rows of single tokens (model.tokens), which adapter folders have "
+            "with LoRA alone. Use kind: lora, or train all rows (adapter.modules_to_save: [embed_tokens, lm_head])"
+        )
+    if taken := [site for site in with_rows if site.name in {each.name for each in chosen}]:
+        raise RecipeError(
+            f"adapter.targets: {taken[0].hf_name} has rows of its own for single tokens (model.tokens), and no other "
+            "adapter with them. Leave it out of adapter.targets, or train all of it (adapter.modules_to_save)"
+        )
+    return with_rows
 
 
 def targets_of(section: Any) -> list[str]:

@@ -15,10 +15,10 @@ from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.merge import merge_and_unload
 from danlu.adapters.peft_folder import add_adapter, write_adapter
 from danlu.assembly.adapter_stacks import AdapterStacks
-from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
+from danlu.assembly.base_model import Base, check_base, rotated_by
 from danlu.assembly.frozen_base import Adapted, LayerHookFactory, adapters_of, load_frozen
 from danlu.assembly.parameters import TRAINED, VALUE
-from danlu.assembly.recipe_adapters import named_stack, open_named, take_last
+from danlu.assembly.recipe_adapters import named_stack, open_named, recipe_base, take_last, trained_tokens
 from danlu.core.errors import RecipeError
 from danlu.core.output_folder import replace_folder
 from danlu.core.types import Task
@@ -66,7 +66,7 @@ def adapted_model(
     Raises ModelError for folders that are no adapters or belong to another base.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
-    base = find_base(model.path)
+    base = recipe_base(model)
     below = open_named(model.adapters, base)
     continued = take_last(below, model.adapters) if isinstance(adapter, sections.Continue) else None
 
@@ -80,6 +80,7 @@ def adapted_model(
         quantization=quantization,
         seed=seed,
         new=new,
+        token_ids={TRAINED: trained_tokens(model, adapter)},
         encode=encode,
         saved_factors={} if saved_adapter is None or continued is not None else {TRAINED: saved_adapter},
         layer_hook_factory=layer_hook_factory,
@@ -106,7 +107,7 @@ def merged_model(model: sections.Model, *, device: torch.device, config: ModelCo
     config: as `models.loading.load` has it.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
-    base = find_base(model.path)
+    base = recipe_base(model)
     folders = open_named(model.adapters, base)
     decoder = load(base.folder, device=device, config=config)
     adapters = adapters_of(decoder, device=device)
@@ -168,6 +169,7 @@ def write_result(
             task=task or model.config.task,
             head=None if score_head is None else head_tensors(score_head),
             rotated=rotated is not None,
+            tokens=base.tokens,
         )
         if rotated is not None:
             write_json(fresh / MODEL_CONFIG, rotated)
@@ -210,7 +212,7 @@ def value_on_base(recipe: Recipe) -> AdapterSection | AdapterFolder | None:
     *below, folder = adapter_stack(path)
     folder = open_adapter(folder.path)
     assert recipe.model.path is not None, "the recipe's rules ask for a base"
-    base = find_base(recipe.model.path)
+    base = recipe_base(recipe.model)
     check_base(folder, base)
     policys = named_stack(recipe.model.adapters)
     if isinstance(recipe.adapter, Continue):

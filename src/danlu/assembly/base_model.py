@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from danlu.core.added_token import AddedToken
 from danlu.core.errors import ModelError
 from danlu.models.config import ModelConfig, same_rotation, with_rotation_of
 from danlu.models.hf_folder import CONFIG, fingerprint, read_config, read_json, resolve_folder
@@ -29,6 +30,8 @@ class Base:
     fingerprint: str
     quantized_from: str | None = None
     """Fingerprint of the model that this one is in fewer bits: adapters of that one fit."""
+    tokens: tuple[AddedToken, ...] = ()
+    """New tokens for which the folder has rows that the model of this name and fingerprint has not."""
 
     @property
     def revision(self) -> str | None:
@@ -44,13 +47,19 @@ def find_base(path: str | Path) -> Base:
     return Base(named, folder, fingerprint(folder), origin)
 
 
-def base_of(stack: Sequence[AdapterFolder], given: str | Path | None, option: str) -> Base:
-    """Resolves the base of a stack of adapters: `given`, or else the one that the top adapter names.
+def base_of(
+    stack: Sequence[AdapterFolder], given: str | Path | None, option: str, also: Sequence[AdapterFolder] = ()
+) -> Base:
+    """Resolves the base of a stack of adapters: `given`, or else the one that the top adapter names; with rows for the
+    new tokens that they were trained with.
 
     option: the command line's option for the given one, for messages.
     Raises ModelError where it is not there.
     """
-    adapter = stack[-1]
+    return with_rows_for(_named_base(stack[-1], given, option), tokens_of([*stack, *also]))
+
+
+def _named_base(adapter: AdapterFolder, given: str | Path | None, option: str) -> Base:
     if given is not None:
         return find_base(given)
     if not adapter.base:
@@ -71,6 +80,32 @@ def check_base(adapter: AdapterFolder, base: Base) -> None:
             f"{adapter.path}: was trained on another base ({adapter.base}) than {base.folder}: shapes may fit, weights "
             "do not. Use the base it was trained on"
         )
+
+
+def tokens_of(adapters: Sequence[AdapterFolder]) -> list[AddedToken]:
+    """The new tokens that adapters, lowest first, were trained with.
+
+    Raises ModelError for two with one id for different tokens, of which a base has only one row.
+    """
+    tokens: dict[int, tuple[AddedToken, Path]] = {}
+    for adapter in adapters:
+        for token in adapter.tokens:
+            other, path = tokens.setdefault(token.id, (token, adapter.path))
+            if other.text != token.text:
+                raise ModelError(
+                    f"{path} and {adapter.path}: were trained with new tokens of the same id {token.id}, {other.text!r} "
+                    f"and {token.text!r}. Merge one of them into the base first (danlu merge), or use one alone"
+                )
+    return [token for token, _ in tokens.values()]
+
+
+def with_rows_for(base: Base, tokens: Sequence[AddedToken]) -> Base:
+    """The base with rows for new tokens; itself without any. Raises as `extended_base.extended_base`."""
+    if not tokens:
+        return base
+    from danlu.assembly.extended_base import extended_base
+
+    return extended_base(base, tokens)
 
 
 def config_with_adapters(folder: Path, adapters: Sequence[AdapterFolder]) -> ModelConfig:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.build import BuildContext
 from danlu.adapters.dropout import DropoutState
+from danlu.adapters.targets import ROW_GROUPS
 from danlu.core.errors import ModelError
 from danlu.core.layer_types import Site
 from danlu.core.shard_box import ShardBox
@@ -105,6 +107,7 @@ def load_frozen(
     quantization: Any = None,
     seed: int = 0,
     new: Mapping[str, Any] | None = None,
+    token_ids: Mapping[str, Sequence[int]] = MappingProxyType({}),
     encode: Callable[[str], Sequence[int]] | None = None,
     saved_factors: Mapping[str, Mapping[str, Tensor]] | None = None,
     layer_hook_factory: LayerHookFactory | None = None,
@@ -119,6 +122,7 @@ def load_frozen(
         quantization: section of the recipe for the linear layers (not the head), experts included, each of which is
             quantized by itself; None keeps the stored form.
         new: adapters to make, by name, with their sections; their start may come out of the weights.
+        token_ids: the tokens with rows of embedding and head that new adapters train, by the adapters' names.
         saved_factors: the tensors that an earlier run saved of some of the new adapters, by name.
         layer_hook_factory: makes the hook that shards each layer as soon as it is whole. No adapter may be added or
             removed then.
@@ -132,7 +136,7 @@ def load_frozen(
     adapters = adapters_of(model, seed=seed, device=device, encode=encode, quantization=quantization)
     for name, section in (new or {}).items():
         adapters.activate()  # each is alone on the base; whoever wants them stacked says so afterwards
-        adapters.add(name, section)
+        adapters.add(name, section, token_ids=dict.fromkeys(ROW_GROUPS, token_ids.get(name, ())))
     for name, factors in (saved_factors or {}).items():
         adapters.load_initial_factors(name, factors)
     whole = adapters.fully_trained()

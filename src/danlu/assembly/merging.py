@@ -82,7 +82,7 @@ def merge(
     stacks = [adapter_stack(source) for source in sources]
     trained_over = (stacks[-1][-1].quantization or {}).get("kind")
     below = common_below(stacks)
-    base = base_of(stacks[0], into, "--into")
+    base = base_of(stacks[0], into, "--into", [folder for stack in stacks[1:] for folder in stack])
     if not force:
         for stack in stacks:
             _check(stack, base, given=into is not None)

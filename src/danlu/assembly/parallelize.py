@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from danlu.assembly.devices import device_map_of, layer_by_layer, loading_device
 from danlu.assembly.parameters import kept_whole
+from danlu.assembly.recipe_adapters import model_folder
 from danlu.core.errors import RecipeError
 from danlu.core.shard_box import ShardBox
 from danlu.memory import recompute
 from danlu.models.chunks import DeviceMap
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import resolve_folder
 from danlu.models.initialize import initial_value, initialize
 from danlu.models.loading import build, load, load_boxes, meta_decoder
 from danlu.parallel import data, tensor
@@ -37,7 +37,7 @@ from danlu.parallel.ranks import Ranks
 from danlu.planning.pipeline_split import chunk_sizes, num_chunks
 from danlu.planning.precision import DTYPES
 from danlu.recipe import Recipe
-from danlu.recipe.sections import Memory, Parallel
+from danlu.recipe.sections import Memory, Model, Parallel
 
 if TYPE_CHECKING:
     from danlu.adapters.adapter_set import AdapterSet
@@ -135,7 +135,7 @@ def subject_of(
     if resumed:
         return Subject(build(config, device=device))
     if recipe.model.path is not None:
-        return Subject(load(resolve_folder(recipe.model.path), device=device, config=config))
+        return Subject(load(model_folder(recipe.model), device=device, config=config))
     model = build(config, device=device)
     initialize(model, recipe.seed)
     return Subject(model)
@@ -281,7 +281,7 @@ def place(subject: Subject, recipe: Recipe, ranks: Ranks, device: torch.device, 
 
     local = {} if ranks.alone else local_parameters()
     if on_meta and not resumed:
-        fill(local or local_parameters(), model.config, recipe.model.path, recipe.seed)
+        fill(local or local_parameters(), model.config, recipe.model, recipe.seed)
     if placer.pipeline is not None and placer.pipeline.updates_each_micro_batch:
         check_updated_alone(stage, local)
         notes.append(pipedream_note(recipe.gradient_clipping))
@@ -363,12 +363,12 @@ def token_shares(section: Parallel, ranks: Ranks) -> int:
 
 
 @torch.no_grad()
-def fill(local: Mapping[str, LocalParameter], config: ModelConfig, path: str | None, seed: int) -> None:
+def fill(local: Mapping[str, LocalParameter], config: ModelConfig, model: Model, seed: int) -> None:
     """Gives this process's box of each parameter its first values: read from the folder that the model starts from, or
     drawn from the seed."""
-    if path is not None:
+    if model.path is not None:
         targets = {name: (parameter.local, parameter.box) for name, parameter in local.items()}
-        load_boxes(resolve_folder(path), config, targets)
+        load_boxes(model_folder(model), config, targets)
         return
     for name, parameter in local.items():
         parameter.local.copy_(initial_value(config, name, parameter.box, seed))

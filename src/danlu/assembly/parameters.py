@@ -21,6 +21,8 @@ TRAINED = "default"
 VALUE: Role = "value"
 """PPO's value model: its role, the name of its adapter, and the prefix of its own parameters' names."""
 _SCORE_HEAD = "objective.score."
+_TOKEN_ROWS = ".token_rows"
+"""The end of the names of adapters' rows of single tokens, of embedding and head."""
 
 
 def role_of(name: str) -> Role:
@@ -76,7 +78,7 @@ def kept_whole(model: Decoder) -> set[str]:
     """Names of the parameters that are not sharded among data ranks.
 
     They are the weights of norms and routers, which are few and used in float32, and parameters that adapters of
-    several layers share, for FSDP2 shards a parameter with one layer.
+    several layers share, for FSDP2 shards a parameter with one layer; so may embedding and head share rows of tokens.
     """
     kinds: tuple[type[nn.Module], ...] = (RMSNorm,)
     if model.config.has_experts:
@@ -87,4 +89,8 @@ def kept_whole(model: Decoder) -> set[str]:
     in_float32 = {weight for module in modules for weight in module.parameters()}
     layers_of = Counter(parameter for layer in model.layers.values() for parameter in layer.parameters())
     named = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if parameter in in_float32 or layers_of[parameter] > 1}
+    return {
+        name
+        for name, parameter in named
+        if parameter in in_float32 or layers_of[parameter] > 1 or name.endswith(_TOKEN_ROWS)
+    }

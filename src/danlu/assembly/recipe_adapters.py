@@ -8,8 +8,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.assembly.base_model import Base, check_base, find_base, rotated_by
-from danlu.core.errors import ModelError
+from danlu.assembly.base_model import Base, check_base, find_base, rotated_by, tokens_of, with_rows_for
+from danlu.core.added_token import AddedToken
+from danlu.core.errors import DataError, ModelError
 from danlu.core.safetensors_format import read_header
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import config_values
@@ -29,14 +30,15 @@ def check_adapters(model: sections.Model, adapter: sections.AdapterSection | Non
     """
     if model.path is None or (adapter is None and not model.adapters):
         return
-    base = find_base(model.path)
+    base = recipe_base(model)
     below = open_named(model.adapters, base)
     if isinstance(adapter, sections.Continue):
         take_last(below, model.adapters)
     elif adapter is not None:
-        from danlu.adapters.targets import choose
+        from danlu.adapters.targets import check_rows, choose
 
-        choose(config_sites(read_config(base.folder)), adapter)
+        sites = config_sites(read_config(base.folder))
+        check_rows(sites, choose(sites, adapter), adapter, trained_tokens(model, adapter))
 
 
 def check_without_weights(model: sections.Model, adapter: sections.AdapterSection | None) -> None:
@@ -91,7 +93,83 @@ def base_config(model: sections.Model) -> ModelConfig:
     Of a hub id that is not there nothing but its config.json is fetched. Raises ModelError.
     """
     assert model.path is not None, "the recipe's rules ask for a base"
-    return rotated_by(find_config(model.path), named_stack(model.adapters))
+    return rotated_by(wide_config(model), named_stack(model.adapters))
+
+
+def wide_config(model: sections.Model) -> ModelConfig:
+    """The config of `model.path`, with rows for new tokens. Raises ModelError, and DataError for tokens."""
+    assert model.path is not None, "the recipe's rules ask for a base"
+    config, tokens = find_config(model.path), recipe_tokens(model)
+    if not tokens:
+        return config
+    from danlu.assembly.extended_base import extended_config
+
+    return extended_config(config, tokens)
+
+
+def recipe_base(model: sections.Model) -> Base:
+    """The base of a recipe, with rows for new tokens. Raises ModelError, and DataError for tokens."""
+    assert model.path is not None, "the recipe's rules ask for a base"
+    return with_rows_for(find_base(model.path), recipe_tokens(model))
+
+
+def model_folder(model: sections.Model) -> Path:
+    """The folder of the weights of `model.path`, with rows for new tokens. Raises as `recipe_base`."""
+    assert model.path is not None, "the recipe's rules ask for a base"
+    return recipe_base(model).folder if recipe_tokens(model) else resolve_folder(model.path)
+
+
+def recipe_tokens(model: sections.Model) -> list[AddedToken]:
+    """The new tokens of a recipe: those that its adapters below were trained with, and its own behind them.
+
+    Raises DataError for tokens that the tokenizer has, or cannot have.
+    """
+    below = tokens_of(named_stack(model.adapters))
+    if not model.tokens:
+        return below
+    from danlu.data.new_tokens import added_tokens
+
+    return added_tokens(_own_tokenizer(model), below, model.tokens)
+
+
+def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | None) -> list[int]:
+    """The ids of the tokens with rows that a new adapter trains: the recipe's new tokens, and those that it names.
+
+    Raises DataError for tokens that the tokenizer does not have.
+    """
+    if adapter is None or isinstance(adapter, sections.Continue):
+        return []
+    below = {token.id for token in tokens_of(named_stack(model.adapters))}
+    ids = [token.id for token in recipe_tokens(model) if token.id not in below]
+    named: list[str] = getattr(adapter, "trainable_tokens", [])
+    if named:
+        from danlu.data.tokenizer import load_tokenizer
+
+        vocabulary = load_tokenizer(path := tokenizer_path(model)).vocabulary
+        if unknown := [text for text in named if text not in vocabulary]:
+            raise DataError(
+                f"adapter.trainable_tokens: {unknown[0]!r} is no token of {path}. Name tokens that it has, or add it in "
+                "model.tokens"
+            )
+        ids += [vocabulary[text] for text in named]
+    return sorted(set(ids))
+
+
+def tokenizer_path(model: sections.Model) -> str:
+    """The folder of the recipe's tokenizer: its own, or the model's; with new tokens. Raises DataError for those."""
+    own, tokens = _own_tokenizer(model), recipe_tokens(model)
+    if not tokens:
+        return own
+    from danlu.data.new_tokens import extended_tokenizer
+
+    return str(extended_tokenizer(own, tokens))
+
+
+def _own_tokenizer(model: sections.Model) -> str:
+    if model.tokenizer is not None:
+        return model.tokenizer
+    assert model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
+    return str(resolve_folder(model.path))
 
 
 def _config_of(model: sections.Model) -> ModelConfig:

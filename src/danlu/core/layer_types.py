@@ -163,6 +163,9 @@ class LinearLayer(Protocol):
     @property
     def adapter(self) -> LinearAdapter | None: ...
 
+    @property
+    def stored_weight(self) -> Tensor: ...  # [O, I]: the weight itself, of a layer that is not quantized
+
     def dense_weight(self, dtype: torch.dtype) -> Tensor: ...  # [O, I]; the weight itself where it has that type
 
     def weight_in_workspace(self, dtype: torch.dtype) -> AbstractContextManager[Tensor]: ...  # same, not to keep

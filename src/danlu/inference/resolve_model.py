@@ -11,7 +11,15 @@ from itertools import chain, count
 from pathlib import Path
 
 from danlu.adapters.adapter_config import CONFIG, AdapterFolder, adapter_stack, is_adapter
-from danlu.assembly.base_model import base_of, check_base, check_same_rotation, config_with_adapters, find_base
+from danlu.assembly.base_model import (
+    base_of,
+    check_base,
+    check_same_rotation,
+    config_with_adapters,
+    find_base,
+    tokens_of,
+    with_rows_for,
+)
 from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.data.tokenizer_folder import resolve_tokenizer_folder
 from danlu.inference.generation_config import find_model
@@ -70,9 +78,11 @@ def resolve_model(
 
 def _resolve(path_or_id: str, base: str | None, adapters: Sequence[str]) -> ResolvedModel:
     path = Path(path_or_id).expanduser()
+    others = [tuple(adapter_stack(adapter)) for adapter in adapters]
+    further = [adapter for stack in others for adapter in stack]
     if _is_only_adapter(path):
         stack = tuple(adapter_stack(path))
-        below = base_of(stack, base, "--base")
+        below = base_of(stack, base, "--base", further)
         read_config(below.folder)
         named, folder, stacks = stack[-1].path, below.folder, [stack]
     else:
@@ -81,8 +91,9 @@ def _resolve(path_or_id: str, base: str | None, adapters: Sequence[str]) -> Reso
         named = folder = find_model(path_or_id)
         if not adapters:
             return ResolvedModel(named, folder, folder)
-        below, stacks = find_base(folder), []
-    stacks += [tuple(adapter_stack(path)) for path in adapters]
+        below, stacks = with_rows_for(find_base(folder), tokens_of(further)), []
+        folder = below.folder
+    stacks += others
     for adapter in (adapter for stack in stacks for adapter in stack):
         check_base(adapter, below)
     check_same_rotation(read_config(below.folder), stacks)

@@ -32,6 +32,7 @@ class ModelConfig:
     family: str
     """Key of `families.FAMILIES`; the `model_type` of config.json."""
     vocab_size: int
+    """Tokens: the ids that logits are over."""
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     rms_norm_eps: float
@@ -51,6 +52,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     task: Task = "causal-lm"
+    vocab_padding: int = 0
+    """Rows of embedding and head behind those of the tokens, which no token has: losses and sampling leave them out."""
     multimodal: str | None = None
     """The `model_type` of the multimodal model that this is the language part of (`models.multimodal`)."""
 
@@ -60,6 +63,11 @@ class ModelConfig:
             raise ModelError("layers is 0: it must be at least 1")
         if len(self.layers) > MAX_LAYERS:
             raise ModelError(f"layers is {len(self.layers):,}: at most {MAX_LAYERS:,} can be built")
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head: config.json's `vocab_size`."""
+        return self.vocab_size + self.vocab_padding
 
     @property
     def has_own_head(self) -> bool:
@@ -142,7 +150,7 @@ class ModelConfig:
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
     """Name -> shape of every parameter of the decoder, in the order of its forward pass."""
-    vocabulary = (config.vocab_size, config.hidden_size)
+    vocabulary = (config.vocab_rows, config.hidden_size)
     shapes: Shapes = {"embed_tokens.weight": vocabulary}
     of_kind = {kind: kind.parameter_shapes(config.hidden_size) for kind in config.kinds}
     for index, layer in enumerate(config.layers):

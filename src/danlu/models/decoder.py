@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         self.staged_ropes = {}
         self.norm = norm_of(config, config.norm_kind)
         own = config.has_own_head
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False) if own else None
+        self.lm_head = Linear(config.hidden_size, config.vocab_rows, bias=False) if own else None
         self.enter_chunk: BoundaryOp = identity
         """Applied to the input of a chunk that is not the first."""
         self.begin_pass: Callable[[Tensor], None] | None = None
@@ -219,13 +219,22 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """The output matrix [V, D]: the head's own, with its adapter, or the embedding's where they are tied.
 
-        Where the vocabulary is cut, the rows that are here.
+        Where the vocabulary is cut, the rows that are here; without those that no token has.
         """
         assert self.config.task == "causal-lm", "a model that classifies has no head over the vocabulary"
         if self.lm_head is None:
-            return self.embed_tokens.weight
-        assert self.lm_head.weight is not None, "the head is never packed"
-        return self.lm_head.weight if self.lm_head.adapter is None else self.lm_head.adapter.effective(self.lm_head)
+            return self._of_tokens(self.embed_tokens.weight, dim=0)
+        adapter = self.lm_head.adapter
+        return self._of_tokens(
+            self.lm_head.stored_weight if adapter is None else adapter.effective(self.lm_head), dim=0
+        )
+
+    def _of_tokens(self, rows: Tensor, dim: int) -> Tensor:
+        """Rows of the vocabulary that are here, along a dimension -> those of tokens: itself without padding rows."""
+        if not self.config.vocab_padding:
+            return rows
+        start = 0 if self.vocab_shard is None else self.vocab_shard.start
+        return rows.narrow(dim, 0, min(rows.shape[dim], self.config.vocab_size - start))
 
     def head_as_linear(self) -> Linear:
         """The head as a Linear; of a tied head, one that is made here and shares the embedding's weight.
@@ -236,7 +245,7 @@ class Decoder(nn.Module):
             raise ModelError("a model that classifies has no lm_head to adapt or train: leave it out of `adapter`")
         if self.lm_head is None:
             with torch.device("meta"):
-                self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+                self.lm_head = Linear(self.config.hidden_size, self.config.vocab_rows, bias=False)
             self.lm_head.tie(self.embed_tokens)
         return self.lm_head
 
@@ -287,7 +296,7 @@ class Decoder(nn.Module):
         """hidden [.., D] -> [.., V] float32, with the family's softcap; all of V, also where it is sharded."""
         assert self.config.task == "causal-lm", "a model that classifies has no head over the vocabulary"
         head = ops.linear(hidden, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(hidden)
-        logits: Tensor = head.float()
+        logits: Tensor = self._of_tokens(head, dim=-1).float()
         cap = self.config.final_softcap
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
         return logits if self.vocab_shard is None else self.vocab_shard.gather(logits)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from danlu.core.types import Task
 
 
+PADDING_KEY = "vocab_padding"
+"""danlu's own key of config.json: how many of the `vocab_size` rows, at the end, no token has."""
+
+
 def read_config_values(values: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
     """A ModelConfig from the content of a config.json; `where` names it in messages.
 
@@ -49,7 +53,7 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
     try:
         return ModelConfig(
             family=str(model_type),
-            vocab_size=hf.integer("vocab_size"),
+            vocab_size=hf.integer("vocab_size") - (padding := _padding(hf)),
             hidden_size=hf.integer("hidden_size"),
             rms_norm_eps=hf.number(family.norm_eps_key),
             max_position_embeddings=hf.integer("max_position_embeddings"),
@@ -58,10 +62,21 @@ def read_config_values(values: Mapping[str, Any], *, where: str = "config.json")
             eos_token_ids=hf.token_ids("eos_token_id"),
             pad_token_id=hf.optional_integer("pad_token_id"),
             task=task_of(values),
+            vocab_padding=padding,
             **family.read(hf, plain_layer(hf, family), layers),
         )
     except ModelError as error:
         raise error if str(error).startswith(where) else ModelError(f"{where}: {error}") from None
+
+
+def _padding(hf: HFValues) -> int:
+    """Rows of the vocabulary that no token has, as danlu writes them."""
+    padding = hf.optional_integer(PADDING_KEY) or 0
+    if not 0 <= padding < hf.integer("vocab_size"):
+        raise hf.error(
+            PADDING_KEY, f"{padding} of {hf.integer('vocab_size')} rows: expected 0 or more, and fewer than all"
+        )
+    return padding
 
 
 def task_of(values: Mapping[str, Any]) -> Task:
@@ -105,7 +120,8 @@ def config_values(config: ModelConfig, *, torch_dtype: str) -> dict[str, Any]:
     values: dict[str, Any] = {
         "architectures": [architecture_of(config.family, config.task)],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
+        "vocab_size": config.vocab_rows,
+        **({PADDING_KEY: config.vocab_padding} if config.vocab_padding else {}),
         "hidden_size": config.hidden_size,
         "intermediate_size": first.feed.intermediate_size,
         "num_hidden_layers": len(config.layers),

@@ -206,7 +206,8 @@ def _read_shards(folder: Path) -> dict[str, TensorLocation]:
         raise ModelError(f"{folder}: {INDEX} names {len(shards)} shards, absent: {', '.join(absent[:10])}")
     stored: dict[str, TensorLocation] = {}
     for shard in shards:
-        stored |= read_header(folder / shard)
+        tensors = read_header(folder / shard).items()
+        stored |= {name: location for name, location in tensors if weight_map.get(name, shard) == shard}
     lost = [name for name, shard in weight_map.items() if name not in stored or stored[name].file.name != shard]
     if lost:
         raise ModelError(

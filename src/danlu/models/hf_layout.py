@@ -248,7 +248,7 @@ def config_sites(config: ModelConfig) -> list[Site]:
     """The places of a decoder where adapters may sit, in the order of its forward pass, without its modules: every
     linear layer, the stacked ones of experts, the embedding and the head over the vocabulary, where it has one.
     """
-    shape = (config.vocab_size, config.hidden_size)
+    shape = (config.vocab_rows, config.hidden_size)
     sites = [Site("embed_tokens", hf_name("embed_tokens", config), "embedding", None, shape, None)]
     for parameter, sides in parameter_shapes(config).items():
         name, _, kind = parameter.rpartition(".")

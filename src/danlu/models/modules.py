@@ -124,6 +124,12 @@ class _Weights(nn.Module):
         self.weight = None
         self.quantized = quantized
 
+    @property
+    def stored_weight(self) -> Tensor:
+        """[.., out, in]: the weights themselves, of layers that are not quantized."""
+        assert self.weight is not None, "the weights are quantized"
+        return self.weight
+
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """[.., out, in]: the weights themselves where they are stored in that type, else a new tensor."""
         if self.weight is not None:
@@ -275,10 +281,11 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.vocab_rows, config.hidden_size))
         self.register_module("adapter", None)
         self.multiplier = config.embedding_multiplier
-        self.vocab_size = config.vocab_size
+        self.rows = config.vocab_rows
+        """Rows on all processes together."""
         self.vocab_start = 0
         """The first token id with a row in `weight`."""
         self.leave: BoundaryOp = identity
@@ -309,7 +316,7 @@ class Embedding(nn.Module):
         elsewhere = None
         if self.vocab_start > 0:
             elsewhere = tokens < self.vocab_start
-        if end < self.vocab_size:
+        if end < self.rows:
             elsewhere = tokens >= end if elsewhere is None else elsewhere | (tokens >= end)
         if elsewhere is None:
             return tokens, None

@@ -34,8 +34,8 @@ from danlu.parallel.comm import Group
 class Regions:
     """The communication of one model.
 
-    vocab_sizes: rows of embedding and head on each rank. sequence: whether tokens are cut outside of attention, MLP and
-    head.
+    vocab_sizes: tokens that have their rows of embedding and head on each rank. sequence: whether tokens are cut
+    outside of attention, MLP and head.
     """
 
     def __init__(self, group: Group, vocab_sizes: Sequence[int], *, sequence: bool) -> None:

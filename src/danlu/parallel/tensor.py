@@ -98,7 +98,9 @@ class Cutter:
                 f"{vocab_size}"
             )
         bounds = [vocab_size * index // size for index in range(size + 1)]
-        self._vocabulary = slice(bounds[group.index], bounds[group.index + 1])
+        is_last = group.index == size - 1  # which has the rows that no token has, too
+        end = model.config.vocab_rows if is_last else bounds[group.index + 1]
+        self._vocabulary = slice(bounds[group.index], end)
         self._regions = Regions(group, [end - start for start, end in itertools.pairwise(bounds)], sequence=sequence)
 
     def layer(self, name: str) -> None:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from danlu.assembly.recipe_adapters import named_stack
+from danlu.assembly.recipe_adapters import named_stack, tokenizer_path
 from danlu.core.errors import CheckpointError, DanluError, DataError, ModelError, RecipeError
 from danlu.core.safetensors_format import TensorLocation, read_header
 from danlu.data import sources
@@ -30,7 +30,6 @@ from danlu.recipe import Recipe, sections
 from danlu.recipe.sections.data import Columns
 from danlu.recipe.value import value_section
 from danlu.stages.protocols import ModelSpec, Stage
-from danlu.stages.reader import tokenizer_path
 from danlu.training.checkpoints.loading import read_state
 
 SAMPLE_BYTES = 64 << 10

@@ -16,13 +16,14 @@ from danlu.adapters.adapter_config import WEIGHTS, resolve_adapter
 from danlu.adapters.adapter_set import AdapterSet
 from danlu.adapters.lora import LowRank
 from danlu.adapters.low_rank_init import BASE_CHANGING_INITS
+from danlu.adapters.targets import ROW_GROUPS
 from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import adapter_sites, adapters_of, stored_quantization
 from danlu.assembly.memory_estimate import (
     activation_dtype,
 )
 from danlu.assembly.parameters import TRAINED, VALUE, own_name, parameters_of
-from danlu.assembly.recipe_adapters import base_config
+from danlu.assembly.recipe_adapters import base_config, model_folder, trained_tokens
 from danlu.core.errors import ModelError
 from danlu.core.safetensors_format import read_header
 from danlu.data.tokenizing import TokenizerInfo
@@ -96,7 +97,8 @@ def meta_model(recipe: Recipe, config: ModelConfig) -> MetaModel:
         return MetaModel(model, {}, 0, [*model.named_parameters(), *of_critic], {}, critic)
     adapters = adapters_of(model, seed=recipe.seed, device="meta", encode=lambda text: [0])
     if not isinstance(recipe.adapter, sections.Continue):
-        adapters.add(TRAINED, recipe.adapter)
+        ids = trained_tokens(recipe.model, recipe.adapter)
+        adapters.add(TRAINED, recipe.adapter, token_ids=dict.fromkeys(ROW_GROUPS, ids))
         _initialize(adapters, recipe.adapter)
         adapters.finish_loading()
         if (values := value_adapter(recipe)) is not None:
@@ -148,7 +150,7 @@ def _stored_quantization(recipe: Recipe) -> sections.QuantizationSection | None:
 def _stored_in_four_bits(recipe: Recipe, config: ModelConfig) -> set[str]:
     """Names of the parameters that the base's own folder has in 4 bits."""
     assert recipe.model.path is not None, "a folder says how it stores them"
-    stored = own_tensors(find_base(recipe.model.path).folder, config)
+    stored = own_tensors(model_folder(recipe.model), config)
     tensors = (tensor for tensor in expected_tensors(config, stored) if tensor.name in stored)
     return {name for tensor in tensors if stored[tensor.name].dtype == FOUR_BIT for name in tensor.parameters}
 

@@ -14,14 +14,14 @@ from torch import nn
 from danlu.assembly.devices import device_map_of
 from danlu.assembly.memory_estimate import check_size
 from danlu.assembly.parallelize import Placed, Subject, check_placing, place, subject_of
-from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters
+from danlu.assembly.recipe_adapters import base_changes, base_config, base_identity, check_adapters, model_folder
 from danlu.core.errors import CheckpointError, ModelError, RecipeError
 from danlu.core.types import Objective, Pack, Role
 from danlu.data.batch import empty_like
 from danlu.data.tokenizing import TokenizerInfo, tokenizer_info
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import architecture_of
-from danlu.models.hf_folder import check_headers, check_vocabulary, resolve_folder
+from danlu.models.hf_folder import check_headers, check_vocabulary
 from danlu.models.layer_spec import Experts
 from danlu.models.loading import build
 from danlu.models.saving import check_untouched
@@ -79,7 +79,7 @@ class DecoderBuilder:
         if start is not None:
             self._check_base(start.path)
         if recipe.model.path is not None:
-            folder, where = resolve_folder(recipe.model.path), recipe.model.path
+            folder, where = model_folder(recipe.model), recipe.model.path
             config = self._scaled(self._with_task(base_config(recipe.model)))
             self._check_layout(config)
             check_router(recipe.router, config, replays=recipe.rollout.routing_replay)

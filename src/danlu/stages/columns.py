@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from danlu.adapters.adapter_config import CONFIG, WEIGHTS
-from danlu.assembly.recipe_adapters import named_stack
+from danlu.assembly.recipe_adapters import model_folder, named_stack
 from danlu.core.types import Batch, Outputs, Pack, Role, Sample
 from danlu.data.column_store import ColumnStore, SamplesWithColumns
 from danlu.data.samples import Samples
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import read_tensors, resolve_folder
+from danlu.models.hf_folder import read_tensors
 from danlu.parallel.batch_sharding import shard_by_tokens
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
@@ -142,7 +142,7 @@ def _key(recipe: Recipe, spec: ColumnSpec, config: ModelConfig, device: torch.de
     section = recipe.model if spec.model is None else spec.model.section
     quantization = recipe.quantization if spec.model is None else spec.model.quantization
     adapter = None if spec.model is not None or recipe.adapter is None else recipe.adapter.model_dump(mode="json")
-    tensors = {} if section.path is None else read_tensors(resolve_folder(section.path))
+    tensors = {} if section.path is None else read_tensors(model_folder(section))
     weights = sorted({entry.file for entry in tensors.values()})
     is_drawn = section.path is None or adapter is not None  # from the seed
     return {

@@ -12,6 +12,7 @@ from typing import TextIO, cast
 import torch
 from torch import Tensor
 
+from danlu.assembly.recipe_adapters import wide_config
 from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.core.line_log import OptionalLineLog
 from danlu.core.run_files import ROLLOUTS
@@ -20,7 +21,7 @@ from danlu.data.column_store import ColumnType
 from danlu.data.tokenizing import tokenizer_info
 from danlu.inference.resolve_model import ResolvedModel, resolve_model
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import read_config, resolve_folder
+from danlu.models.hf_folder import read_config
 from danlu.models.presets import from_scratch
 from danlu.objectives.distillation import Distillation, HiddenStateDistillation, TeacherDivergence, TeacherTerm
 from danlu.parallel.ranks import Ranks
@@ -239,7 +240,7 @@ def _notes(teachers: Sequence[Teacher], config: ModelConfig) -> Iterator[str]:
 def _policy_config(recipe: Recipe, vocab_size: int | None) -> ModelConfig:
     """The policy's config. vocab_size: of the tokenizer, which is asked where it is None, for a model from scratch."""
     if recipe.model.path is not None:
-        return read_config(resolve_folder(recipe.model.path))
+        return wide_config(recipe.model)
     if vocab_size is None:
         vocab_size = tokenizer_info(tokenizer_of(recipe)).vocab_size
     return from_scratch(recipe.model, vocab_size)

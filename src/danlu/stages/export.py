@@ -13,16 +13,16 @@ from torch import nn
 
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.parameters import TRAINED, VALUE, own_name
+from danlu.assembly.recipe_adapters import model_folder, tokenizer_path
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task
 from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer, padding_token
 from danlu.data.tokenizer_folder import fast_tokenizer_folder
-from danlu.models.hf_folder import resolve_folder
 from danlu.models.saving import save
 from danlu.recipe import Recipe, sections
 from danlu.stages.learner import objective_parameters
-from danlu.stages.reader import tokenizer_of, tokenizer_path
+from danlu.stages.reader import tokenizer_of
 
 if TYPE_CHECKING:
     from danlu.stages.placed import PlacedDecoder
@@ -129,7 +129,7 @@ def write(
         score_head=score_head if classifies else None,
         pad_token=pad_token,
         stop_ids=stop_ids,
-        origin=None if recipe.model.path is None else resolve_folder(recipe.model.path),
+        origin=None if recipe.model.path is None else model_folder(recipe.model),
     )
 
 

@@ -16,13 +16,13 @@ from danlu.assembly.base_model import find_base
 from danlu.assembly.devices import layer_by_layer, loading_device
 from danlu.assembly.frozen_base import Adapted, check_frozen, load_frozen
 from danlu.assembly.parallelize import LayerPlacer, Placed, Subject, place, subject_of
-from danlu.assembly.recipe_adapters import base_config, open_named
+from danlu.assembly.recipe_adapters import base_config, model_folder, open_named, recipe_base
 from danlu.core.errors import RecipeError
 from danlu.core.tokenizer_files import VOCABULARY_FILES
 from danlu.data.tokenizer import load_tokenizer
 from danlu.models.config import ModelConfig, is_matrix
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import check_vocabulary, read_config, resolve_folder
+from danlu.models.hf_folder import check_vocabulary, read_config
 from danlu.models.initialize import initialize
 from danlu.models.loading import build
 from danlu.models.presets import from_scratch
@@ -41,11 +41,11 @@ def check_frozen_model(spec: ModelSpec, recipe: Recipe) -> None:
     path = spec.section.path
     if path is None:
         return
-    folder = resolve_folder(path)
+    folder = model_folder(spec.section)
     check_frozen(folder, spec.quantization)
     if spec.section.adapters:
         open_named(spec.section.adapters, find_base(path))
-    if path != recipe.model.path:
+    if path != recipe.model.path or spec.section.tokens != recipe.model.tokens:
         policy_tokenizer = tokenizer_of(recipe)
         if any((folder / name).is_file() for name in VOCABULARY_FILES):
             _check_same_vocabulary(spec.key, path, load_tokenizer(path).vocabulary, policy_tokenizer.vocabulary)
@@ -120,7 +120,7 @@ def _frozen_subject(recipe: Recipe, *, stacks: bool, vocab_size: int, ranks: Ran
         placer = LayerPlacer(loading.model, loading.adapters, recipe, ranks, device)
         return placer
 
-    base = find_base(section.path)
+    base = recipe_base(section)
     adapted = load_frozen(
         base.folder,
         dtype=dtype,

@@ -18,9 +18,8 @@ import torch
 
 from danlu.assembly.adapter_stacks import AdapterStacks
 from danlu.assembly.adapter_training import merged_model
-from danlu.assembly.base_model import find_base
 from danlu.assembly.frozen_base import load_frozen
-from danlu.assembly.recipe_adapters import base_config, base_identity, open_named
+from danlu.assembly.recipe_adapters import base_config, base_identity, model_folder, open_named, recipe_base
 from danlu.core.errors import DataError
 from danlu.core.line_log import LineLog
 from danlu.core.run_files import LONGROPE_SEARCH
@@ -29,7 +28,6 @@ from danlu.data.packed_dataset import cut
 from danlu.data.samples import Samples
 from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
-from danlu.models.hf_folder import resolve_folder
 from danlu.models.loading import load
 from danlu.models.long_context import original_length, with_long_context
 from danlu.models.longrope_search import Candidate, count, search
@@ -102,8 +100,8 @@ def _model(recipe: Recipe, config: ModelConfig, device: torch.device) -> Decoder
     if recipe.adapter is None:
         if section.adapters:
             return merged_model(section, device=device, config=config)
-        return load(resolve_folder(section.path), device=device, config=config)
-    base = find_base(section.path)
+        return load(model_folder(section), device=device, config=config)
+    base = recipe_base(section)
     adapted = load_frozen(
         base.folder, dtype=DTYPES[recipe.precision], device=device, quantization=recipe.quantization, config=config
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from danlu.assembly.parallelize import Subject
-from danlu.assembly.recipe_adapters import max_sample_length
+from danlu.assembly.recipe_adapters import max_sample_length, tokenizer_path
 from danlu.core.errors import DataError
 from danlu.core.types import Pack
 from danlu.data.batch import empty_like
@@ -30,7 +30,7 @@ from danlu.stages.builder import DecoderBuilder
 from danlu.stages.distillation import check_teachers, with_teacher_notes
 from danlu.stages.policy_objective import estimator_of
 from danlu.stages.protocols import PlacedStage, Prompts, StageData
-from danlu.stages.reader import tokenizer_of, tokenizer_path
+from danlu.stages.reader import tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder
 from danlu.stages.reward_model import RewardModel
 from danlu.stages.rewards import own_reward_bytes, recipe_rewards, reward_parts, rewards_on_base

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from danlu.assembly.recipe_adapters import max_sample_length
+from danlu.assembly.recipe_adapters import max_sample_length, model_folder, tokenizer_path
 from danlu.core.errors import DataError
 from danlu.core.types import Pack
 from danlu.data.packed_dataset import PackedDataset
@@ -22,10 +22,9 @@ from danlu.data.statistics import Statistics, beyond_positions
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
 from danlu.data.tokenizer_folder import template_date
 from danlu.models.config import ModelConfig
-from danlu.models.hf_folder import resolve_folder
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
-from danlu.recipe.sections import Data, LengthStage, Model
+from danlu.recipe.sections import Data, LengthStage
 from danlu.recipe.staged_lengths import amount_per_step
 from danlu.stages.protocols import StageData, StoredRows
 from danlu.training.data_loader import Stretch
@@ -123,14 +122,6 @@ def dataset_spec(recipe: Recipe) -> DatasetSpec:
     )
 
 
-def tokenizer_path(model: Model) -> str:
-    """The folder of the recipe's tokenizer: its own, or the model's."""
-    if model.tokenizer is not None:
-        return model.tokenizer
-    assert model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"
-    return str(resolve_folder(model.path))
-
-
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """The recipe's tokenizer with its chat template. Raises DataError if it cannot be read."""
     model = recipe.model
@@ -148,7 +139,7 @@ def chat_tokenizer_of(recipe: Recipe, config: ModelConfig) -> ChatTokenizer:
     tokenizer = tokenizer_of(recipe)
     folders = [
         Path(tokenizer_path(recipe.model)),
-        *([] if recipe.model.path is None else [resolve_folder(recipe.model.path)]),
+        *([] if recipe.model.path is None else [model_folder(recipe.model)]),
     ]
     return ChatTokenizer(tokenizer, end_tokens(tokenizer, config, *folders))
 

@@ -11,12 +11,13 @@ from danlu.adapters.adapter_config import adapter_stack
 from danlu.assembly.adapter_training import value_on_base
 from danlu.assembly.parallelize import Placed, place, subject_of
 from danlu.assembly.parameters import VALUE, own_name, role_of
+from danlu.assembly.recipe_adapters import model_folder
 from danlu.assembly.score_head import score_head_shape
 from danlu.core.errors import ModelError, RecipeError
 from danlu.inference.resolve_model import resolve_model
 from danlu.models.config import ModelConfig
 from danlu.models.hf_config import architecture_of
-from danlu.models.hf_folder import check_headers, resolve_folder
+from danlu.models.hf_folder import check_headers
 from danlu.parallel.parallel_context import ParallelContext
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
@@ -44,7 +45,7 @@ def check_critic(recipe: Recipe) -> None:
             if saves_value_model:
                 _check_class_for_scores(frozen_config(section, 1))
             if section.path is not None:
-                check_headers(resolve_folder(section.path), _scores(frozen_config(section, 1)), quantized=False)
+                check_headers(model_folder(section), _scores(frozen_config(section, 1)), quantized=False)
 
 
 def _check_class_for_scores(config: ModelConfig) -> None:

@@ -46,6 +46,13 @@ def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(adapter, Continue) and not model.adapters:
         message = "continue trains the last of model.adapters on, and there is none. Name one, or choose a kind"
         yield Problem("adapter.kind", message, reads=("model.adapters",))
+    if isinstance(adapter, Continue) and model.tokens:
+        message = "adapter: continue trains an adapter with the rows that it has. Add a new adapter, or no tokens"
+        yield Problem("model.tokens", message, reads=("adapter.kind",))
+    texts = [token.text for token in model.tokens]
+    for number, text in enumerate(texts):
+        if text in texts[:number]:
+            yield Problem(f"model.tokens.{number}", f"{text!r} is given twice")
     if isinstance(adapter, Dora) and model.adapters:
         message = "dora scales the weights themselves, so it cannot be stacked on model.adapters. Use kind: lora"
         yield Problem("adapter.kind", message, reads=("model.adapters",))

@@ -36,6 +36,12 @@ def engine_is_possible(recipe: Recipe) -> Iterator[Problem]:
             yield Problem("rollout.gather", message, reads=("parallel.shard",))
         return
     name = section.engine
+    if recipe.model.tokens:
+        message = (
+            f"engine {name} serves a model without rows for model.tokens, and takes weights of its own shapes alone. "
+            "Use engine: embedded, or train the tokens first (stage sft) and serve the model that comes of it"
+        )
+        yield Problem("rollout.engine", message, reads=("model.tokens",))
     yield from _servers_have_addresses(section)
     if section.routing_replay and name in ("vllm", "sglang"):
         message = (

@@ -65,7 +65,7 @@ from danlu.recipe.sections.environments import (
     Verifiers,
 )
 from danlu.recipe.sections.long_context import LengthStage, LongContext, LongRopeSearch
-from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, Nf4, Quantization, QuantizationSection
+from danlu.recipe.sections.model import Fp4, Int4, Int8, Model, NewToken, Nf4, Quantization, QuantizationSection
 from danlu.recipe.sections.optimizers import (
     SGD,
     Adafactor,

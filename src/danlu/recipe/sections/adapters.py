@@ -47,6 +47,9 @@ class LowRank(_Targeted):
     """Another alpha, likewise."""
     bias: Literal["none", "all", "adapted"] = "none"
     """The biases of the base that are trained as well: none, all, or those of adapted layers."""
+    trainable_tokens: list[str] = []
+    """Tokens of the base with rows of embedding and head that are trained too, such as an end token that the base was
+    never trained on; those of `model.tokens` always are."""
     freeze_a: bool = False
     """Train B alone, so that no inputs are kept for A (LoRA-FA, arXiv:2308.03303)."""
     rate_ratio: Annotated[float, Field(gt=0)] = 1.0

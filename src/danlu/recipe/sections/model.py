@@ -9,6 +9,20 @@ from pydantic import Field
 from danlu.recipe.sections.base import OF_TOKENS, PositiveInt, Section, VariantSection
 
 
+class NewToken(Section):
+    """A token that the tokenizer does not have."""
+
+    short = "text"
+
+    text: Annotated[str, Field(min_length=1)]
+    """The text that becomes one token, wherever it stands."""
+    special: bool = False
+    """Tools that leave special tokens out of a text (`skip_special_tokens`) leave this one out too."""
+    description: str | None = None
+    """A text on its meaning: its rows start at the mean of the rows of this text's tokens, and by default at the mean
+    of all rows."""
+
+
 class Model(Section):
     """Where the weights start."""
 
@@ -24,6 +38,10 @@ class Model(Section):
     """Train from scratch: a config.json (path) or its content. Weights are drawn from (seed, parameter name)."""
     tokenizer: Annotated[str | None, OF_TOKENS] = None
     """Tokenizer folder or hub id; by default the one in `path`."""
+    tokens: Annotated[list[NewToken], OF_TOKENS] = []
+    """New tokens, such as `[<plan>, <act>]`. Embedding and head get a row for each, up to a multiple of 8 rows; rows
+    that no token has are left out of losses and sampling. With an adapter (lora and its relatives) these rows are
+    trained next to it, as PEFT's `trainable_token_indices` are."""
     chat_template: Annotated[str | None, OF_TOKENS] = None
     """A Jinja file that replaces the tokenizer's own chat template."""
     chat_template_date: Annotated[str | None, OF_TOKENS] = None
