@@ -90,17 +90,29 @@ class AdapterFolder:
             )
         return section
 
-    @property
-    def tokens(self) -> tuple[AddedToken, ...]:
-        """The new tokens that it was trained with and for which its base needs rows; those of the adapters below are
-        theirs.
+    def tokens(self, rows: int) -> tuple[AddedToken, ...]:
+        """The new tokens that it was trained with and for which its base needs rows.
 
-        Raises ModelError for a list that is none.
+        Of another tool's adapter those of `trainable_token_indices` behind the base's `rows`, by the tokenizer in its
+        folder. Raises ModelError for a list that is none.
         """
-        try:
-            return as_added_tokens(self.danlu.get(TOKENS, ()))
-        except ValueError as error:
-            raise ModelError(f"{self.path / DANLU}: {TOKENS}: {error}") from None
+        if self.danlu:
+            try:
+                return as_added_tokens(self.danlu.get(TOKENS, ()))
+            except ValueError as error:
+                raise ModelError(f"{self.path / DANLU}: {TOKENS}: {error}") from None
+        indices = self.values.get("trainable_token_indices") or ()
+        lists = list(indices.values()) if isinstance(indices, dict) else [indices]
+        trained = {each for ids in lists if isinstance(ids, list | tuple) for each in ids if isinstance(each, int)}
+        file = self.path / "tokenizer.json"
+        if not any(each >= rows for each in trained) or not file.is_file():
+            return ()
+        entries = parse_json(file.read_bytes()).get("added_tokens") or ()
+        return tuple(
+            AddedToken(entry["content"], entry["id"], bool(entry.get("special")))
+            for entry in entries
+            if entry["id"] in trained and entry["id"] >= rows
+        )
 
     @property
     def kind(self) -> str:

@@ -165,8 +165,8 @@ def from_peft(
             raise ModelError(f"{reader.where}: {KEY} of {name} is {asked!r}; expected different ids of tokens")
         if max(asked) >= site.shape[0]:
             raise ModelError(
-                f"{reader.where}: {KEY} of {name} has {max(asked)}, and this base has {site.shape[0]} rows: PEFT's base "
-                "was resized for it. Save that base and its tokenizer as a folder, and name it as the base"
+                f"{reader.where}: {KEY} of {name} has {max(asked)}, and this base has {site.shape[0]} rows: it was "
+                "trained on a base with more. Put its tokenizer.json, which names the tokens, into its folder"
             )
         ids[site.group] = sorted(asked)
         if tied and site.group == "head" and "embedding" in ids:

@@ -56,7 +56,7 @@ def base_of(
     option: the command line's option for the given one, for messages.
     Raises ModelError where it is not there.
     """
-    return with_rows_for(_named_base(stack[-1], given, option), tokens_of([*stack, *also]))
+    return with_rows_of(_named_base(stack[-1], given, option), [*stack, *also])
 
 
 def _named_base(adapter: AdapterFolder, given: str | Path | None, option: str) -> Base:
@@ -82,21 +82,26 @@ def check_base(adapter: AdapterFolder, base: Base) -> None:
         )
 
 
-def tokens_of(adapters: Sequence[AdapterFolder]) -> list[AddedToken]:
-    """The new tokens that adapters, lowest first, were trained with.
+def tokens_of(adapters: Sequence[AdapterFolder], rows: int) -> list[AddedToken]:
+    """The new tokens that adapters, lowest first, of a base with so many rows were trained with.
 
     Raises ModelError for two with one id for different tokens, of which a base has only one row.
     """
     tokens: dict[int, tuple[AddedToken, Path]] = {}
     for adapter in adapters:
-        for token in adapter.tokens:
+        for token in adapter.tokens(rows):
             other, path = tokens.setdefault(token.id, (token, adapter.path))
             if other.text != token.text:
                 raise ModelError(
-                    f"{path} and {adapter.path}: were trained with new tokens of the same id {token.id}, {other.text!r} "
-                    f"and {token.text!r}. Merge one of them into the base first (danlu merge), or use one alone"
+                    f"{path} and {adapter.path}: were trained with new tokens of the same id {token.id}: "
+                    f"{other.text!r} and {token.text!r}. A base has one row for both: use one of the adapters alone"
                 )
     return [token for token, _ in tokens.values()]
+
+
+def with_rows_of(base: Base, adapters: Sequence[AdapterFolder]) -> Base:
+    """The base with rows for the new tokens that adapters were trained with. Raises as `tokens_of`."""
+    return with_rows_for(base, tokens_of(adapters, read_config(base.folder).vocab_rows)) if adapters else base
 
 
 def with_rows_for(base: Base, tokens: Sequence[AddedToken]) -> Base:

@@ -1,8 +1,8 @@
 """A base with rows for new tokens: a folder of the cache with another embedding and head, and links to all else.
 
-A new row is the mean of the rows of its description's tokens, or of all tokens of the base. So are rows up to a multiple
-of 8 that no token has; config.json says how many these are. Everything that reads a model's folder reads this one, while
-adapters belong to the base that it is made of. No torch here until a folder is written.
+A new row is the mean of the rows of its description's tokens, or of all tokens of the base. So are rows up to a
+multiple of 8 that no token has; config.json says how many these are. Everything that reads a model's folder reads this
+one, while adapters belong to the base that it is made of. No torch here until a folder is written.
 """
 
 from __future__ import annotations

@@ -124,12 +124,21 @@ def recipe_tokens(model: sections.Model) -> list[AddedToken]:
 
     Raises DataError for tokens that the tokenizer has, or cannot have.
     """
-    below = tokens_of(named_stack(model.adapters))
+    below = tokens_below(model)
     if not model.tokens:
         return below
     from danlu.data.new_tokens import added_tokens
 
     return added_tokens(_own_tokenizer(model), below, model.tokens)
+
+
+def tokens_below(model: sections.Model) -> list[AddedToken]:
+    """The new tokens that the adapters below were trained with."""
+    stack = named_stack(model.adapters)
+    if not stack:
+        return []
+    assert model.path is not None, "the recipe's rules ask for a base"
+    return tokens_of(stack, find_config(model.path).vocab_rows)
 
 
 def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | None) -> list[int]:
@@ -139,7 +148,7 @@ def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | Non
     """
     if adapter is None or isinstance(adapter, sections.Continue):
         return []
-    below = {token.id for token in tokens_of(named_stack(model.adapters))}
+    below = {token.id for token in tokens_below(model)}
     ids = [token.id for token in recipe_tokens(model) if token.id not in below]
     named: list[str] = getattr(adapter, "trainable_tokens", [])
     if named:
@@ -148,8 +157,8 @@ def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | Non
         vocabulary = load_tokenizer(path := tokenizer_path(model)).vocabulary
         if unknown := [text for text in named if text not in vocabulary]:
             raise DataError(
-                f"adapter.trainable_tokens: {unknown[0]!r} is no token of {path}. Name tokens that it has, or add it in "
-                "model.tokens"
+                f"adapter.trainable_tokens: {unknown[0]!r} is no token of {path}. Name tokens that it has, or add it "
+                "in model.tokens"
             )
         ids += [vocabulary[text] for text in named]
     return sorted(set(ids))

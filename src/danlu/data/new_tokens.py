@@ -27,8 +27,7 @@ def added_tokens(path: str, below: Sequence[AddedToken], tokens: Sequence[NewTok
     """The new tokens of a run with their ids, behind those that the adapters below it were trained with.
 
     path: the folder or hub id of the tokenizer that they are added to. Raises DataError as `load_tokenizer` does, for a
-    token that the tokenizer has already, for one that it would not find in a text, and for a description without
-    tokens.
+    token that the tokenizer has already, and for a description without tokens.
     """
     return list(_added_tokens(path, tokenizer_fingerprint(path), tuple(below), tuple(tokens)))
 
@@ -93,12 +92,6 @@ def _with_ids(path: str, below: Sequence[AddedToken], tokens: Sequence[NewToken]
             )
     _add(tokenizer.fast, below)
     ids = _add(tokenizer.fast, tokens)
-    for number, (token, own) in enumerate(zip(tokens, ids, strict=True)):
-        if tokenizer.fast.encode(f"a{token.text}", add_special_tokens=False).ids[-1:] != [own]:
-            raise DataError(
-                f"model.tokens.{number}: {token.text!r} is not found in a text, for another new token is a part of it. "
-                "Choose tokens of which none contains another"
-            )
     return [
         AddedToken(token.text, own, token.special, of) for token, own, of in zip(tokens, ids, described, strict=True)
     ]

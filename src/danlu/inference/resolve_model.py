@@ -17,8 +17,7 @@ from danlu.assembly.base_model import (
     check_same_rotation,
     config_with_adapters,
     find_base,
-    tokens_of,
-    with_rows_for,
+    with_rows_of,
 )
 from danlu.core.errors import DataError, ModelError, RecipeError
 from danlu.data.tokenizer_folder import resolve_tokenizer_folder
@@ -91,7 +90,7 @@ def _resolve(path_or_id: str, base: str | None, adapters: Sequence[str]) -> Reso
         named = folder = find_model(path_or_id)
         if not adapters:
             return ResolvedModel(named, folder, folder)
-        below, stacks = with_rows_for(find_base(folder), tokens_of(further)), []
+        below, stacks = with_rows_of(find_base(folder), further), []
         folder = below.folder
     stacks += others
     for adapter in (adapter for stack in stacks for adapter in stack):

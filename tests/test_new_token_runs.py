@@ -1,0 +1,262 @@
+"""Runs with new tokens: of which rows, in which stages and layouts, in which folders, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from builders.process_group import run_group
+from builders.tiny_adapters import logits
+from builders.tiny_world import World, danlu, differences, write_rows
+from builders.train_worker import train
+from builders.worst_errors import worst_relative_error
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from danlu.inference.load_adapted import load_adapted_model
+from danlu.inference.resolve_model import resolve_model
+from danlu.models.decoder import Decoder
+from danlu.models.hf_folder import read_config
+from danlu.models.initialize import initialize
+from danlu.models.loading import build, load
+from danlu.models.saving import save
+from danlu.training import loop
+
+TEXT = "Two and three. <plan> Add them. <act> Five."
+pytestmark = pytest.mark.usefixtures("module_tokenises_here")
+
+ROWS = [
+    {"prompt": f"{a} and {b}", "completion": f" <plan> Add {a} to {b}. <act> {a + b}"}
+    for a in range(8)
+    for b in range(5)
+]
+PREFERENCES = [{**row, "chosen": row["completion"], "rejected": " <act> No."} for row in ROWS]
+TOKENS = [{"text": "<plan>", "description": "a plan"}, "<act>"]
+LORA = {"kind": "lora", "rank": 4}
+
+
+def recipe(world: World, output: Path, rows: Sequence[dict[str, Any]] = ROWS, **changes: Any) -> Path:
+    file = write_rows(world.folder / f"new-tokens-{len(rows[0])}.jsonl", rows)
+    model = {"path": str(world.base), "config": None, "tokenizer": None, "tokens": TOKENS}
+    base = {"model": model, "data": {"train": str(file)}, "steps": 6}
+    both = {name for name in base.keys() & changes.keys() if isinstance(changes[name], dict)}
+    return world.recipe(output, **{**base, **changes, **{name: {**base[name], **changes[name]} for name in both}})
+
+
+def build_tied(world: World) -> Decoder:
+    model = build(replace(read_config(world.base), tie_word_embeddings=True))
+    initialize(model, 0)
+    return model
+
+
+def cut_off(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """SIGTERM in the middle of a step, once."""
+    real = loop.accumulate
+
+    def accumulate(*arguments: Any, **options: Any) -> Any:
+        if options["step"] == step:
+            monkeypatch.setattr(loop, "accumulate", real)
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(loop, "accumulate", accumulate)
+
+
+def ids(folder: Path) -> Tensor:
+    return torch.tensor(AutoTokenizer.from_pretrained(folder).encode(TEXT, add_special_tokens=False))
+
+
+def ours(folder: Path) -> tuple[Decoder, Tensor]:
+    model, _ = load_adapted_model(
+        resolve_model(str(folder)), dtype=torch.float32, device="cpu", quantization=None, merged=False
+    )
+    with torch.no_grad():
+        return model, logits(model, ids(folder)[:16])
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    assert danlu("train", recipe(tiny_world, folder, adapter=LORA)) == 0
+    return folder
+
+
+def test_peft_loads_it_with_the_rows_and_computes_the_same(lora: Path, tiny_world: World) -> None:
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(lora / "adapter").eval()
+    assert theirs.get_input_embeddings().weight.shape[0] == 402  # the base's 400, resized by the tokenizer
+    model, found = ours(lora / "adapter")
+    assert (model.config.vocab_size, model.config.vocab_padding) == (402, 6)
+    pieces = [ids(lora / "adapter")[start:end] for start, end in ((0, 5), (5, 12), (12, 16))]
+    with torch.no_grad():
+        wanted = torch.cat([theirs(piece.unsqueeze(0)).logits[0] for piece in pieces])
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    rows = load_file(lora / "adapter" / "adapter_model.safetensors")
+    start = load(tiny_world.base).embed_tokens.weight.mean(0)
+    assert not torch.allclose(rows["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"], start)
+    config = json.loads((lora / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_world.base)
+
+
+def test_it_is_merged_quantized_and_answered_with(lora: Path, tmp_path: Path, capsys: Any) -> None:
+    assert danlu("merge", lora / "adapter", tmp_path / "merged") == 0
+    _, wanted = ours(lora / "adapter")
+    merged = load(tmp_path / "merged")
+    assert (merged.config.vocab_size, merged.config.vocab_padding) == (402, 6)
+    assert torch.allclose(logits(merged, ids(tmp_path / "merged")[:16]), wanted, rtol=1e-5, atol=1e-5)
+    assert danlu("quantize", tmp_path / "merged", tmp_path / "small") == 0
+    assert read_config(tmp_path / "small").vocab_padding == 6
+    assert AutoTokenizer.from_pretrained(tmp_path / "small").convert_tokens_to_ids("<act>") == 401
+    capsys.readouterr()
+    for folder in (lora / "adapter", tmp_path / "small"):
+        assert danlu("generate", folder, "--prompt", "1 and 2", "--max-new-tokens", "8") == 0
+
+
+def test_a_resumed_run_ends_bit_for_bit_as_an_undisturbed_one(
+    lora: Path, tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = recipe(tiny_world, tmp_path / "run", adapter=LORA)
+    cut_off(monkeypatch, 4)
+    assert danlu("train", file) == 143
+    assert danlu("train", file) == 0
+    assert not differences(lora, tmp_path / "run")
+
+
+def test_another_adapter_upon_it_adds_a_token_behind_its_tokens(lora: Path, tiny_world: World, tmp_path: Path) -> None:
+    file = recipe(
+        tiny_world,
+        tmp_path / "run",
+        model={"adapters": [str(lora / "adapter")], "tokens": ["<end>"]},
+        adapter=LORA,
+        steps=2,
+    )
+    assert danlu("train", file) == 0
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["trainable_token_indices"] == {"embed_tokens": [402], "lm_head": [402]}
+    model, _ = ours(tmp_path / "run" / "adapter")
+    assert model.config.vocab_size == 403
+
+
+def test_it_is_trained_on(lora: Path, tiny_world: World, tmp_path: Path) -> None:
+    model = {"adapters": [str(lora / "adapter")], "tokens": []}
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", model=model, adapter="continue", steps=2)) == 0
+    old, new = (load_file(each / "adapter" / "adapter_model.safetensors") for each in (lora, tmp_path / "run"))
+    assert old.keys() == new.keys()
+    assert not any(torch.equal(old[key], new[key]) for key in old if "token_adapter" in key)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "packing": {"adapter": LORA, "data": {"packing": "none"}},
+    "nf4": {"adapter": LORA, "quantization": "nf4"},
+    "preference": {"stage": "dpo", "rows": PREFERENCES, "adapter": LORA},
+    "preference of all weights": {"stage": "dpo", "rows": PREFERENCES},
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_rows_of_the_tokens_are_trained_and_those_that_no_token_has_are_not(
+    tiny_world: World, tmp_path: Path, name: str
+) -> None:
+    changes = {"optimizer": {"kind": "adamw", "learning_rate": 1e-2, "weight_decay": 0}, "steps": 2, **STAGES[name]}
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) == 0
+    start = {key: parameter.detach().mean(0) for key, parameter in load(tiny_world.base).named_parameters()}
+    if "adapter" in STAGES[name]:
+        file, key = "adapter/adapter_model.safetensors", "base_model.model.{}.token_adapter.trainable_tokens_delta"
+    else:
+        file, key = "model/model.safetensors", "{}.weight"
+        config = read_config(tmp_path / "run" / "model")
+        assert (config.vocab_size, config.vocab_padding) == (402, 6)
+    weights = load_file(tmp_path / "run" / file)
+    head, embedding = weights[key.format("lm_head")], weights[key.format("model.embed_tokens")]
+    act_head, act = head[-1 if len(head) == 2 else 401], embedding[-1 if len(embedding) == 2 else 401]
+    assert not torch.allclose(act_head, start["lm_head.weight"], atol=1e-4)
+    assert not torch.allclose(act, start["embed_tokens.weight"], atol=1e-4)
+    if len(head) > 2:
+        assert torch.equal(head[402:], head[402:403].expand(6, -1))
+        assert torch.allclose(head[402], start["lm_head.weight"], atol=1e-6)
+        assert torch.allclose(embedding[402], start["embed_tokens.weight"], atol=1e-6)
+
+
+def test_rollouts_draw_new_tokens(tiny_world: World, tmp_path: Path) -> None:
+    reward = tmp_path / "acts.py"
+    reward.write_text("def acts(completion, **row):\n    return float(completion.count('<act>'))\n")
+    file = recipe(
+        tiny_world,
+        tmp_path / "run",
+        stage="grpo",
+        data={"prompt": "{prompt}", "max_length": 64},
+        rollout={"samples": 4, "max_new_tokens": 6},
+        rewards=[f"{reward}:acts"],
+        batch={"prompts": 4, "micro": 1},
+        adapter=LORA,
+        optimizer={"kind": "adamw", "learning_rate": 0.1},
+        steps=6,
+        log={"tensorboard": False, "rollouts": True},
+    )
+    assert danlu("train", file) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert any("<act>" in json.dumps(line) for line in lines)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_several_processes_end_where_one_does(tiny_world: World, tmp_path: Path, kind: str, tied: bool) -> None:
+    """Cut by the vocabulary, where the last process has the new rows, and in stages, where embedding and head are
+    apart."""
+    base = tiny_world.base
+    if tied:
+        save(build_tied(tiny_world), base := tmp_path / "tied", tokenizer_from=tiny_world.tokenizer)
+    layouts: dict[str, dict[str, Any]] = {
+        "one": {},
+        "tensor": {"tensor": 2, "sequence": True},
+        "pipeline": {"pipeline": 2},
+        "zero3": {"shard": "zero3"},
+    }
+    files = {
+        name: str(
+            recipe(
+                tiny_world,
+                tmp_path / name,
+                model={"path": str(base)},
+                parallel=layout,
+                steps=3,
+                batch={"sequences": 4, "micro": 1},
+                **({"adapter": LORA} if kind == "lora" else {}),
+            )
+        )
+        for name, layout in layouts.items()
+    }
+    train([files.pop("one")])
+    run_group(train, 2, list(files.values()))
+    result = "adapter/adapter_model.safetensors" if kind == "lora" else "model/model.safetensors"
+    one = load_file(tmp_path / "one" / result)
+    for name in files:
+        assert worst_relative_error(load_file(tmp_path / name / result), one) < 2e-5, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"tokens": ["<plan>", "<plan>"]}}, "model.tokens.1: '<plan>' is given twice"),
+        ({"adapter": "vera"}, "adapter.kind: vera trains no rows of single tokens"),
+        ({"adapter": {**LORA, "trainable_tokens": ["<nowhere>"]}}, "adapter.trainable_tokens: '<nowhere>' is no token"),
+        (
+            {"stage": "grpo", "rollout": {"engine": "vllm", "url": "http://x:1"}, "rewards": ["math"]},
+            "rollout.engine: engine vllm serves a model without rows for model.tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    tiny_world: World, tmp_path: Path, changes: dict[str, Any], message: str, capsys: Any
+) -> None:
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) == 2
+    assert message in capsys.readouterr().err
