@@ -14,7 +14,7 @@ import pytest
 import torch
 from builders.process_group import run_group
 from builders.tiny_adapters import logits
-from builders.tiny_world import World, danlu, differences, write_rows
+from builders.tiny_world import World, danlu, differences, metrics, write_rows
 from builders.train_worker import train
 from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
@@ -38,7 +38,7 @@ ROWS = [
     for a in range(8)
     for b in range(5)
 ]
-PREFERENCES = [{**row, "chosen": row["completion"], "rejected": " <act> No."} for row in ROWS]
+PREFERENCES = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " <act> No."} for row in ROWS]
 TOKENS = [{"text": "<plan>", "description": "a plan"}, "<act>"]
 LORA = {"kind": "lora", "rank": 4}
 
@@ -152,12 +152,13 @@ def test_it_is_trained_on(lora: Path, tiny_world: World, tmp_path: Path) -> None
     assert not any(torch.equal(old[key], new[key]) for key in old if "token_adapter" in key)
 
 
+PAIRS = {"pairs": 4, "sequences": None, "micro": 2}
 STAGES: dict[str, dict[str, Any]] = {
     "full": {},
     "packing": {"adapter": LORA, "data": {"packing": "none"}},
     "nf4": {"adapter": LORA, "quantization": "nf4"},
-    "preference": {"stage": "dpo", "rows": PREFERENCES, "adapter": LORA},
-    "preference of all weights": {"stage": "dpo", "rows": PREFERENCES},
+    "preference": {"stage": "dpo", "rows": PREFERENCES, "batch": PAIRS, "adapter": LORA},
+    "preference of all weights": {"stage": "dpo", "rows": PREFERENCES, "batch": PAIRS},
 }
 
 
@@ -185,25 +186,27 @@ def test_rows_of_the_tokens_are_trained_and_those_that_no_token_has_are_not(
         assert torch.allclose(embedding[402], start["embed_tokens.weight"], atol=1e-6)
 
 
-def test_rollouts_draw_new_tokens(tiny_world: World, tmp_path: Path) -> None:
-    reward = tmp_path / "acts.py"
-    reward.write_text("def acts(completion, **row):\n    return float(completion.count('<act>'))\n")
+def test_rollouts_have_the_rows_of_the_policy(tiny_world: World, tmp_path: Path) -> None:
+    reward = tmp_path / "letters.py"
+    reward.write_text("def letters(completion, **row):\n    return float(completion.count('e'))\n")
     file = recipe(
         tiny_world,
         tmp_path / "run",
         stage="grpo",
-        data={"prompt": "{prompt}", "max_length": 64},
+        data={"prompt": "{prompt} <plan>", "max_length": 64},
         rollout={"samples": 4, "max_new_tokens": 6},
-        rewards=[f"{reward}:acts"],
-        batch={"prompts": 4, "micro": 1},
+        rewards=[f"{reward}:letters"],
+        batch={"prompts": 4, "sequences": None, "micro": 1},
         adapter=LORA,
         optimizer={"kind": "adamw", "learning_rate": 0.1},
-        steps=6,
-        log={"tensorboard": False, "rollouts": True},
+        steps=3,
     )
     assert danlu("train", file) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
-    assert any("<act>" in json.dumps(line) for line in lines)
+    lines = metrics(tmp_path / "run")
+    assert 0 < max(abs(line["gap"]) for line in lines if "gap" in line) < 1e-4
+    start = load(tiny_world.base).get_parameter("lm_head.weight").mean(0)
+    rows = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert not torch.allclose(rows["base_model.model.lm_head.token_adapter.trainable_tokens_delta"], start)
 
 
 @pytest.mark.distributed
@@ -250,7 +253,12 @@ def test_several_processes_end_where_one_does(tiny_world: World, tmp_path: Path,
         ({"adapter": "vera"}, "adapter.kind: vera trains no rows of single tokens"),
         ({"adapter": {**LORA, "trainable_tokens": ["<nowhere>"]}}, "adapter.trainable_tokens: '<nowhere>' is no token"),
         (
-            {"stage": "grpo", "rollout": {"engine": "vllm", "url": "http://x:1"}, "rewards": ["math"]},
+            {
+                "stage": "grpo",
+                "rollout": {"engine": "vllm", "url": "http://x:1"},
+                "rewards": ["x.py:y"],
+                "batch": PAIRS,
+            },
             "rollout.engine: engine vllm serves a model without rows for model.tokens",
         ),
     ],
@@ -258,5 +266,18 @@ def test_several_processes_end_where_one_does(tiny_world: World, tmp_path: Path,
 def test_what_cannot_be_trained_is_refused(
     tiny_world: World, tmp_path: Path, changes: dict[str, Any], message: str, capsys: Any
 ) -> None:
-    assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) == 2
+    assert danlu("train", recipe(tiny_world, tmp_path / "run", **changes)) in (2, 3)
     assert message in capsys.readouterr().err
+
+
+def test_preview_shows_old_and_new_ids(tiny_world: World, tmp_path: Path, capsys: Any) -> None:
+    file = recipe(tiny_world, tmp_path / "run")
+    assert danlu("preview", file, "--rows", "1", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)["new_tokens"]
+    own = AutoTokenizer.from_pretrained(tiny_world.tokenizer)
+    assert shown == [
+        {"text": text, "id": token, "before": own.encode(text, add_special_tokens=False)}
+        for text, token in (("<plan>", 400), ("<act>", 401))
+    ]
+    assert danlu("preview", file, "--rows", "1") == 0
+    assert f"<act>: 401, before {' '.join(map(str, shown[1]['before']))}" in capsys.readouterr().out

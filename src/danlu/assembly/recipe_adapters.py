@@ -129,7 +129,7 @@ def recipe_tokens(model: sections.Model) -> list[AddedToken]:
         return below
     from danlu.data.new_tokens import added_tokens
 
-    return added_tokens(_own_tokenizer(model), below, model.tokens)
+    return added_tokens(own_tokenizer(model), below, model.tokens)
 
 
 def tokens_below(model: sections.Model) -> list[AddedToken]:
@@ -166,7 +166,7 @@ def trained_tokens(model: sections.Model, adapter: sections.AdapterSection | Non
 
 def tokenizer_path(model: sections.Model) -> str:
     """The folder of the recipe's tokenizer: its own, or the model's; with new tokens. Raises DataError for those."""
-    own, tokens = _own_tokenizer(model), recipe_tokens(model)
+    own, tokens = own_tokenizer(model), recipe_tokens(model)
     if not tokens:
         return own
     from danlu.data.new_tokens import extended_tokenizer
@@ -174,7 +174,8 @@ def tokenizer_path(model: sections.Model) -> str:
     return str(extended_tokenizer(own, tokens))
 
 
-def _own_tokenizer(model: sections.Model) -> str:
+def own_tokenizer(model: sections.Model) -> str:
+    """The folder of the recipe's tokenizer without new tokens."""
     if model.tokenizer is not None:
         return model.tokenizer
     assert model.path is not None, "the recipe's rules ask for a tokenizer when the model is from scratch"

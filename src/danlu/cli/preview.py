@@ -16,6 +16,7 @@ from danlu.core.errors import DataError, RecipeError
 from danlu.core.terminal import echo, escape_unencodable, print_status, print_status_early
 from danlu.recipe import Recipe
 from danlu.recipe.rules import language_stage
+from danlu.recipe.sections import Model
 
 if TYPE_CHECKING:
     from danlu.data.dataset_summary import DatasetSummary
@@ -88,6 +89,11 @@ def _preview(
     check_without_weights(recipe.model, recipe.adapter)
     spec = _dataset_spec(recipe)
     out = preview_writer(io.StringIO() if as_json else sys.stdout)
+    new_tokens = _new_tokens(recipe.model)
+    if new_tokens:
+        out.heading("new tokens")
+    for text, token, before in new_tokens:
+        out.line(f"{text}: {token}, before {' '.join(map(str, before))}")
     shown = render_examples(spec, rows=rows, places=places) if rows or places else []
     write_rows(out, shown, recipe.data, max_tokens)
     sys.stdout.flush()  # reading the rest may take minutes
@@ -104,7 +110,7 @@ def _preview(
         _write_model_and_memory(out, recipe, summary.tokenizer)
     refusal = None if refused is None else str(refused)
     if as_json:
-        echo(preview_json.as_json(recipe, shown, summary, refusal))
+        echo(preview_json.as_json(recipe, shown, summary, refusal, new_tokens))
     if html is not None:
         PAGE.write(html, page(name, recipe, shown, summary, max_tokens, refusal))
         (print_status if as_json else echo)(f"\nwritten to {html}")
@@ -124,7 +130,7 @@ def _dataset_spec(recipe: Recipe) -> DatasetSpec:
     return DatasetSpec(
         data=recipe.data,
         stage="rl" if recipe.stage == "rl" else language_stage(recipe, "danlu preview"),
-        tokenizer_path=model.tokenizer or model.path or "",
+        tokenizer_path=_tokenizer_path(model),
         chat_template=model.chat_template,
         seed=recipe.seed,
         date=_date(recipe),
@@ -133,6 +139,28 @@ def _dataset_spec(recipe: Recipe) -> DatasetSpec:
         max_new_tokens=recipe.rollout.max_new_tokens,
         tools=tools,
     )
+
+
+def _new_tokens(model: Model) -> list[tuple[str, int, list[int]]]:
+    """(text, id, ids before) of each new token of the recipe."""
+    if not model.tokens:
+        return []
+    from danlu.assembly.token_notes import replaced_ids
+
+    return replaced_ids(_with_tokenizer(model))
+
+
+def _tokenizer_path(model: Model) -> str:
+    if not model.tokens and not model.adapters:
+        return model.tokenizer or model.path or ""
+    from danlu.assembly.recipe_adapters import tokenizer_path
+
+    return tokenizer_path(_with_tokenizer(model))
+
+
+def _with_tokenizer(model: Model) -> Model:
+    """The same with its tokenizer by name, so that of a hub id nothing but this is fetched."""
+    return model.model_copy(update={"tokenizer": model.tokenizer or model.path})
 
 
 def _summary(

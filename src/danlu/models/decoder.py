@@ -229,6 +229,12 @@ class Decoder(nn.Module):
             self.lm_head.stored_weight if adapter is None else adapter.effective(self.lm_head), dim=0
         )
 
+    @property
+    def trains_head(self) -> bool:
+        """Whether some of the head's weights, or of its adapters', are trained."""
+        weights = [self.embed_tokens.weight] if self.lm_head is None else self.lm_head.parameters()
+        return any(weight.requires_grad for weight in weights)
+
     def _of_tokens(self, rows: Tensor, dim: int) -> Tensor:
         """Rows of the vocabulary that are here, along a dimension -> those of tokens: itself without padding rows."""
         if not self.config.vocab_padding:

@@ -15,10 +15,17 @@ from danlu.recipe.sections import Recipe
 from danlu.report import preview_content as content
 
 
-def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary, refused: str | None) -> str:
+def as_json(
+    recipe: Recipe,
+    rows: Sequence[PreviewRow],
+    overview: DatasetSummary,
+    refused: str | None,
+    new_tokens: Sequence[tuple[str, int, list[int]]] = (),
+) -> str:
     """The object on one line of ASCII, so that no text of a row can be anything else to a terminal than its escapes.
 
     refused: why a run would refuse this data, if it would; the counts are of all rows then, and there are no packs.
+    new_tokens: (text, id, ids that the text had before).
     """
     train = overview.train.packed
     return json.dumps(
@@ -28,6 +35,7 @@ def as_json(recipe: Recipe, rows: Sequence[PreviewRow], overview: DatasetSummary
             "packing": recipe.data.packing.kind,
             "refused": refused,
             "warnings": list(content.warnings(overview, recipe)),
+            "new_tokens": [{"text": text, "id": token, "before": before} for text, token, before in new_tokens],
             "reasons": {reason.label: content.REASON_DESCRIPTIONS[reason] for reason in Reason},
             "rows": [_row(row, recipe) for row in rows],
             "packs": [] if train is None else [_pack(pack, number) for number, pack in enumerate(train.first)],

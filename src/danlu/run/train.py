@@ -208,6 +208,11 @@ def _train(
     if ranks.leads and (remark := slower(recipe.precision, product_speeds(device, also=recipe.precision))):
         log(remark)
     ranks.world.from_first(lambda: _describe(session, recipe, start))
+    if recipe.model.tokens:
+        from danlu.assembly.token_notes import new_token_lines
+
+        for line in ranks.world.from_first(lambda: new_token_lines(recipe.model), barrier=lambda: _barrier("tokens")):
+            log(line)
     stage.criterion(recipe)  # a metric that the stage lacks is reported before rows are read
     reader, builder = stage.reader(recipe), stage.builder(recipe, stage)
     builder.check(start)

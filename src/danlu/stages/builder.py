@@ -176,6 +176,7 @@ class DecoderBuilder:
         )
         lines = put_on_base(subject)
         placed = place(subject, recipe, ranks, device, resumed=start is not None)
+        lines = [*lines, *self._untrained_lines(ranks, stage_data.tokenizer)]
         placed = replace(placed, notes=(*placed.notes, *lines))
         # On a GPU it would make the host wait in every micro-batch, and compiled code has no such tensors.
         # Processes sum whole gradients, and copies of the weights in threads hand dense ones back.
@@ -193,6 +194,13 @@ class DecoderBuilder:
             return decoder
         assert isinstance(stage_data.empty, Pack), "the items of a decoder are packs"
         return replace(decoder, empty=stage_data.empty)
+
+    def _untrained_lines(self, ranks: Ranks, tokenizer: TokenizerInfo | None) -> list[str]:
+        if not ranks.leads or tokenizer is None or self.recipe.model.path is None:
+            return []
+        from danlu.assembly.token_notes import untrained_lines
+
+        return untrained_lines(self.recipe, tokenizer.end_of_turn_ids)
 
     def unplaced(self, checkpoint: Path) -> tuple[PlacedDecoder, DecoderExporter]:
         """The trained decoder on the CPU with memory for the weights of `checkpoint`, and its exporter."""

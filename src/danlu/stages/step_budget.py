@@ -154,9 +154,7 @@ class DecoderBudget:
             config.vocab_size,
             element_bytes=policy.dtype.itemsize,
             device_type=policy.device.type,
-            frozen=not policy.model.head_weight.requires_grad
-            if policy.model.chunks.has_last
-            else policy.adapters is not None,
+            frozen=not policy.model.trains_head if policy.model.chunks.has_last else policy.adapters is not None,
         )
 
     def _resident(self, weights: Mapping[str, Tensor], optimizer: Optimizers, average: int) -> MemoryParts:

@@ -42,6 +42,7 @@ def proxy_section(section: Any, config: ModelConfig, small: ModelConfig) -> Any:
             return section.model_copy(
                 update={
                     "rank": rank,
+                    "trainable_tokens": [],
                     "alpha": section.alpha * ratio,
                     "rank_pattern": {name: min(rank, RANK + 2) for name, rank in section.rank_pattern.items()},
                     "alpha_pattern": {name: alpha * ratio for name, alpha in section.alpha_pattern.items()},

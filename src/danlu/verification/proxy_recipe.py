@@ -85,7 +85,9 @@ def proxy_recipe(
     }
     if recipe.model.path is not None or recipe.stage in _STAGES_THAT_READ_THE_POLICY:
         write_model(small, folder / "model", recipe.seed)
-        start: dict[str, object] = {"path": str(folder / "model"), "preset": None, "config": None}
+        start: dict[str, object] = {"path": str(folder / "model"), "preset": None, "config": None, "tokens": []}
+        if recipe.adapter is not None and (recipe.model.tokens or getattr(recipe.adapter, "trainable_tokens", [])):
+            notes.append("rows of single tokens, which the adapter has of its own, are not among what is compared")
         if recipe.model.adapters:
             start["adapters"], kinds = proxy_adapter_folders(
                 recipe.model.adapters, config, folder / "model", folder / "adapters", seed=recipe.seed

@@ -53,6 +53,12 @@ def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
     for number, text in enumerate(texts):
         if text in texts[:number]:
             yield Problem(f"model.tokens.{number}", f"{text!r} is given twice")
+    of_values = None if recipe.value is None else recipe.value.adapter
+    if isinstance(of_values, LowRank) and of_values.trainable_tokens:
+        message = (
+            "the adapter of values has no rows of tokens. Leave them out, or name them in adapter.trainable_tokens"
+        )
+        yield Problem("value.adapter.trainable_tokens", message)
     if isinstance(adapter, Dora) and model.adapters:
         message = "dora scales the weights themselves, so it cannot be stacked on model.adapters. Use kind: lora"
         yield Problem("adapter.kind", message, reads=("model.adapters",))
