@@ -110,7 +110,8 @@ def test_json_is_one_object_with_the_ids_that_are_trained(
     assert line.isascii() and "\x1b" not in line and f"written to {page}" in out.err
     found = json.loads(line)
     assert list(found) == [
-        "stage", "max_length", "packing", "refused", "warnings", "reasons", "rows", "packs", "steps",
+        "stage", "max_length", "packing", "refused", "warnings",
+        "new_tokens", "reasons", "rows", "packs", "steps",
         "first_block_only", "train", "eval",
     ]  # fmt: skip
     first = found["rows"][0]

@@ -18,7 +18,7 @@ from danlu.models.safetensors_io import DTYPES, TensorReader
 from danlu.recipe import Recipe
 from danlu.recipe.sections import Continue, Model
 
-_COMPARED, _SPREAD = 256, 64
+_COMPARED, _SAMPLED = 256, 64
 """Rows at each end of the embedding that others are compared with, where unused tokens lie; rows that say how far apart
 trained ones are."""
 _NEAR, _SMALL = 0.01, 1e-3
@@ -85,18 +85,18 @@ def untrained_tokens(folder: Path, tokens: Sequence[int]) -> list[int]:
     location = stored.get(name)
     count = config.vocab_size
     tokens = [token for token in tokens if token < count]
-    if not isinstance(location, TensorLocation) or location.dtype not in DTYPES or not tokens or count < _SPREAD:
+    if not isinstance(location, TensorLocation) or location.dtype not in DTYPES or not tokens or count < _SAMPLED:
         return []
-    spread = sorted(set(range(0, count, count // _SPREAD)))
+    sampled = sorted(set(range(0, count, count // _SAMPLED)))
     ends = sorted({*range(min(_COMPARED, count)), *range(max(0, count - _COMPARED), count)})
-    rows = _read_rows(location, name, [*tokens, *spread, *ends])
-    own, between, others = rows.split([len(tokens), len(spread), len(ends)])
+    rows = _read_rows(location, name, [*tokens, *sampled, *ends])
+    own, between, others = rows.split([len(tokens), len(sampled), len(ends)])
     distances = torch.pdist(between)
     norm, distance = between.norm(dim=1).median(), distances.median()
     alike = (torch.cdist(own, others) < _NEAR * distance).sum(1)
     itself = torch.tensor([token in ends for token in tokens])
     is_untrained = (own.norm(dim=1) < _SMALL * norm) | (alike - itself.long() >= _FEWEST_ALIKE)
-    return [token for token, found in zip(tokens, is_untrained.tolist(), strict=True) if found]
+    return [token for token, is_one in zip(tokens, is_untrained.tolist(), strict=True) if is_one]
 
 
 def _read_rows(location: TensorLocation, name: str, rows: Sequence[int]) -> Tensor:

@@ -51,6 +51,8 @@ def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.tokens", message, reads=("adapter.kind",))
     texts = [token.text for token in model.tokens]
     for number, text in enumerate(texts):
+        if not text:
+            yield Problem(f"model.tokens.{number}", "a token has a text; this one is empty")
         if text in texts[:number]:
             yield Problem(f"model.tokens.{number}", f"{text!r} is given twice")
     of_values = None if recipe.value is None else recipe.value.adapter

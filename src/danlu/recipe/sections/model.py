@@ -14,7 +14,7 @@ class NewToken(Section):
 
     short = "text"
 
-    text: Annotated[str, Field(min_length=1)]
+    text: str
     """The text that becomes one token, wherever it stands."""
     special: bool = False
     """Tools that leave special tokens out of a text (`skip_special_tokens`) leave this one out too."""
