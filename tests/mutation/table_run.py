@@ -264,8 +264,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "run/displays.py",
-        '[OptionalRecorder(each, "the progress of steps", console.log) for each in progress]',
-        "[*progress]",
+        "[OptionalRecorder(each, name, console.log) for name, each in progress.items()]",
+        "[*progress.values()]",
         "run/test_train.py",
         only="recorder",
     ),

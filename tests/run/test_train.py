@@ -592,7 +592,7 @@ def test_a_recorder_that_fails_later_is_said_once_and_the_run_goes_on(
     changes = {"steps": 6, "log": {"wandb": "project", "tensorboard": True}}
     assert danlu("train", tiny_world.recipe(tmp_path / "run", **changes)) == 0
     said = capsys.readouterr().err
-    for name in ("log.wandb", "log.tensorboard", "the progress of steps", "remarks on steps"):
+    for name in ("log.wandb", "log.tensorboard", "the progress of steps", "logs/console.txt", "remarks on steps"):
         assert said.count(f"{name}: switched off for the rest of this run (ConnectionError: ") == 1
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6] and finished == [True]
 

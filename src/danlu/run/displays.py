@@ -76,12 +76,13 @@ def displays(
     assert run.metrics is not None, "the process that shows the run has the metrics"
     options: dict[str, Any] = {"total": run.cadence.total, "done": run.state.step, "counted": counted}
     options["every_step"] = "every" in recipe.log.model_fields_set  # else as often as somebody may want to read
-    progress = [progress_on(stream, **options)]
+    progress = {"the progress of steps": progress_on(stream, **options)}
     if console.file is not None:
-        progress.append(LineProgress(console.file, **options))
-    shows: list[Recorder] = [OptionalRecorder(each, "the progress of steps", console.log) for each in progress]
+        progress[f"{LOGS}/{CONSOLE}"] = LineProgress(console.file, **options)
+    shows: list[Recorder] = [OptionalRecorder(each, name, console.log) for name, each in progress.items()]
     if stage.remarks is not None:
-        shows.append(OptionalRecorder(Remarks(stage.remarks(recipe), progress), "remarks on steps", console.log))
+        remarks = Remarks(stage.remarks(recipe), progress.values())
+        shows.append(OptionalRecorder(remarks, "remarks on steps", console.log))
     if recipe.log.tensorboard:
         board = TensorBoard(run.metrics.path.parent / "tensorboard", after_step=run.state.step)
         shows.append(OptionalRecorder(board, "log.tensorboard", console.log))
