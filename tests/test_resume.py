@@ -457,7 +457,12 @@ def test_a_run_that_early_stop_has_ended_is_not_prolonged(
     stopping = {"data": {"eval": 5}, "evaluation": {"every": 2, "early_stop": {"patience": 1, "min_delta": 9.0}}}
     recipe = tiny_world.recipe(tmp_path / "run", **stopping)
     assert danlu("train", recipe) == 0
-    assert "early stop" in capsys.readouterr().err
+    said, state = capsys.readouterr().err, last_state(tmp_path / "run")[2]["run"]
+    lowest = f"the lowest evaluation loss ({state['best_value']:.4f}) was before it. checkpoint.keep_best: true keeps"
+    assert f"early stop: exporting step {state['step']}, the last one; {lowest}" in said.replace("\n  ", " ")
+    best = ["checkpoint.keep_best=true", f"output={tmp_path / 'best'}"]
+    assert danlu("train", recipe, *best) == 0  # control
+    assert "the last one" not in capsys.readouterr().err
     assert danlu("train", recipe, "steps=24") == 5
     assert "steps: 12 -> 24" in capsys.readouterr().err
 

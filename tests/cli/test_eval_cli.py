@@ -418,7 +418,7 @@ def test_a_run_says_what_to_do_with_its_adapter(tiny_world, tmp_path, capsys):
     assert danlu("train", tiny_world.recipe(run, model=model, adapter="lora", steps=2)) == 0
     assert capsys.readouterr().err.endswith(
         f"  adapter in {run / 'adapter'}: try `danlu chat {run / 'adapter'}` or "
-        f"`danlu merge {run / 'adapter'} MODEL_FOLDER`\n"
+        f"`danlu merge {run / 'adapter'} MODEL_FOLDER`\n  curves and samples of the run: `danlu report {run}`\n"
     )
     assert danlu("checkpoint", "export", run, out) == 0
     said = capsys.readouterr().out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from danlu.rewards.runner import RewardPart
-from danlu.rewards.summary import distinct_failures, pass_at_k, summarise
+from danlu.rewards.summary import best_of_k, distinct_failures, pass_at_k, summarise
 from danlu.rewards.text import Length
 
 NAN = np.nan
@@ -86,3 +86,13 @@ def test_a_reason_is_told_once_with_the_place_it_was_first_met() -> None:
     ]
     assert distinct_failures(failures[:4]) == ["late (b, and 2 more)", "odd (a)"]
     assert distinct_failures([]) == []
+
+
+def test_the_best_of_k_is_the_mean_over_all_choices_of_k() -> None:
+    rewards = [0.5, -1.0, 2.0, 0.25, 2.0]
+    for k in range(1, 6):
+        choices = list(combinations(rewards, k))
+        assert best_of_k(rewards, k) == pytest.approx(sum(map(max, choices)) / len(choices))
+    assert best_of_k(rewards, 2) != pytest.approx(sum(rewards) / 5)  # control
+    rights = [1.0, 0.0, 0.0, 1.0]
+    assert [best_of_k(rights, k) for k in (1, 2, 3)] == pytest.approx([pass_at_k(4, 2, k) for k in (1, 2, 3)])

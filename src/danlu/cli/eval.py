@@ -101,6 +101,13 @@ def eval(
         Path | None,
         typer.Option(help="With a reward model, or --rewards: a new file for all scores, a line of JSON each."),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Of pairs: the model that log-probabilities are compared with. Default: that of a preference run, "
+            "else none."
+        ),
+    ] = None,
     answering: AnswerFlags,
     engine: EngineFlags,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
@@ -109,6 +116,9 @@ def eval(
     """Loss, perplexity and token accuracy of a model on a file; of plain text also bits per byte.
 
     Of a classifier of images: loss and accuracy on the test files of a folder, or on a file of images.
+
+    Of pairs (chosen, rejected): how often the chosen answer is preferred, the margin, and the loss of the run's
+    objective, or DPO's.
 
     Of a reward model: how often the chosen answer of a pair has the higher score, or a judged step is classified
     correctly.
@@ -157,8 +167,8 @@ def eval(
         unusable = [*keys, *(name for name, flag in of_text.items() if flag)]
         evaluate_images(model, data, unusable, as_json=as_json, precision=precision, device=loading.device)
     else:
-        request = request_of(model, keys, data, loading, precision, as_json=as_json)
-        evaluate_decoder(request, scores, settings, engine.options)
+        named = partial(request_of, keys=keys, data=data, loading=loading, precision=precision, as_json=as_json)
+        evaluate_decoder(named(model), scores, settings, engine.options, reference, named)
 
 
 def request_of(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from danlu.core.errors import DataError, RecipeError, ResourceError
+from danlu.core.errors import DanluError, DataError, RecipeError, ResourceError
 from danlu.core.terminal import print_status
 
 if TYPE_CHECKING:
@@ -84,10 +84,14 @@ def evaluate_decoder(
     scores: Path | None,
     answering: AnswerSettings | None,
     engine_options: Callable[[ResolvedModel], EngineOptions],
+    reference: str | None,
+    request_of: Callable[[str], Request],
 ) -> None:
-    """Evaluates a language model's predictions of the rows, or its answers to them; or a reward model's scores.
+    """Evaluates a language model's predictions of the rows, its answers to them, or its preferences where rows are
+    pairs; or a reward model's scores.
 
-    scores: a new file for these. answering: where the rows are to be answered.
+    scores: a new file for these. answering: where the rows are to be answered. reference: of pairs, the model to
+    compare with. request_of: the request for that one.
     """
     resolved = request.resolved
     if resolved.config.task != "causal-lm":
@@ -103,10 +107,27 @@ def evaluate_decoder(
         from danlu.evaluation.answers import evaluate_answers
 
         evaluate_answers(request, answering, engine_options(resolved))
+    elif _has_pairs(request):
+        from danlu.evaluation.preferences import evaluate_preferences
+
+        evaluate_preferences(request, reference, request_of)
+    elif reference is not None:
+        raise RecipeError("--reference: only pairs of answers (chosen, rejected) are compared with another model's")
     else:
         from danlu.evaluation.text import evaluate_text
 
         evaluate_text(request)
+
+
+def _has_pairs(request: Request) -> bool:
+    """Whether the rows are pairs of a chosen and a rejected answer."""
+    from danlu.data.preference_rows import first_row_type
+
+    try:
+        section = request.recipe(packing="none").data
+        return first_row_type(section.train[0], section.columns) == "preference"
+    except DanluError:  # of a key, or of the rows: the evaluation that takes them raises it, with its own advice
+        return False
 
 
 def prepared_rows(spec: DatasetSpec) -> PreparedData:

@@ -305,11 +305,13 @@ def _show(result: dict[str, Any]) -> None:
             echo(f"{name:<{width}}  not given to any answer")
             continue
         error = "" if summary["standard_error"] is None else f" ± {summary['standard_error']:.4f}"
-        passed = summary.get("pass_at", {})
+        passed, best = summary.get("pass_at", {}), summary["best_at"]
         # 1, 2, 4, ... and all of them.
-        shown = [k for k in passed if k & (k - 1) == 0 or k == max(passed)]
-        rates = "".join(f"  pass@{k} {passed[k]:.2%}" for k in shown)
-        echo(f"{name:<{width}}  {summary['mean']:.4f}{error}{rates}")
+        shown = [k for k in best if k & (k - 1) == 0 or k == max(best)]
+        rates = "".join(f"  pass@{k} {passed[k]:.2%}" for k in shown if passed)
+        # Of rewards that are 0 or 1 the highest of k is what pass@k says.
+        highest = "" if passed else "".join(f"  best@{k} {best[k]:.4f}" for k in shown if k > 1)
+        echo(f"{name:<{width}}  {summary['mean']:.4f}{error}{rates}{highest}")
     answers, tokens = result["answers"], result["tokens"]
     length = f", {tokens / answers:,.1f} tokens each" if tokens else ""
     echo(f"{'answers':<{width}}  {answers:,} to {result['rows']:,} rows{length}")

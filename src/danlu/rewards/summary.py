@@ -21,6 +21,18 @@ def pass_at_k(count: int, right: int, k: int) -> float:
     return 1.0 - math.comb(count - right, k) / math.comb(count, k)
 
 
+def best_of_k(rewards: Sequence[float], k: int) -> float:
+    """The expected highest reward of k of the answers: the mean over all choices of k of them.
+
+    Of n rewards in rising order the i-th is the highest of C(i - 1, k - 1) choices out of C(n, k). Where rewards are 0
+    or 1 it is `pass_at_k`.
+    """
+    count = len(rewards)
+    assert 1 <= k <= count, f"{count} rewards, k {k}"
+    highest = (math.comb(place, k - 1) * reward for place, reward in enumerate(sorted(rewards)))
+    return math.fsum(highest) / math.comb(count, k)
+
+
 def distinct_failures(failures: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
     """Why rewards were not given, each reason once and the most frequent ones first.
 
@@ -58,7 +70,7 @@ def summarise(
 
     Each has `given` answers with a reward, their `mean`, the `standard_error` of the mean over prompts (None for a
     single prompt), and where answers are right or not `pass_at`, by k from 1 to the answers of a prompt: the mean over
-    the prompts with at least k judged answers.
+    the prompts with at least k judged answers. `best_at` has likewise the mean of the highest reward of k answers.
     """
     named = {part.name: values[:, number] for number, part in enumerate(parts)}
     if len(parts) > 1 or any(part.weight != 1 for part in parts):
@@ -83,6 +95,12 @@ def _summary(column: np.ndarray, prompts: np.ndarray, threshold: float | None) -
         deviations = np.bincount(index, rewards - rewards.mean())
         variance = (deviations**2).sum() * len(numbers) / (len(numbers) - 1)
         summary["standard_error"] = float(np.sqrt(variance) / len(rewards))
+    of_prompts = np.split(rewards[np.argsort(index, kind="stable")], np.cumsum(counts)[:-1])
+    by_prompt = [each.tolist() for each in of_prompts]
+    summary["best_at"] = {
+        k: float(np.mean([best_of_k(each, k) for each in by_prompt if len(each) >= k]))
+        for k in range(1, int(counts.max()) + 1)
+    }
     if threshold is not None or np.isin(rewards, (0.0, 1.0)).all():
         rights = np.bincount(index, rewards >= (1.0 if threshold is None else threshold)).astype(int)
         summary["pass_at"] = {

@@ -37,6 +37,11 @@ def export_result(
         if run.ema is not None:
             into["ema"] = run.ema.state_tensors()
         load_checkpoint(best.path, into, shard_boxes(run, into), run.store.group)
+    elif run.state.ended_early and not recipe.checkpoint.keep_best and run.state.best_value is not None:
+        log(
+            f"early stop: exporting step {run.state.step}, the last one; the {run.criterion.superlative} "
+            f"({run.state.best_value:.4f}) was before it. checkpoint.keep_best: true keeps that one and exports it"
+        )
     own, averaged = (folder / name for name in result_names(recipe))
     run.store.wait()  # its group is used here
     if run.ema is None:
