@@ -161,9 +161,10 @@ def drawn_answers(
     loaded: LoadedModel, prompts: Sequence[Prompt], rollout: Rollout, options: EngineOptions, seed: int
 ) -> list[Answer]:
     """The model's answers, by prompt and sample."""
+    from danlu.inference.grammar import prompt_grammar
     from danlu.inference.request import Request, SamplingOptions
 
-    answers = list[Answer]()
+    answers, form = list[Answer](), rollout.format
     sampling = SamplingOptions(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, seed=seed)
     requests = [
         Request(
@@ -174,6 +175,9 @@ def drawn_answers(
             rollout.samples,
             stop_ids=loaded.stop_ids,
             stop_strings=tuple(rollout.stop_strings),
+            grammar=None
+            if form is None
+            else prompt_grammar(form.kinds, loaded.chat_tokenizer.tokenizer, prompt.tokens),
         )
         for number, prompt in enumerate(prompts)
     ]

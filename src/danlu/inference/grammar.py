@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from danlu.core.errors import DataError, ResourceError
+from danlu.data.thoughts import THOUGHTS, opened_thought
 
 if TYPE_CHECKING:
     from danlu.data.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARACTERS = 256 * 2**10
 """The longest grammar that is compiled. A schema of some thousand keys is shorter."""
+PROMPT_END = 32
+"""The tokens at the end of a prompt that are read for a thought which it opens."""
 COMPILED_GRAMMARS = 64
 """The number of compiled grammars that are kept."""
 WHITESPACE = r"( |\n[ \t]{0,64})"
@@ -80,6 +83,38 @@ def after_thought(grammar: str, end: str, end_id: int | None = None) -> str:
         thought = f"thought: /(?s:.*)/ {special_token(end_id)}"
     rules = f"start: thought blank @answer\n{thought}\nblank: /[ \\n]{{0,4}}/\n"
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
+
+
+def after_opened_thought(grammar: str, tokenizer: Tokenizer, prompt: str) -> str:
+    """The grammar of answers to a prompt: behind the thought that it opens, where it ends in one."""
+    opened = opened_thought(prompt)
+    if opened is None:
+        return grammar
+    end_id = tokenizer.vocabulary.get(THOUGHTS[opened])
+    return after_thought(grammar, THOUGHTS[opened], end_id if end_id in tokenizer.special_ids else None)
+
+
+def form_grammar(kinds: Mapping[str, Any]) -> str:
+    """The grammar of a form: of `json_schema`, `regex`, `choice` or `grammar` with its value, which is the only one."""
+    makers: dict[str, Callable[[Any], str]] = {
+        "json_schema": json_grammar,
+        "regex": regex_grammar,
+        "choice": choice_grammar,
+        "grammar": lark_grammar,
+    }
+    ((kind, value),) = kinds.items()
+    return makers[kind](value)
+
+
+def check_grammar(grammar: str) -> None:
+    """Raises DataError for a grammar that no tokenizer could follow, ResourceError where llguidance is missing."""
+    if problem := require_llguidance().LLMatcher.validate_grammar(grammar):
+        raise DataError(f"the grammar cannot be followed: {_first_line(problem)}")
+
+
+def prompt_grammar(kinds: Mapping[str, Any], tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """The grammar of a form for answers to a prompt [S]."""
+    return after_opened_thought(form_grammar(kinds), tokenizer, tokenizer.decode(prompt[-PROMPT_END:]))
 
 
 def _with_bounded_space(schema: Mapping[str, Any]) -> dict[str, Any]:

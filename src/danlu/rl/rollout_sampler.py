@@ -56,6 +56,8 @@ class ExperienceSettings:
     """The largest share of answers that are left out for want of a reward; past it the run ends."""
     vocab_size: int = 0
     seed: int = 0
+    grammar: Callable[[Sequence[int]], str] | None = None
+    """Maps a prompt's tokens to the grammar that its answers follow; None: any text."""
     rotary_length: Callable[[int], int] | None = None
     """Maps a prompt's tokens to the most tokens that its texts may have, virtual ones included; None where the trainer
     need not know, for nothing but LongRoPE rotates an answer by them."""
@@ -344,6 +346,7 @@ class RolloutSampler:
                 samples,
                 stop_ids=settings.stop_ids,
                 stop_strings=settings.stop_strings,
+                grammar=None if settings.grammar is None else settings.grammar(prompt.tokens),
                 source=None if self.episodes is None else prompt,
             )
             for number, prompt in zip(numbers, prompts, strict=True)

@@ -35,7 +35,7 @@ from danlu.stages.prompt_reader import RolloutBuilder
 from danlu.stages.protocols import PlacedStage, Stage, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder
-from danlu.stages.rollout import embedded_engine
+from danlu.stages.rollout import embedded_engine, grammars_of
 from danlu.stages.table import STAGES
 from danlu.training.checkpoints.loading import read_state
 from danlu.training.checkpoints.store import CheckpointStore
@@ -164,7 +164,8 @@ class ReplayBuilder(RolloutBuilder):
     def _recorded_engine(self, recipe: Recipe, placed: Placed, cache_gib: float) -> RecordedEngine:
         chat = chat_tokenizer_of(recipe, placed.subject.model.config)
         assert placed.parallel.alone, "one process replays"
-        engine = embedded_engine(recipe, placed, decode=chat.decode, cache_gib=cache_gib)
+        grammars = grammars_of(recipe, chat, placed.subject.model.config.vocab_size)
+        engine = embedded_engine(recipe, placed, decode=chat.decode, grammars=grammars, cache_gib=cache_gib)
         play = None if recipe.environment is None else partial(episode_engine, recipe, chat, placed.subject)
         return RecordedEngine(engine, self.versions, play)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from danlu.core.errors import DanluError
-from danlu.data.thoughts import THOUGHTS
-from danlu.inference.grammar import after_thought
+from danlu.inference.grammar import after_opened_thought
 from danlu.serving.forced_calls import forced_calls_grammar, forced_form
 from danlu.serving.openai_api import ApiError, ChatBody, SamplingBody
 from danlu.serving.served_models import ServedModel
@@ -38,10 +37,7 @@ def compiled(grammar: str, model: ServedModel, opened: str | None, param: str) -
     Raises ApiError for one that no answer can follow. param: the parameter that it comes from.
     """
     assert model.grammars is not None, "a model that answers has a tokenizer"
-    if opened is not None:
-        end, tokenizer = THOUGHTS[opened], model.chat_tokenizer.tokenizer
-        end_id = tokenizer.vocabulary.get(end)
-        grammar = after_thought(grammar, end, end_id if end_id in tokenizer.special_ids else None)
+    grammar = after_opened_thought(grammar, model.chat_tokenizer.tokenizer, opened or "")
     try:
         model.grammars.compile(grammar)
     except DanluError as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from danlu.inference.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
+from danlu.inference.grammar import form_grammar
 
 
 def _as_schema(value: Any) -> Any:
@@ -94,8 +94,7 @@ class StructuredBody(BaseModel):
 
         Raises ResourceError where the package that grammars need is not installed.
         """
-        makers = {"json": json_grammar, "regex": regex_grammar, "choice": choice_grammar, "grammar": lark_grammar}
-        return next(((name, makers[kind](value)) for name, kind, value in self._forms()), None)  # type: ignore[operator]
+        return next(((name, form_grammar({kind: value})) for name, kind, value in self._forms()), None)
 
     def _forms(self) -> list[tuple[str, str, Any]]:
         """The parameters that are there: name, kind of grammar, and value."""
@@ -103,18 +102,19 @@ class StructuredBody(BaseModel):
         asked = self.response_format
         if asked is not None and asked.type != "text":
             schema = {"type": "object"} if asked.json_schema is None else asked.json_schema.of_answer
-            forms.append(("response_format", "json", schema))
+            forms.append(("response_format", "json_schema", schema))
         if (given := self.structured_outputs) is not None:
             forms += [
                 ("structured_outputs", kind, value)
                 for kind, value in (
-                    ("json", given.of_answer),
-                    ("json", {"type": "object"} if given.json_object else None),
+                    ("json_schema", given.of_answer),
+                    ("json_schema", {"type": "object"} if given.json_object else None),
                     ("regex", given.regex),
                     ("choice", given.choice),
                     ("grammar", given.grammar),
                 )
                 if value is not None
             ]
-        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
-        return forms + [(f"guided_{kind}", kind, value) for kind, value in guided.items() if value is not None]
+        guided = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+        given_as = {kind: (f"guided_{name}", getattr(self, f"guided_{name}")) for kind, name in guided.items()}
+        return forms + [(name, kind, value) for kind, (name, value) in given_as.items() if value is not None]

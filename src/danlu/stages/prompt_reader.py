@@ -12,13 +12,14 @@ import torch
 
 from danlu.assembly.parallelize import Subject
 from danlu.assembly.recipe_adapters import max_sample_length, tokenizer_path
-from danlu.core.errors import DataError
+from danlu.core.errors import DataError, RecipeError
 from danlu.core.types import Pack
 from danlu.data.batch import empty_like
 from danlu.data.prepare import DatasetSpec, prepare_prompts
 from danlu.data.prompts import Prompt, PromptOrder
 from danlu.data.tokenizing import tokenizer_info
 from danlu.data.tool_calls import unknown_form_line
+from danlu.inference.grammar import check_grammar, form_grammar
 from danlu.inference.request import Completion
 from danlu.parallel.ranks import Ranks
 from danlu.recipe import Recipe
@@ -34,7 +35,7 @@ from danlu.stages.reader import tokenizer_of
 from danlu.stages.reinforcement import AnsweringDecoder
 from danlu.stages.reward_model import RewardModel
 from danlu.stages.rewards import own_reward_bytes, recipe_rewards, reward_parts, rewards_on_base
-from danlu.stages.rollout import sampling_options
+from danlu.stages.rollout import leaves_tokens_out
 from danlu.training.progress import RowProgress
 from danlu.training.run_folder import Start
 
@@ -131,7 +132,7 @@ def empty_item(recipe: Recipe) -> Pack:
     names = ["reward", "group", "length", "truncated", "fresh", *parts, *estimator_of(recipe).facts]
     item = answer_tree([0], [completion], "filled up", {name: [np.nan] for name in names})
     columns = {name: np.zeros(2, np.float32) for name in estimator_of(recipe).columns}
-    if sampling_options(recipe.rollout, recipe.seed).truncates:
+    if leaves_tokens_out(recipe.rollout):
         columns[SUPPORT] = np.full((2, 1), -1, np.int32)
     return empty_like(with_columns(item, columns).samples[0])
 
@@ -144,6 +145,11 @@ class RolloutBuilder(DecoderBuilder):
         super().check(start)
         check_teachers(self.recipe)
         reward_parts(self.recipe)
+        if (form := self.recipe.rollout.format) is not None:
+            try:
+                check_grammar(form_grammar(form.kinds))
+            except DataError as error:
+                raise RecipeError(f"rollout.format: {error}") from None
         if self.recipe.environment is not None:
             check_environment(self.recipe.environment)
 

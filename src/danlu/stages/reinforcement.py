@@ -15,6 +15,7 @@ from danlu.core.run_files import ROLLOUTS
 from danlu.core.types import Pack
 from danlu.inference.cache_size import cache_gib
 from danlu.inference.chat_tokenizer import ChatTokenizer
+from danlu.inference.grammar import prompt_grammar
 from danlu.models.config import ModelConfig
 from danlu.models.loading import meta_decoder
 from danlu.planning.precision import DTYPES
@@ -37,7 +38,7 @@ from danlu.stages.policy_objective import (
 from danlu.stages.protocols import HeldOut, StageData
 from danlu.stages.reader import chat_tokenizer_of
 from danlu.stages.rewards import recipe_rewards
-from danlu.stages.rollout import engine_options, sampling_options, sleeping_engine
+from danlu.stages.rollout import engine_options, grammars_of, sampling_options, sleeping_engine
 from danlu.stages.rollout_processes import policy_weights, rollout_processes
 from danlu.stages.tree_reader import laid_out
 from danlu.stages.tree_scoring import TreeScorer
@@ -68,7 +69,8 @@ def experience_items(
     answers = settings.prompts * (settings.samples + settings.greedy)
     longest = longest + settings.max_new_tokens if recipe.environment is None else recipe.data.max_length
     lengths = [virtual + longest] * answers
-    engine = sleeping_engine(recipe, placed.placed, chat.decode, lengths)
+    grammars = grammars_of(recipe, chat, placed.model.config.vocab_size)
+    engine = sleeping_engine(recipe, placed.placed, chat.decode, lengths, grammars)
     rewards = placed.rewards(recipe)
     shared = longest_shared_path(recipe.data, recipe.model, recipe.adapter)
     if settings.rotary_length is not None and recipe.data.share_stem:
@@ -115,6 +117,7 @@ def _settings(recipe: Recipe, chat: ChatTokenizer, config: ModelConfig, virtual_
     rollout, batch, section = recipe.rollout, recipe.batch, objective_section(recipe)
     assert batch.prompts is not None, "the recipe's rules ask for prompts"
     stop_ids, stop_strings = chat.split_stops(rollout.stop_strings)
+    form = rollout.format
     return ExperienceSettings(
         prompts=batch.prompts,
         samples=rollout.samples,
@@ -129,6 +132,7 @@ def _settings(recipe: Recipe, chat: ChatTokenizer, config: ModelConfig, virtual_
         failures=recipe.reward_limits.failures,
         vocab_size=config.vocab_size,
         seed=recipe.seed,
+        grammar=None if form is None else partial(prompt_grammar, form.kinds, chat.tokenizer),
         rotary_length=rotary_length if config.rotates_by_text_length else None,
     )
 

@@ -13,9 +13,11 @@ from danlu.assembly.parallelize import Placed
 from danlu.core.dtensor import is_dtensor
 from danlu.core.terminal import print_status
 from danlu.inference.cache_size import cache_gib
+from danlu.inference.chat_tokenizer import ChatTokenizer
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import DraftOptions, EngineOptions, RolloutEngine
 from danlu.inference.engine_adapters import EngineAdapters, StackedAdapters
+from danlu.inference.grammar import Grammars, form_grammar
 from danlu.inference.pipelined_decoder import PipelinedDecoder
 from danlu.inference.ranks import ParallelEngine
 from danlu.inference.request import SamplingOptions
@@ -36,14 +38,19 @@ POLICY = "policy"
 
 
 def rollout_engine(
-    recipe: Recipe, placed: Placed, *, decode: Decode | None = None, cache_gib: float | None = None
+    recipe: Recipe,
+    placed: Placed,
+    *,
+    decode: Decode | None = None,
+    grammars: Grammars | None = None,
+    cache_gib: float | None = None,
 ) -> RolloutEngine:
     """An engine that answers with the policy, dealt among the processes or on a server; all processes make one.
 
     Asynchronous rollouts ask servers in a process of their own: the trainer then draws its own answers itself.
 
-    decode: token ids to text without special tokens; without it answers have no text. cache_gib: the size of the cache
-    that the coming requests need, where that is known: no more is taken.
+    decode: token ids to text without special tokens; without it answers have no text. grammars: see `grammars_of`.
+    cache_gib: the size of the cache that the coming requests need, where that is known: no more is taken.
     Raises ResourceError for a cache that holds not one block, ModelError for a draft model that is not there or has
     another vocabulary.
     """
@@ -53,7 +60,7 @@ def rollout_engine(
 
         return ServedPolicy(recipe, placed, decode)
     stages = None if parallel.pipeline is None else PipelinedDecoder(model, parallel.pipeline)
-    engine = embedded_engine(recipe, placed, decode=decode, cache_gib=cache_gib, stages=stages)
+    engine = embedded_engine(recipe, placed, decode=decode, grammars=grammars, cache_gib=cache_gib, stages=stages)
     if parallel.ranks.alone:
         return engine
     return ParallelEngine(engine, parallel.ranks, stages or model, sharded_weights(recipe, placed))
@@ -64,6 +71,7 @@ def embedded_engine(
     placed: Placed,
     *,
     decode: Decode | None = None,
+    grammars: Grammars | None = None,
     cache_gib: float | None = None,
     stages: PipelinedDecoder | None = None,
 ) -> EmbeddedEngine:
@@ -83,17 +91,20 @@ def embedded_engine(
         adapters=policy_adapters(placed),
         draft_model=draft_model(recipe.rollout, model.input_device, dtype),
         stages=stages,
+        grammars=grammars,
     )
 
 
-def sleeping_engine(recipe: Recipe, placed: Placed, decode: Decode, lengths: Sequence[int]) -> RolloutEngine:
+def sleeping_engine(
+    recipe: Recipe, placed: Placed, decode: Decode, lengths: Sequence[int], grammars: Grammars | None = None
+) -> RolloutEngine:
     """The same engine, asleep, with a cache for texts of these lengths that are written together.
 
     It is no larger: training takes what there is of the device's memory. Raises as `rollout_engine` does.
     """
     dtype, pipeline = DTYPES[recipe.precision], placed.parallel.pipeline
     needed = cache_gib(placed.subject.model, dtype, lengths, engine_options(recipe), pipeline)
-    engine = rollout_engine(recipe, placed, decode=decode, cache_gib=needed)
+    engine = rollout_engine(recipe, placed, decode=decode, grammars=grammars, cache_gib=needed)
     engine.sleep()
     return engine
 
@@ -114,6 +125,23 @@ def engine_options(recipe: Recipe) -> EngineOptions:
         exact=recipe.numerics == "exact",
         routes=replays_routes(recipe),
     )
+
+
+def grammars_of(recipe: Recipe, chat: ChatTokenizer, vocab_size: int) -> Grammars | None:
+    """The compiler of the grammars of answers; None where the recipe gives answers no form.
+
+    Raises the errors of `Grammars.compile` for a form that no answer can have.
+    """
+    if recipe.rollout.format is None:
+        return None
+    grammars = Grammars(chat.tokenizer, vocab_size, chat.stop_ids)
+    grammars.compile(form_grammar(recipe.rollout.format.kinds))
+    return grammars
+
+
+def leaves_tokens_out(section: Rollout) -> bool:
+    """Whether answers are drawn from a part of the vocabulary, which training has to know for each token."""
+    return section.format is not None or sampling_options(section, 0).truncates
 
 
 def sampling_options(section: Rollout, seed: int) -> SamplingOptions:

@@ -27,7 +27,7 @@ from danlu.rl.rollout_worker import WorkerEngine
 from danlu.stages.environments import episode_engine
 from danlu.stages.learner import trained_weights
 from danlu.stages.reader import chat_tokenizer_of
-from danlu.stages.rollout import embedded_engine, policy_parameters
+from danlu.stages.rollout import embedded_engine, grammars_of, policy_parameters
 from danlu.training.checkpoints.gathering import Gathering
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class PolicyEngineJob:
 
             return ServedRollouts(self.recipe, subject, chat.decode)
         placed = Placed(subject, ParallelContext())
-        return embedded_engine(self.recipe, placed, decode=chat.decode, cache_gib=self.cache_gib)
+        grammars = grammars_of(self.recipe, chat, subject.model.config.vocab_size)
+        return embedded_engine(self.recipe, placed, decode=chat.decode, grammars=grammars, cache_gib=self.cache_gib)
 
 
 def policy_copy(recipe: Recipe, config: ModelConfig, device: torch.device, chat: ChatTokenizer) -> Subject:

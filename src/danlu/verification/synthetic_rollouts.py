@@ -16,7 +16,7 @@ from danlu.rl.answer_pairs import with_pair
 from danlu.rl.estimators import RETURN, VALUE_OLD
 from danlu.rl.experience_trees import ADVANTAGE, OLD, SUPPORT, answer_tree, with_columns
 from danlu.stages.policy_objective import estimator_of, trains_on_pairs
-from danlu.stages.rollout import sampling_options
+from danlu.stages.rollout import leaves_tokens_out
 
 SHORTEST = 3  # tokens of a prompt
 MOST_SAMPLES = 4  # answers to a prompt
@@ -82,7 +82,7 @@ def _columns(recipe: Recipe, item: Pack, random: np.random.Generator, vocab_size
     names = [OLD, *estimator_of(recipe).columns]
     scales = {OLD: (-np.log(vocab_size), 0.3), ADVANTAGE: (0.0, 1.0), VALUE_OLD: (0.0, 0.3), RETURN: (0.5, 0.5)}
     columns: dict[str, np.ndarray] = {name: random.normal(*scales[name], tokens).astype(np.float32) for name in names}
-    if sampling_options(recipe.rollout, recipe.seed).truncates:
+    if leaves_tokens_out(recipe.rollout):
         support = random.integers(0, vocab_size, (tokens, SUPPORT_SIZE)).astype(np.int32)
         support[:, 0] = sample.tokens  # what was drawn is among what was left
         columns[SUPPORT] = support

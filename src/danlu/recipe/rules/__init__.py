@@ -86,6 +86,7 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
         if recipe.environment is not None:
             yield from environment.environment_is_consistent(recipe.environment, recipe)
         yield from rl.rollout_can_be_trained_on(recipe)
+        yield from rl.format_is_one(recipe)
         yield from rl.policy_gradient_reads_its_keys(recipe)
         yield from rl.batch_of_prompts_is_divisible(recipe.batch)
     if recipe.value is not None and recipe.policy_gradient is not None and recipe.policy_gradient.needs_value:

@@ -120,6 +120,21 @@ def _reward_problems(key: str, reward: RewardSection) -> Iterator[Problem]:
                 yield Problem(f"{key}.path", problem)
 
 
+def format_is_one(recipe: Recipe) -> Iterator[Problem]:
+    """The form of answers is given in one way, and answers are made in one turn."""
+    form = recipe.rollout.format
+    if form is None:
+        return
+    if len(form.kinds) != 1:
+        state = "empty" if not form.kinds else f"{' and '.join(form.kinds)} are given together"
+        yield Problem("rollout.format", f"{state}. Give one of json_schema, regex, choice and grammar")
+    if form.choice is not None and not form.choice:
+        yield Problem("rollout.format.choice", "the list is empty: no answer is left. Give the texts to choose from")
+    if recipe.environment is not None:
+        message = "an answer in several turns has no form as a whole. Leave out rollout.format or environment"
+        yield Problem("rollout.format", message, reads=("environment",))
+
+
 def rollout_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
     """Checks that answers are drawn as the objective needs them, and in a way that the trainer can recompute."""
     objective, rollout, data = recipe.policy_gradient, recipe.rollout, recipe.data

@@ -142,7 +142,7 @@ from danlu.recipe.sections.rewards import (
     RewardLimits,
     RewardSection,
 )
-from danlu.recipe.sections.rollout import DraftModel, Ngram, Rollout, Server
+from danlu.recipe.sections.rollout import AnswerFormat, DraftModel, Ngram, Rollout, Server
 from danlu.recipe.sections.training import (
     BatchSize,
     Checkpoint,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -66,7 +66,28 @@ class Server(Section):
     """
 
 
-SAMPLING_KEYS = ("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "staleness")
+class AnswerFormat(Section):
+    """A form of answers, by one of these keys; see docs/serving.md, "Answers in a form"."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON by this schema."""
+    regex: str | None = None
+    """Text that matches this expression as a whole, of Rust's kind."""
+    choice: list[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """Text by these rules, in llguidance's dialect of Lark."""
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """The keys that are there, with their values."""
+        values = {name: getattr(self, name) for name in ("json_schema", "regex", "choice", "grammar")}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+SAMPLING_KEYS = (
+    *("samples", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop_strings", "format", "staleness"),
+)
 """Keys of `rollout` that say which answers stage `rl` draws; the others say how the engine computes them."""
 
 _ROLLOUTS = ReadWith(
@@ -102,6 +123,14 @@ class Rollout(Section):
     """Stage rl: draw from tokens at least this fraction as likely as the likeliest (arXiv:2407.01082)."""
     stop_strings: Annotated[list[str], _ANSWERS] = []
     """Stage rl: texts that end an answer, in addition to the end tokens of the model."""
+    format: Annotated[
+        AnswerFormat | None,
+        _ROLLOUTS,
+        ReadWith("engine", "embedded", "kept to by the embedded engine only; this is {value}. Leave it out"),
+    ] = None
+    """Stage rl: a form that every answer has: no token is drawn with which it could not become one. The policy that is
+    trained has the same tokens to choose from, as with the filters. A form needs the package llguidance.
+    """
     staleness: Annotated[int, Field(ge=0), _ROLLOUTS] = 0
     """Stage rl: how many updates before a rollout is trained on its answers may begin. Above 0 these are drawn in
     processes next to the trainer, or by servers that one such process asks, and go on with new weights after each

@@ -1,0 +1,53 @@
+"""Reinforcement learning on answers in a form, which all have, with the tokens that it allows in training."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from builders.tiny_world import World, danlu, metrics
+from test_rl_runs import recipe_file
+
+pytestmark = [pytest.mark.usefixtures("module_tokenises_here"), pytest.mark.end_to_end]
+pytest.importorskip("llguidance")
+
+FORM = {"regex": "<[ae]{1,3}>"}
+
+
+def test_answers_have_the_form_and_the_trainer_their_probabilities(
+    tiny_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ratios(name: str) -> list[tuple[float, float]]:
+        rollout = {"samples": 4, "max_new_tokens": 12, "format": FORM}
+        exact = {"numerics": "exact", "rollout": rollout, "steps": 4, "evaluation": {"every": 2}}
+        exact["batch"] = {"prompts": 4, "micro": 1, "updates": 2}  # whose first is compared with the rollout
+        assert danlu("train", recipe_file(tiny_world, tmp_path / name, **exact)) == 0
+        return [(row["ratio"], row.get("gap", 0.0)) for row in metrics(tmp_path / name) if "ratio" in row]
+
+    of_run = ratios("run")
+    assert [of_run[0], of_run[2]] == [(1.0, 0.0)] * 2
+    lines = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    texts = [answer["text"] for line in lines for answer in json.loads(line)["answers"]]
+    assert len(texts) == 32 and all(re.fullmatch(FORM["regex"], text) for text in texts)
+    assert len(set(texts)) > 2, "they are drawn"
+    monkeypatch.setattr("danlu.rl.experience.with_supports", lambda items, completions: list(items))
+    whole = ratios("whole")
+    assert whole[0][0] < 0.9, "over the whole vocabulary they are others"
+
+
+def test_forms_that_are_refused(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (form, message) in enumerate(
+        (
+            ({}, "rollout.format: empty. Give one of json_schema, regex, choice and grammar"),
+            ({"regex": "a", "choice": ["a"]}, "rollout.format: regex and choice are given together. Give one of"),
+            ({"choice": []}, "rollout.format.choice: the list is empty: no answer is left"),
+            ({"json_schema": {"enum": []}}, "rollout.format: the grammar cannot be followed: Unsatisfiable schema"),
+            ({"regex": "(a"}, "rollout.format: the grammar cannot be followed: "),
+        )
+    ):
+        folder = tmp_path / f"refused{number}"
+        assert danlu("train", recipe_file(tiny_world, folder, rollout={"format": form, "max_new_tokens": 6})) != 0
+        assert message in " ".join(capsys.readouterr().err.split()), form
+        assert not (folder / "metrics.jsonl").exists()
