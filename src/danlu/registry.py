@@ -26,7 +26,9 @@ VERBS: dict[str, Verb] = {
     "checkpoint": Verb("danlu.cli.checkpoint:app", "Look", "list, verify, prune and export the checkpoints of a run"),
     "demo": Verb("danlu.cli.demo:demo", "Begin", "from nothing to a model that answers, in minutes, on built-in data"),
     "eval": Verb("danlu.cli.eval:eval", "Use", "loss, perplexity and token accuracy of a model on a file"),
-    "explain": Verb("danlu.cli.explain:explain", "Look", "what a key of the recipe means, takes and defaults to"),
+    "explain": Verb(
+        "danlu.cli.explain:explain", "Look", "what a key means, takes and defaults to; words are looked for"
+    ),
     "generate": Verb("danlu.cli.generate:generate", "Use", "continue a prompt; the text alone goes to stdout"),
     "merge": Verb("danlu.cli.merge:merge", "Use", "put adapters into their base, or make one of several"),
     "preview": Verb(

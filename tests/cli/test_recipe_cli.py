@@ -164,6 +164,18 @@ def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
     assert json.loads(capsys.readouterr().out)["title"] == "danlu recipe"
 
 
+def test_explain_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "flash", "attention"]) == 0
+    shown = capsys.readouterr().out
+    assert "keys of other tools\n  flash_attention" in shown and "documentation\n  docs/parallel.md, " in shown
+    assert main(["explain", "rank"]) == 0
+    assert capsys.readouterr().out.startswith("keys of the recipe\n  adapter.rank ")
+    assert main(["explain", "zyzzyva", "quokka"]) == 2
+    assert capsys.readouterr().err.startswith("error: nothing is about 'zyzzyva quokka'")
+    assert main(["explain", "optimizer.rnak"]) == 2
+    assert "Did you mean 'optimizer.rank'?" in capsys.readouterr().err
+
+
 def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("stage: pretrain\nmodel: m\ndata: owner/rows\noutput: x\n")

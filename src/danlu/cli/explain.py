@@ -21,14 +21,23 @@ from danlu.recipe.messages import first_sentence
 
 def explain(
     key: Annotated[
-        str | None, typer.Argument(help="Such as data.max_length or optimizer; all sections without.")
+        str | None,
+        typer.Argument(help="Such as data.max_length or optimizer, or words to look for; all sections without."),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …, with --recipe.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value …, with --recipe; or further words.")
+    ] = None,
     recipe: Annotated[Path | None, typer.Option(help="Also say the value there, and where it came from.")] = None,
 ) -> None:
-    """Explain a KEY of the recipe: type, default, allowed values, and where its value came from."""
+    """Explain a KEY of the recipe: type, default, allowed values, and where its value came from.
+
+    Words that are no key are looked for in keys, in those of other tools, in the documentation and in messages.
+    """
     if overrides and recipe is None:
-        raise typer.BadParameter("overrides need --recipe")
+        if any("=" in word for word in overrides):
+            raise typer.BadParameter("overrides need --recipe")
+        _search(f"{key} {' '.join(overrides)}", None)
+        return
     loaded = None
     if recipe is not None:
         read = load_recipe_or_chain(recipe, overrides or ())
@@ -38,8 +47,38 @@ def explain(
         rows = [(name, first_sentence(field.description)) for name, field in Recipe.model_fields.items()]
         console.print(_table([*rows, (STAGES, first_sentence(CHAIN_KEYS[STAGES]))]))
         console.print("\n[dim]danlu explain KEY says more.[/dim]")
+        return
+    try:
+        explanation = look_up(key, loaded)
+    except RecipeError as unknown:
+        if loaded is not None or "." in key:  # a key was meant, and no words
+            raise
+        _search(key, unknown)
     else:
-        _show(console, look_up(key, loaded))
+        _show(console, explanation)
+
+
+def _search(query: str, unknown: RecipeError | None) -> None:
+    """Shows all that is about some words. Raises `unknown`, or a RecipeError of its own, where nothing is."""
+    from danlu.recipe import search  # here: a key that is known is looked up without it
+
+    sections = {
+        "keys of the recipe": search.search_keys(query),
+        "keys of other tools": search.search_tools(query),
+        "documentation": search.search_pages(query),
+        "messages": search.search_messages(query),
+    }
+    if not any(sections.values()):
+        raise unknown or RecipeError(f"nothing is about {query!r}. `danlu explain` lists the keys of a recipe")
+    console = Console(highlight=False, soft_wrap=False)
+    if unknown is not None and not str(unknown).startswith("no recipe has"):
+        console.print(Text(printable(str(unknown))), end="\n\n")
+    for title, matches in sections.items():
+        if matches:
+            console.print(Text(title, style="bold"))
+            console.print(_table([(f"  {match.name}", match.about) for match in matches]))
+            console.print()
+    console.print("[dim]danlu explain KEY says more of a key.[/dim]")
 
 
 def _in_stage(chain: Chain, key: str | None) -> tuple[str | None, Loaded | None]:

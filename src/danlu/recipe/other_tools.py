@@ -153,6 +153,7 @@ def rows(tool: str) -> tuple[ForeignKey, ...]:
     return tuple(listed)
 
 
+@cache
 def of_tool(tool: str, name: str, stage: str = "") -> ForeignKey | None:
     """The row for a dotted key of one tool, of its own file first and then of those that it inherits from.
 

@@ -1,0 +1,153 @@
+"""Search in the keys of the recipe, the keys of other tools, the pages of the documentation and the
+messages of danlu.
+
+All of it is read when it is asked for, in some tenths of a second; there is no index to keep up to date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from danlu.recipe import other_tools
+from danlu.recipe.messages import first_sentence
+from danlu.recipe.type_hints import literal_values, variants_of, walk_fields
+
+MOST = 6
+"""Matches of a kind that are returned."""
+PASTED = 4
+"""Words from which on a query may be a message with values in it: three fifths of its words are then enough."""
+_EMPTY = set(
+    re.findall(r"\w+", "an and are as at be by for from how in is it of on or set that the this to use what with")
+)
+"""Words that say nothing of what is looked for."""
+_STRINGS = re.compile(r'(?:\b[fr]{0,2}"(?:[^"\\\n]|\\.)+"\s*)+')
+_DOCSTRING = re.compile(r'"""[\s\S]*?"""')
+_QUOTES = re.compile(r'"\s*[fr]{0,2}"|^[fr]{0,2}"|"\s*$')
+_FIELD = re.compile(r"\{[^{}]*\}")
+
+
+@dataclass(frozen=True)
+class Match:
+    """Something that a query is about."""
+
+    name: str  # a key, `page, section` or `file:line`
+    about: str
+    score: float
+
+
+def search_keys(query: str) -> list[Match]:
+    """Keys of the recipe, the best first: by their own names, the values that they take, and their documentation."""
+    words = _words(query)
+    called_so = {row.target for row in other_tools.find("_".join(words)) if row.is_key}
+    matches: dict[str, Match] = {}
+    for field in walk_fields():
+        values = " ".join(map(str, (*variants_of(field.hint), *literal_values(field.hint))))
+        scores = [_score_of_key(word, field.key, values, field.about) for word in words]
+        if scores and (min(scores) > 0 or field.key in called_so):
+            score = sum(scores) - 3 * field.key.count(".") + 100 * (field.key in called_so)
+            best = matches.get(field.key)
+            if best is None or best.score < score:
+                matches[field.key] = Match(field.key, first_sentence(field.about), score)
+    return _best(matches.values())
+
+
+def _score_of_key(word: str, key: str, values: str, about: str) -> float:
+    """How much a key is about a word: 100 where it is called so, 1 where its documentation has a word like it."""
+    *sections, name = key.split(".")
+    if name == word:
+        return 100
+    if word in name.split("_"):
+        return 50
+    if word in _words(values):
+        return 40
+    if word in sections:
+        return 30
+    if word in _words(first_sentence(about)):
+        return 30
+    if word in _words(about):
+        return 10
+    return 1 if word in f"{key} {about}".lower() and len(word) > 3 else 0
+
+
+def search_tools(query: str) -> list[Match]:
+    """Keys of other tools with all of the words in their names, and what danlu has for them."""
+    words = set(_words(query))
+    matches: dict[str, Match] = {}
+    for tool in other_tools.TITLES:
+        for row in other_tools.rows(tool):
+            parts = set(re.split(r"[._]", row.name.lower()))
+            if words and words <= parts and row.name not in matches:
+                said = other_tools.advice(row.name, stage=row.stage)
+                matches[row.name] = Match(row.name, said or "", 1 / len(parts))
+    return _best(matches.values())
+
+
+def search_pages(query: str) -> list[Match]:
+    """Sections of the documentation with all of the words, those with them in the heading first."""
+    words = _words(query)
+    matches = []
+    folder = pages_folder()
+    for page in sorted(folder.glob("*.md")) if folder is not None else ():
+        if page.name == "files.md":  # the list of source files
+            continue
+        for heading, text in _sections(page.read_text(encoding="utf-8")):
+            lower, title = text.lower(), _words(heading)
+            counts = [20 * (word in title) + min(5, len(re.findall(rf"\b{re.escape(word)}", lower))) for word in words]
+            if counts and min(counts) > 0:
+                score = sum(counts) + 10 * (" ".join(words) in lower)
+                matches.append(Match(f"docs/{page.name}, {heading}", _line_with(words, text), score))
+    return _best(matches)
+
+
+def pages_folder() -> Path | None:
+    """The folder with the documentation: in the package of an installed wheel, or at the top of a checkout."""
+    file = Path(__file__).resolve()
+    return next((each for each in (file.parent / "pages", file.parents[3] / "docs") if each.is_dir()), None)
+
+
+def _sections(text: str) -> Iterator[tuple[str, str]]:
+    """(heading, text) of each section of a page."""
+    parts = re.split(r"^#+ +(.+)$", text, flags=re.MULTILINE)
+    yield from zip(parts[1::2], parts[2::2], strict=True)
+
+
+def _line_with(words: list[str], text: str) -> str:
+    """The line of a section with the most of the words, or its first."""
+    lines = [line.strip("| ") for line in text.splitlines() if line.strip()]
+    return max(lines, key=lambda line: sum(word in line.lower() for word in words), default="")
+
+
+def search_messages(query: str) -> list[Match]:
+    """Errors, warnings and remarks with the words, from the source of the package; braces stand for values."""
+    words = _words(query)
+    needed = len(words) if len(words) < PASTED else -(-3 * len(words) // 5)
+    source = Path(__file__).resolve().parents[1]
+    matches = []
+    for file in sorted(source.rglob("*.py")) if words else ():
+        text = file.read_text(encoding="utf-8")
+        lower = text.lower()
+        if sum(word in lower for word in words) < needed:
+            continue
+        text = _DOCSTRING.sub(lambda docstring: "\n" * docstring[0].count("\n"), text)
+        for strings in _STRINGS.finditer(text):
+            message = _FIELD.sub("{}", _QUOTES.sub("", strings[0].strip()))
+            said = set(_words(message))
+            count = sum(word in said for word in words)
+            if count >= needed and len(re.findall(r"[a-z]{2,}", message)) >= 4 and "|" not in message:
+                line = text.count("\n", 0, strings.start()) + 1
+                place = f"{file.relative_to(source)}:{line}"
+                matches.append(Match(place, message, count + 1 / len(said)))
+    return _best(matches)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text in small letters, without numbers and without those that say nothing."""
+    return [word for word in re.findall(r"[^\W\d_]{2,}", text.lower()) if word not in _EMPTY]
+
+
+def _best(matches: Iterable[Match]) -> list[Match]:
+    """The best matches, in the order of the recipe, the pages or the source where they are as good."""
+    return sorted(matches, key=lambda match: -match.score)[:MOST]
