@@ -30,7 +30,7 @@ def test_keys(query: str, first: list[str]) -> None:
 
 
 def test_every_key_is_found_by_its_name() -> None:
-    for key in ("data.packing", "rollout.staleness", "schedule.warmup", "watch.rewinds", "output"):
+    for key in ("data.packing", "rollout.staleness", "schedule.floor", "watch.rewinds", "output"):
         assert key in keys()
         assert names(search_keys(key.rpartition(".")[2]))[0] == key
 

@@ -40,12 +40,12 @@ class Match:
 
 def search_keys(query: str) -> list[Match]:
     """Keys of the recipe, the best first: by their own names, the values that they take, and their documentation."""
-    words = _words(query)
-    called_so = {row.target for row in other_tools.find("_".join(words)) if row.is_key}
+    terms = _terms(query)
+    called_so = {row.target for row in other_tools.find("_".join(terms)) if row.is_key}
     matches: dict[str, Match] = {}
     for field in walk_fields():
         values = " ".join(map(str, (*variants_of(field.hint), *literal_values(field.hint))))
-        scores = [_score_of_key(word, field.key, values, field.about) for word in words]
+        scores = [_score_of_key(word, field.key, values, field.about) for word in terms]
         if scores and (min(scores) > 0 or field.key in called_so):
             score = sum(scores) - 3 * field.key.count(".") + 100 * (field.key in called_so)
             best = matches.get(field.key)
@@ -61,44 +61,44 @@ def _score_of_key(word: str, key: str, values: str, about: str) -> float:
         return 100
     if word in name.split("_"):
         return 50
-    if word in _words(values):
+    if word in _terms(values):
         return 40
     if word in sections:
         return 30
-    if word in _words(first_sentence(about)):
+    if word in _terms(first_sentence(about)):
         return 30
-    if word in _words(about):
+    if word in _terms(about):
         return 10
     return 1 if word in f"{key} {about}".lower() and len(word) > 3 else 0
 
 
 def search_tools(query: str) -> list[Match]:
-    """Keys of other tools with all of the words in their names, and what danlu has for them."""
-    words = set(_words(query))
+    """Keys of other tools with all of the terms in their names, and what danlu has for them."""
+    terms = set(_terms(query))
     matches: dict[str, Match] = {}
     for tool in other_tools.TITLES:
         for row in other_tools.rows(tool):
             parts = set(re.split(r"[._]", row.name.lower()))
-            if words and words <= parts and row.name not in matches:
+            if terms and terms <= parts and row.name not in matches:
                 said = other_tools.advice(row.name, stage=row.stage)
                 matches[row.name] = Match(row.name, said or "", 1 / len(parts))
     return _best(matches.values())
 
 
 def search_pages(query: str) -> list[Match]:
-    """Sections of the documentation with all of the words, those with them in the heading first."""
-    words = _words(query)
+    """Sections of the documentation with all of the terms, those with them in the heading first."""
+    terms = _terms(query)
     matches = []
     folder = pages_folder()
     for page in sorted(folder.glob("*.md")) if folder is not None else ():
         if page.name == "files.md":  # the list of source files
             continue
         for heading, text in _sections(page.read_text(encoding="utf-8")):
-            lower, title = text.lower(), _words(heading)
-            counts = [20 * (word in title) + min(5, len(re.findall(rf"\b{re.escape(word)}", lower))) for word in words]
+            lower, title = text.lower(), _terms(heading)
+            counts = [20 * (word in title) + min(5, len(re.findall(rf"\b{re.escape(word)}", lower))) for word in terms]
             if counts and min(counts) > 0:
-                score = sum(counts) + 10 * (" ".join(words) in lower)
-                matches.append(Match(f"docs/{page.name}, {heading}", _line_with(words, text), score))
+                score = sum(counts) + 10 * (" ".join(terms) in lower)
+                matches.append(Match(f"docs/{page.name}, {heading}", _line_with(terms, text), score))
     return _best(matches)
 
 
@@ -114,28 +114,28 @@ def _sections(text: str) -> Iterator[tuple[str, str]]:
     yield from zip(parts[1::2], parts[2::2], strict=True)
 
 
-def _line_with(words: list[str], text: str) -> str:
-    """The line of a section with the most of the words, or its first."""
+def _line_with(terms: list[str], text: str) -> str:
+    """The line of a section with the most of the terms, or its first."""
     lines = [line.strip("| ") for line in text.splitlines() if line.strip()]
-    return max(lines, key=lambda line: sum(word in line.lower() for word in words), default="")
+    return max(lines, key=lambda line: sum(word in line.lower() for word in terms), default="")
 
 
 def search_messages(query: str) -> list[Match]:
-    """Errors, warnings and remarks with the words, from the source of the package; braces stand for values."""
-    words = _words(query)
-    needed = len(words) if len(words) < PASTED else -(-3 * len(words) // 5)
+    """Errors, warnings and remarks with the terms, from the source of the package; braces stand for values."""
+    terms = _terms(query)
+    needed = len(terms) if len(terms) < PASTED else -(-3 * len(terms) // 5)
     source = Path(__file__).resolve().parents[1]
     matches = []
-    for file in sorted(source.rglob("*.py")) if words else ():
+    for file in sorted(source.rglob("*.py")) if terms else ():
         text = file.read_text(encoding="utf-8")
         lower = text.lower()
-        if sum(word in lower for word in words) < needed:
+        if sum(word in lower for word in terms) < needed:
             continue
         text = _DOCSTRING.sub(lambda docstring: "\n" * docstring[0].count("\n"), text)
         for strings in _STRINGS.finditer(text):
             message = _FIELD.sub("{}", _QUOTES.sub("", strings[0].strip()))
-            said = set(_words(message))
-            count = sum(word in said for word in words)
+            said = set(_terms(message))
+            count = sum(word in said for word in terms)
             if count >= needed and len(re.findall(r"[a-z]{2,}", message)) >= 4 and "|" not in message:
                 line = text.count("\n", 0, strings.start()) + 1
                 place = f"{file.relative_to(source)}:{line}"
@@ -143,7 +143,7 @@ def search_messages(query: str) -> list[Match]:
     return _best(matches)
 
 
-def _words(text: str) -> list[str]:
+def _terms(text: str) -> list[str]:
     """The words of a text in small letters, without numbers and without those that say nothing."""
     return [word for word in re.findall(r"[^\W\d_]{2,}", text.lower()) if word not in _EMPTY]
 
