@@ -48,7 +48,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    below = {"checkpoint": ["list", "verify", "prune", "export"], "recipes": ["list", "copy", "schema"]}
+    below = {"checkpoint": ["list", "verify", "prune", "export"], "recipes": ["list", "copy", "templates", "schema"]}
     pages = [[], *([name] for name in VERBS), *([name, one] for name, ones in below.items() for one in ones)]
     for page in [*([*one, "--help"] for one in pages), ["explain"], ["explain", "data"], ["explain", "adapter"]]:
         assert main(page) == 0

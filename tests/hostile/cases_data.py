@@ -616,7 +616,7 @@ CASES = [
         "tokenizer without template",
         TRAIN,
         3,
-        ("error: @/tok: this tokenizer has no chat template, so conversations cannot be rendered. Name a Jinja",),
+        ("error: @/tok: this tokenizer has no chat template, so conversations cannot be rendered. Name one",),
         tokenizer(lambda folder: (folder / "chat_template.jinja").unlink()),
     ),
     Case(
@@ -694,7 +694,7 @@ CASES = [
         "template that says nothing",
         TRAIN,
         3,
-        ("error: @/tok: this tokenizer has no chat template, so conversations cannot be rendered. Name a Jinja",),
+        ("error: @/tok: this tokenizer has no chat template, so conversations cannot be rendered. Name one",),
         template(""),
     ),
     Case(

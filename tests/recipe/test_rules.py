@@ -322,6 +322,14 @@ BROKEN = [
         "or 64",
     ),
     (
+        {"model": "{path: base, chat_template_kwargs: {tools: []}}"},
+        "model.chat_template_kwargs: tools: danlu gives the template this variable with each conversation. Leave it",
+    ),
+    (
+        {"model": "{path: base, chat_template_kwargs: {enable thinking: true}}"},
+        "model.chat_template_kwargs: 'enable thinking' is no name of a variable",
+    ),
+    (
         {"data": "{train: rows.json, columns: {promt: ques}}"},
         "data.columns: 'promt' is no column that row formats read. Did you mean 'prompt'?",
     ),
@@ -373,6 +381,7 @@ SOUND = [
     {"stage": "kto", "objective": "[kto, {kind: sft, weight: 0.1}, apo-zero-unpaired]"},
     {"stage": "dpo", "objective": "{kind: bco, ld_alpha: 0.5}"},
     {"rollout": "embedded"},
+    {"model": "{path: base, chat_template: chatml, chat_template_kwargs: {enable_thinking: false}}"},
     SAMPLED | {"parallel": "zero3", "rollout": "{gather: layer}"},
     SAMPLED
     | {"numerics": "exact", "rollout": "{block: 32, draft: {kind: ngram, tokens: 8}, preempt: swap, swap_gib: 0}"},

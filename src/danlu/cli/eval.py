@@ -159,6 +159,7 @@ def eval(
 
         of_text = {
             "--chat-template": loading.chat_template,
+            "--chat-template-kwargs": loading.chat_template_kwargs,
             "--base": loading.base,
             "--quantization": loading.quantization,
             "--scores": scores,
@@ -192,4 +193,5 @@ def request_of(
     quantization_section(loading.quantization, resolved)  # likewise
     template = None if loading.chat_template is None else str(loading.chat_template)
     tokenizer, load = partial(loading.load_tokenizer, resolved), partial(loading.load, resolved)
-    return Request(resolved, data, keys, template, precision, loading.device, as_json, tokenizer, load)
+    kwargs = loading.template_kwargs
+    return Request(resolved, data, keys, template, kwargs, precision, loading.device, as_json, tokenizer, load)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
@@ -37,7 +38,14 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer;
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), fp32, bf16 or fp16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-ChatTemplate = Annotated[Path | None, typer.Option(help="A Jinja file instead of the tokenizer's own chat template.")]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(help="A Jinja file, or a name from `danlu recipes templates`, instead of the tokenizer's own."),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="Variables of the chat template, such as '{\"enable_thinking\": false}'."),
+]
 MODEL_HELP = "A model or adapter folder, a finished run, or a hub id."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Base = Annotated[str | None, typer.Option(help="Of an adapter: the model it sits on, if not where it was trained.")]
@@ -113,18 +121,39 @@ class ModelFlags:
     dtype: Dtype = "auto"
     device: Device = "auto"
     chat_template: ChatTemplate = None
+    chat_template_kwargs: ChatTemplateKwargs = None
     base: Base = None
     quantization: Quantization = None
 
     def check(self, sampling: dict[str, Any], seed: int, stops: list[str]) -> Precision:
-        """The precision, by `check_flags`, which raises RecipeError."""
+        """The precision, by `check_flags`, which raises RecipeError, as `template_kwargs` does."""
+        _ = self.template_kwargs
         return check_flags(sampling, seed, self.dtype, self.device, stops, self.quantization)
 
     def load_tokenizer(self, resolved: ResolvedModel) -> ChatTokenizer:
         """The model's tokenizer with the chat template that was asked for."""
         from danlu.inference.load_model import load_chat_tokenizer
 
-        return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, model=resolved.folder)
+        kwargs = self.template_kwargs
+        return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, kwargs, model=resolved.folder)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The variables of the chat template. Raises RecipeError for text that is no JSON object of them."""
+        from danlu.recipe.rules.model import template_kwargs_are_free
+
+        try:
+            kwargs = json.loads(self.chat_template_kwargs or "{}")
+        except (ValueError, RecursionError):
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            given = self.chat_template_kwargs
+            raise RecipeError(
+                f"--chat-template-kwargs: {given!r} is no JSON object. Write it as in '{{\"enable_thinking\": false}}'"
+            )
+        if problems := [problem.message for problem in template_kwargs_are_free(kwargs)]:
+            raise RecipeError([f"--chat-template-kwargs: {problem}" for problem in problems])
+        return kwargs
 
     def load(self, resolved: ResolvedModel, tokenizer: ChatTokenizer, *, merged: bool = False) -> LoadedModel:
         """Loads the model, and prints its notes to stderr. merged: as in `load_model`."""

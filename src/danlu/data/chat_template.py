@@ -6,6 +6,7 @@ globals and white space are those of `transformers.PreTrainedTokenizerBase.apply
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date as Date
@@ -46,7 +47,7 @@ class ChatTemplate:
         special_tokens: variables that templates may name, such as bos_token and eos_token.
         added_tokens: texts the tokenizer never breaks up.
         name: the tokenizer or file it comes from, with which messages about it begin. date: the day that `strftime_now`
-            writes, at midnight; None for the time of the call.
+            writes, at midnight; None for the time of the call. kwargs: further variables, such as enable_thinking.
 
     Raises:
         DataError: the Jinja text does not compile.
@@ -59,6 +60,7 @@ class ChatTemplate:
         added_tokens: Iterable[str],
         name: str,
         date: Date | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # Imported here: 60 ms that a run on cached tokens does not need.
         import jinja2
@@ -69,6 +71,7 @@ class ChatTemplate:
         self.name = name
         self.special_tokens = dict(special_tokens)
         self.date = date
+        self.kwargs = dict(kwargs or {})
         self._added = _either(added_tokens)
         environment = sandboxed_environment(date)
         try:
@@ -86,9 +89,15 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None, prompt: bool = False
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant would go on.
+
+        kwargs: variables of this conversation, which come before those of the template.
 
         Raises:
             DataError: the template refuses the conversation or fails on it.
@@ -103,7 +112,7 @@ class ChatTemplate:
                     tools=list(tools) if tools else None,
                     documents=None,
                     add_generation_prompt=prompt,
-                    **self.special_tokens,
+                    **{**self.special_tokens, **self.kwargs, **(kwargs or {})},
                 ):
                     parts.append(part)
                     written += len(part)
@@ -225,6 +234,24 @@ class ChatTemplate:
             return what in self.render(turns, tools)
         except DataError:
             return False
+
+
+def with_defaults(source: str, kwargs: Mapping[str, Any]) -> str:
+    """A template's text with values for variables that a conversation does not give it. kwargs: JSON values by name."""
+    parts = [
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in kwargs.items()
+    ]
+    return "".join(parts) + source
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _is_list(node: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -21,7 +21,7 @@ from danlu.data.sources import column_lines, source_names
 from danlu.data.statistics import Statistics
 from danlu.data.token_cache import StoreWriter, TokenCache, TokenStore
 from danlu.data.tokenizer import Tokenizer
-from danlu.data.tokenizer_folder import template_date, tokenizer_fingerprint
+from danlu.data.tokenizer_folder import template_date
 from danlu.data.tokenizing import TokenizedChunk, TokenizerInfo, TokenizerJob, TokenizeSettings, chunks, tokenise
 from danlu.data.worker_pool import WorkerPool
 from danlu.recipe.sections import Data, Packing, Source
@@ -54,11 +54,12 @@ class DatasetSpec:
 
     Attributes:
         tokenizer_path: a folder, a finished run, or a hub id.
-        chat_template: a Jinja file that takes the place of the tokenizer's own template.
+        chat_template: a Jinja file, or the name of one that comes with danlu, in the place of the tokenizer's own.
         seed: the seed of the order, the held-out rows and the mixture. date: the day that a chat template writes if it
             asks for one, such as 2026-11-22; None for today.
         row_type: the type of rows with compared or judged answers, which become trees; None in other stages.
         needs_mismatched: each tree has one more branch, its prompt with the answer of the next row.
+        template_kwargs: further variables of the chat template.
         max_new_tokens: the most tokens of an answer, for which data.max_length has room behind each prompt of stage rl.
         tools: tools that the chat template describes in each prompt of stage rl.
     """
@@ -73,6 +74,7 @@ class DatasetSpec:
     needs_mismatched: bool = False
     max_new_tokens: int = 0
     tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def eval_sources(self) -> list[Source]:
@@ -135,7 +137,7 @@ class DatasetSpec:
 
     def job(self, work: Callable[[Tokenizer, Any], Any] = tokenise) -> TokenizerJob:
         """The job of worker processes that call `work` with the tokenizer of these rows."""
-        return TokenizerJob(self.tokenizer_path, self.chat_template, self.template_date, work)
+        return TokenizerJob(self.tokenizer_path, self.chat_template, self.template_date, work, self.template_kwargs)
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def prepare(
         ResourceError: the cache cannot be written.
     """
     data, job = spec.data, spec.job()
-    cached = _CachedSources(spec, tokenizer_fingerprint(job.tokenizer_path, job.chat_template, job.date), progress)
+    cached = _CachedSources(spec, job.tokenizer_fingerprint(), progress)
     with WorkerPool(job, worker_count(data)) as workers:
         eval_stores = [cached.store(source, workers) for source in spec.eval_sources]
         train_stores = [] if data.streaming else [cached.store(source, workers) for source in data.train]

@@ -60,9 +60,10 @@ class TemplateProcess:
         turns: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]] | None = None,
         prompt: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders as `ChatTemplate.render` does, and raises DataError as it does."""
-        text = self._run(template, turns, tools, prompt)
+        text = self._run(template, turns, tools, prompt, kwargs)
         assert isinstance(text, str), "conversations become texts"
         return text
 
@@ -75,7 +76,7 @@ class TemplateProcess:
         self._pool.close()
 
     def _run(self, template: ChatTemplate, *conversation: Any) -> str | bool:
-        source = (template.source, template.special_tokens, (), template.name, template.date)
+        source = (template.source, template.special_tokens, (), template.name, template.date, template.kwargs)
         try:
             with self._lock:
                 return self._pool.run((source, *conversation))

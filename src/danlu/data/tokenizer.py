@@ -21,6 +21,7 @@ from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_en
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.column_values import abbreviate
 from danlu.data.tokenizer_folder import broken_json, fast_tokenizer_folder, read_chat_template
+from danlu.recipe.library import template_path, templates
 
 _PROBE = (
     " two  spaces\n\n\tand tabs, it's I'LL 1234567 3.14 naïve 你好，世界 Привет ﬁ ① e\u0301 😀 def f(x):\n    return x "
@@ -61,7 +62,7 @@ class Tokenizer:
         fast: the `tokenizers.Tokenizer` behind it.
 
     Args:
-        date: the day that chat templates write, see `ChatTemplate`.
+        date: the day that chat templates write, see `ChatTemplate`.   template_kwargs: their further variables.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Tokenizer:
         templates: Mapping[str, str],
         template_path: str | None = None,
         date: Date | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = path
         self._date = date
+        self._template_kwargs = dict(template_kwargs or {})
         self._template_path = template_path or path
         self._pretrained = pretrained
         self.fast = pretrained.backend_tokenizer
@@ -231,6 +234,11 @@ class Tokenizer:
     # -- conversations ------------------------------------------------------------------------------------------------
 
     @property
+    def template_sources(self) -> Mapping[str, str]:
+        """The text of each chat template by its name; `default` is that of ordinary conversations."""
+        return self._templates
+
+    @property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template for ordinary conversations, which may be one that does not
         compile.
@@ -247,14 +255,26 @@ class Tokenizer:
         if name not in self._compiled:
             if name not in self._templates:
                 raise DataError(
-                    f"{self.path}: this tokenizer has no chat template, so conversations cannot be rendered. Name a "
-                    "Jinja file in model.chat_template, or train on rows of plain text or prompt/completion strings"
+                    f"{self.path}: this tokenizer has no chat template, so conversations cannot be rendered. Name one "
+                    f"in model.chat_template: {self._offered_templates()}. Or train on rows of plain text or "
+                    "prompt/completion strings"
                 )
-            added = [token.content for token in self._added_tokens.values()]
-            self._compiled[name] = ChatTemplate(
-                self._templates[name], self._pretrained.special_tokens_map, added, self._template_path, self._date
-            )
+            self._compiled[name] = self._compile(self._templates[name], self._template_path)
         return self._compiled[name]
+
+    def _compile(self, source: str, name: str) -> ChatTemplate:
+        specials, added = self._pretrained.special_tokens_map, (token.content for token in self._added_tokens.values())
+        return ChatTemplate(source, specials, added, name, self._date, self._template_kwargs)
+
+    def _offered_templates(self) -> str:
+        """The templates that come with danlu, those first with which a token of this tokenizer ends an answer."""
+        ending, others = list[str](), list[str]()
+        for name in templates():
+            source = template_path(name).read_text(encoding="utf-8")
+            (ending if self._compile(source, name).terminators else others).append(name)
+        offered = f"{', '.join(ending)} (one of its tokens ends an answer there)" if ending else ""
+        rest = f"{', '.join(others)} (with tokens that it lacks)" if others else ""
+        return f"{' or '.join(part for part in (offered, rest) if part)}, or a Jinja file"
 
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:
@@ -296,12 +316,18 @@ class Tokenizer:
         return facts(self) == facts(tokenizer)
 
 
-def load_tokenizer(path: str, chat_template: str | None = None, date: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str,
+    chat_template: str | None = None,
+    date: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Tokenizer:
     """The tokenizer of a folder, a finished run, or a hub id.
 
     Args:
-        chat_template: a Jinja file that takes the place of the tokenizer's own.
+        chat_template: a Jinja file, or the name of one that comes with danlu, in the place of the tokenizer's own.
         date: the day (2026-11-22) that the template writes as today's; None for the time at which it is asked.
+        template_kwargs: further variables of the template, such as enable_thinking.
 
     Raises:
         DataError: there is no tokenizer, it cannot be read, or the Jinja file is missing.
@@ -328,7 +354,8 @@ def load_tokenizer(path: str, chat_template: str | None = None, date: str | None
             f"{path}: {kind} has no fast form; save it with a tokenizer.json (transformers: save_pretrained)"
         )
     templates = {"default": template} if template is not None else _own_templates(path, pretrained.chat_template)
-    return Tokenizer(pretrained, path, templates, chat_template, None if date is None else Date.fromisoformat(date))
+    day = None if date is None else Date.fromisoformat(date)
+    return Tokenizer(pretrained, path, templates, chat_template, day, template_kwargs)
 
 
 def _own_templates(path: str, own: Any) -> dict[str, str]:

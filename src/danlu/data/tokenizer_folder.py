@@ -18,6 +18,7 @@ from typing import Any
 from danlu.core.errors import DataError
 from danlu.core.small_files import check_regular, parse_json, read_small_text
 from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
+from danlu.recipe.library import template_path
 
 MAX_FILE_BYTES = 512 << 20
 """The largest size of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""
@@ -79,16 +80,23 @@ def fast_tokenizer_folder(path: str) -> Path:
     return write_fast_tokenizer(folder, target, converted.fast, converted.specials)
 
 
-def tokenizer_fingerprint(path: str, chat_template: str | None = None, date: str | None = None) -> str:
+def tokenizer_fingerprint(
+    path: str,
+    chat_template: str | None = None,
+    date: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
     """Returns a hash of a tokenizer's files, without loading any library for them: the key of its tokens in the cache.
 
-    date: as `template_date` gives it.
+    date: as `template_date` gives it.   template_kwargs: further variables of its chat template.
 
     Raises:
         DataError: there is no tokenizer, or the Jinja file is missing.
     """
     folder = resolve_tokenizer_folder(path)
     digest = hashlib.blake2b(repr((read_chat_template(chat_template), date)).encode(), digest_size=16)
+    if template_kwargs:
+        digest.update(json.dumps(template_kwargs, sort_keys=True).encode())
     for file in sorted({file for pattern in READ_FILES for file in folder.glob(pattern)}):
         if file.is_file():
             content = file.read_bytes()
@@ -148,11 +156,13 @@ def _hub_snapshot(path: str) -> Path:
 
 
 def read_chat_template(path: str | None) -> str | None:
-    """The text of a Jinja file; None for no path. Raises DataError if it cannot be read."""
+    """The text of a Jinja file, or of a template that comes with danlu by its name; None for no path.
+
+    Raises DataError if it cannot be read."""
     if path is None:
         return None
     try:
-        return read_small_text(Path(path).expanduser(), MAX_TEMPLATE_BYTES)
+        return read_small_text(template_path(path), MAX_TEMPLATE_BYTES)
     except OSError as error:
         raise DataError(f"model.chat_template: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

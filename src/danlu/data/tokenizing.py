@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -20,6 +20,7 @@ from danlu.data.rows import Format, Row, Tokenized, parse_row, unread_keys
 from danlu.data.samples import SampleBlock, TreeTable
 from danlu.data.statistics import Statistics
 from danlu.data.tokenizer import Tokenizer, load_tokenizer
+from danlu.data.tokenizer_folder import tokenizer_fingerprint
 from danlu.recipe.sections.base import RowType
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -101,7 +102,7 @@ class TokenizerInfo:
 
 def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
     """The facts of a tokenizer that is loaded."""
-    return TokenizerInfo(**{field.name: getattr(tokenizer, field.name) for field in fields(TokenizerInfo)})
+    return TokenizerInfo(**{each.name: getattr(tokenizer, each.name) for each in fields(TokenizerInfo)})
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,15 @@ class TokenizerJob:
     chat_template: str | None
     date: str | None  # that the template writes
     work: Callable[[Tokenizer, Any], Any]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
 
     def start(self) -> Callable[[Any], Any]:
-        return partial(self.work, load_tokenizer(self.tokenizer_path, self.chat_template, self.date))
+        tokenizer = load_tokenizer(self.tokenizer_path, self.chat_template, self.date, self.template_kwargs)
+        return partial(self.work, tokenizer)
+
+    def tokenizer_fingerprint(self) -> str:
+        """The key of the tokens in the cache, as far as the tokenizer and its template decide them."""
+        return tokenizer_fingerprint(self.tokenizer_path, self.chat_template, self.date, self.template_kwargs)
 
 
 def chunks(raw: Iterable[RawRow]) -> Iterator[list[RawRow]]:

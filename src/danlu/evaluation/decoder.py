@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ class Request:
     data: str
     overrides: list[str]
     chat_template: str | None
+    template_kwargs: Mapping[str, Any]
     precision: Precision
     device: str
     as_json: bool

@@ -10,7 +10,7 @@ from pathlib import Path
 from danlu.core.errors import DataError
 from danlu.core.terminal import echo, print_status
 from danlu.data.preference_rows import first_row_type
-from danlu.data.prepare import DatasetSpec
+from danlu.data.prepare import DatasetSpec, Stage
 from danlu.evaluation.decoder import Request, opened_new, prepared_rows, print_notes
 from danlu.stages.scoring import ScoreSummary, row_values, scored_rows, scoring_learner
 from danlu.training.progress import RowProgress
@@ -65,7 +65,9 @@ def rewards_spec(request: Request) -> DatasetSpec:
     if row_type is None:  # cut answers would be scored at places where nobody looks
         section = section.model_copy(update={"overlong": "drop"})
     tokenizer, template = str(resolved.tokenizer_folder), request.chat_template
-    return DatasetSpec(section, "sft" if row_type is None else "reward", tokenizer, template, 0, row_type=row_type)
+    stage: Stage = "sft" if row_type is None else "reward"
+    kwargs = request.template_kwargs
+    return DatasetSpec(section, stage, tokenizer, template, 0, row_type=row_type, template_kwargs=kwargs)
 
 
 def _show(values: dict[str, float]) -> None:

@@ -138,7 +138,15 @@ def evaluate(
         answers = given_answers(recipe, flags.column, tokenizer)
     elif request is not None:
         folder, most = str(request.resolved.tokenizer_folder), recipe.rollout.max_new_tokens
-        spec = DatasetSpec(recipe.data, "rl", folder, request.chat_template, seed=0, max_new_tokens=most)
+        spec = DatasetSpec(
+            recipe.data,
+            "rl",
+            folder,
+            request.chat_template,
+            seed=0,
+            max_new_tokens=most,
+            template_kwargs=request.template_kwargs,
+        )
         with closing(RowProgress(sys.stderr)) as progress:
             read = prepare_prompts(spec, progress=progress)
         for line in prompt_lines("data", read.statistics)[1:]:

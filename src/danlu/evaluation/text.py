@@ -37,7 +37,9 @@ def evaluate_text(request: Request) -> None:
     if length < 2:
         raise RecipeError("data.max_length: at least 2, as the first token of a piece has nothing before it")
     stage, tokenizer = language_stage(recipe, "this evaluation"), str(resolved.tokenizer_folder)
-    spec = DatasetSpec(section, stage, tokenizer, request.chat_template, seed=0)
+    spec = DatasetSpec(
+        section, stage, tokenizer, request.chat_template, seed=0, template_kwargs=request.template_kwargs
+    )
     prepared = prepared_rows(spec)
     loaded = request.load(request.tokenizer())
     samples, statistics = prepared.train, prepared.statistics

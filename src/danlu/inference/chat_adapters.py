@@ -3,9 +3,10 @@ with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from danlu.core.errors import DataError
 from danlu.inference.chat import ChatFormat
@@ -46,10 +47,17 @@ class ActiveAdapter:
 class ChatAdapters:
     """The adapters of a loaded model that a chat can switch between, the base alone among them."""
 
-    def __init__(self, resolved: ResolvedModel, loaded: LoadedModel, chat_template: Path | None = None) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedModel,
+        loaded: LoadedModel,
+        chat_template: Path | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._resolved = resolved
         self._loaded = loaded
         self._chat_template = chat_template
+        self._template_kwargs = template_kwargs
         self._chat_tokenizers = {resolved.tokenizer_folder: loaded.chat_tokenizer}
         self.adapters = tuple(adapter_names(resolved.stacks))
         """The adapters' names, in the order in which they were given."""
@@ -109,5 +117,7 @@ class ChatAdapters:
     def _chat_tokenizer(self, folder: Path) -> ChatTokenizer:
         if folder not in self._chat_tokenizers:
             model = self._resolved.folder
-            self._chat_tokenizers[folder] = load_chat_tokenizer(folder, self._chat_template, model=model)
+            self._chat_tokenizers[folder] = load_chat_tokenizer(
+                folder, self._chat_template, self._template_kwargs, model=model
+            )
         return self._chat_tokenizers[folder]

@@ -59,9 +59,11 @@ class ChatTokenizer:
         try:
             self.tokenizer.template()
         except DataError as error:
+            reason = error.args[0].partition(": ")[2].partition(". Name one")[0]  # that advice is for a recipe
             raise DataError(
-                f"{self.tokenizer.path}: no chat template that says who speaks ({error.args[0].partition(': ')[2]}). "
-                "Give one with --chat-template FILE.jinja, or continue plain text with `danlu generate --prompt`"
+                f"{self.tokenizer.path}: no chat template that says who speaks ({reason}). Give one with "
+                "--chat-template FILE.jinja or NAME (`danlu recipes templates` lists the names), or continue plain "
+                "text with `danlu generate --prompt`"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +65,20 @@ class LoadedModel:
         return () if self.stacks is None else self.stacks.adapters.virtual_token_ids
 
 
-def load_chat_tokenizer(folder: Path, chat_template: Path | None = None, *, model: Path | None = None) -> ChatTokenizer:
+def load_chat_tokenizer(
+    folder: Path,
+    chat_template: Path | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    model: Path | None = None,
+) -> ChatTokenizer:
     """The tokenizer of a folder, with the chat template of a Jinja file in place of its own where one is given.
 
-    model: the model's folder, where it is another one. Raises DataError, or ModelError for a tokenizer with more tokens
-    than the model.
+    template_kwargs: further variables of the template. model: the model's folder, where it is another one.
+    Raises DataError, or ModelError for a tokenizer with more tokens than the model.
     """
-    tokenizer = load_tokenizer(str(folder), None if chat_template is None else str(chat_template))
+    template = None if chat_template is None else str(chat_template)
+    tokenizer = load_tokenizer(str(folder), template, template_kwargs=template_kwargs)
     check_vocabulary(read_config(model or folder), tokenizer.vocab_size)
     return ChatTokenizer(tokenizer)
 

@@ -27,6 +27,7 @@ from danlu.data.tokenizer_folder import READ_FILES, resolve_tokenizer_folder
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors, resolve_folder
 from danlu.parallel.comm import Group
 from danlu.recipe import Recipe, sections
+from danlu.recipe.library import template_path
 from danlu.recipe.sections.data import Columns
 from danlu.recipe.value import value_section
 from danlu.stages.protocols import ModelSpec, Stage
@@ -192,7 +193,8 @@ def _readers(recipe: Recipe, stage: Stage) -> Iterator[tuple[str, Read]]:
         renders = recipe.data.streaming or recipe.stage == "rl" or recipe.evaluation.samples is not None
         yield "tokenizer", lambda: [_tokenizer(recipe, renders)]
         if (template := recipe.model.chat_template) is not None:
-            yield "model.chat_template", lambda: [_file("model.chat_template", template, read_again=renders)]
+            file = str(template_path(template))
+            yield "model.chat_template", lambda: [_file("model.chat_template", file, read_again=renders)]
     yield from _model_readers("model", recipe.model, weights_again=recipe.adapter is not None)
     if isinstance(recipe.model.config, str):
         config = recipe.model.config

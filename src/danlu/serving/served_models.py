@@ -83,17 +83,19 @@ def served_models(
     loaded: LoadedModel,
     name: str | None = None,
     chat_template: Path | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     *,
     reasoning: bool = True,
 ) -> ServedModels:
     """A loaded model and its adapters: first the model of the command line, then the others.
 
-    name: the base's, in place of its folder's. reasoning: whether thoughts stand apart from the text of answers, where
-    the chat template has them. Raises RecipeError where an adapter has it.
+    name: the base's, in place of its folder's; RecipeError is raised where an adapter has it.
+    template_kwargs: further variables of chat templates.
+    reasoning: whether thoughts stand apart from the text of answers, where the chat template has them.
     """
     from danlu.inference.chat_adapters import ChatAdapters  # here, since it brings torch
 
-    chat_adapters = ChatAdapters(resolved, loaded, chat_template)
+    chat_adapters = ChatAdapters(resolved, loaded, chat_template, template_kwargs)
     adapters = loaded.adapter_names
     if name in adapters:
         raise RecipeError(f"--name: {name} is the name of an adapter already")

@@ -17,8 +17,9 @@ from danlu.assembly.recipe_adapters import model_folder, tokenizer_path
 from danlu.core.errors import DanluError
 from danlu.core.shard_box import BoxValue
 from danlu.core.types import Task
+from danlu.data.chat_template import with_defaults
 from danlu.data.tokenizer_export import end_of_turn_ids, exported_tokenizer, padding_token
-from danlu.data.tokenizer_folder import fast_tokenizer_folder
+from danlu.data.tokenizer_folder import fast_tokenizer_folder, read_chat_template
 from danlu.models.saving import save
 from danlu.recipe import Recipe, sections
 from danlu.stages.learner import objective_parameters
@@ -95,7 +96,7 @@ def write(
     classifies = task != "causal-lm"
     pad_token = _pad_token(subject, recipe) if writes and classifies else None
     stop_ids = end_of_turn_ids(own_tokenizer, template) if writes and not classifies else ()
-    template_text = None if template is None else Path(template).expanduser().read_text(encoding="utf-8")
+    template_text = _exported_template(recipe)
     if subject.adapters is not None and subject.base is not None:
         from danlu.assembly.adapter_training import write_result
 
@@ -131,6 +132,23 @@ def write(
         stop_ids=stop_ids,
         origin=None if recipe.model.path is None else model_folder(recipe.model),
     )
+
+
+def _exported_template(recipe: Recipe) -> str | None:
+    """The text of the recipe's chat template, with `model.chat_template_kwargs` as defaults; None for the tokenizer's
+    own."""
+    source, kwargs = read_chat_template(recipe.model.chat_template), recipe.model.chat_template_kwargs
+    if not kwargs:
+        return source
+    sources = {"default": source} if source is not None else tokenizer_of(recipe).template_sources
+    if [*sources] == ["default"]:
+        return with_defaults(sources["default"], kwargs)
+    if sources:
+        log.warning(
+            "the tokenizer has chat templates for tools of their own, so the result does not keep "
+            "model.chat_template_kwargs: give them where you use it, as in --chat-template-kwargs"
+        )
+    return source
 
 
 def _pad_token(subject: Subject, recipe: Recipe) -> tuple[str, int] | None:

@@ -61,6 +61,7 @@ class PromptReader:
             model.chat_template_date,
             max_new_tokens=recipe.rollout.max_new_tokens,
             tools=tool_schemas(recipe.environment),
+            template_kwargs=model.chat_template_kwargs,
         )
         with closing(RowProgress(stream)) as progress:
             prompts = prepare_prompts(spec, progress=progress)

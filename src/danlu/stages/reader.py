@@ -119,13 +119,16 @@ def dataset_spec(recipe: Recipe) -> DatasetSpec:
         recipe.model.chat_template_date,
         recipe.row_type,
         recipe.needs_mismatched,
+        template_kwargs=recipe.model.chat_template_kwargs,
     )
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer:
     """The recipe's tokenizer with its chat template. Raises DataError if it cannot be read."""
     model = recipe.model
-    return load_tokenizer(tokenizer_path(recipe.model), model.chat_template, model.chat_template_date)
+    return load_tokenizer(
+        tokenizer_path(recipe.model), model.chat_template, model.chat_template_date, model.chat_template_kwargs
+    )
 
 
 def chat_tokenizer_of(recipe: Recipe, config: ModelConfig) -> ChatTokenizer:

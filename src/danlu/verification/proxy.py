@@ -129,9 +129,10 @@ class Proxy:
         from danlu.inference.chat_tokenizer import ChatTokenizer
 
         named = model.tokenizer or model.path
-        return ChatTokenizer(load_tokenizer(str(named), model.chat_template, model.chat_template_date)).encode_prompt(
-            text
+        tokenizer = load_tokenizer(
+            str(named), model.chat_template, model.chat_template_date, model.chat_template_kwargs
         )
+        return ChatTokenizer(tokenizer).encode_prompt(text)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def _problems(recipe: Recipe) -> Iterator[Problem]:
     yield from training.numbers_are_within_bounds(recipe)
     yield from model.model_has_one_start(recipe.model, stage)
     yield from model.template_date_is_valid(recipe.model.chat_template_date)
+    yield from model.template_kwargs_are_free(recipe.model.chat_template_kwargs)
     yield from training.batch_size_is_divisible(recipe)
     yield from training.schedule_fits_run(recipe.schedule, recipe.steps)
     yield from data.packing_suits_stage(recipe.data, stage)

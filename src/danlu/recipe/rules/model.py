@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
-from typing import Literal
+from typing import Any, Literal
 
 from danlu.core.errors import RecipeError
 from danlu.recipe.sections import Continue, Dora, LowRank, Model, Recipe
 from danlu.recipe.yaml_tree import Problem
+
+TEMPLATE_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""The variables by which a chat template gets a conversation."""
 
 
 def model_has_one_start(model: Model, stage: str) -> Iterator[Problem]:
@@ -33,6 +36,16 @@ def template_date_is_valid(given: str | None) -> Iterator[Problem]:
         normalized = None
     if normalized != given:
         yield Problem("model.chat_template_date", f"{given!r} is no day: write year, month and day as 2026-11-22")
+
+
+def template_kwargs_are_free(kwargs: Mapping[str, Any]) -> Iterator[Problem]:
+    """Variables of the chat template have names that it does not get a conversation by."""
+    for name in kwargs:
+        key = "model.chat_template_kwargs"
+        if name in TEMPLATE_ARGUMENTS:
+            yield Problem(key, f"{name}: danlu gives the template this variable with each conversation. Leave it out")
+        elif not name.isidentifier():
+            yield Problem(key, f"{name!r} is no name of a variable: letters, digits and underscores, a letter first")
 
 
 def adapter_has_base_model(recipe: Recipe) -> Iterator[Problem]:

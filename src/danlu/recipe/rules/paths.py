@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from danlu.core.spelling import did_you_mean
+from danlu.recipe.library import templates
 from danlu.recipe.messages import format_value
 from danlu.recipe.sections import Data, EnvironmentSection, FunctionReward, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
@@ -45,7 +46,9 @@ def output_is_separate(recipe: Recipe) -> Iterator[Problem]:
 
 def missing_files(recipe: Recipe) -> list[Problem]:
     """Paths that cannot be hub ids and are not there, each with the nearest name in its folder."""
-    paths = {"model.chat_template": recipe.model.chat_template or "", **_input_paths(recipe)}
+    template = recipe.model.chat_template
+    paths = {"model.chat_template": "" if template is None or template in templates() else template}
+    paths |= _input_paths(recipe)
     local_only = {"model.config", "model.chat_template"}
     functions = (index for index, reward in enumerate(recipe.rewards or ()) if isinstance(reward, FunctionReward))
     local_only |= {f"rewards.{index}.path" for index in functions}
@@ -55,10 +58,16 @@ def missing_files(recipe: Recipe) -> list[Problem]:
         local_only |= {key for key, _ in sources_of(recipe.data)}
     local = {key: path for key, path in paths.items() if path and (key in local_only or is_local(path))}
     return [
-        Problem(key, _not_there(_absolute(path), path))
+        Problem(key, _not_there(_absolute(path), path) + (_template_hint(path) if key == "model.chat_template" else ""))
         for key, path in local.items()
         if invalid_path(path) is None and not _exists(_absolute(path))
     ]
+
+
+def _template_hint(name: str) -> str:
+    """The advice for a chat template that is neither a file nor one that comes with danlu."""
+    names = list(templates())
+    return f" Nor does danlu have one of this name.{did_you_mean(name, names)} It has {', '.join(names)}"
 
 
 def is_local(path: str) -> bool:

@@ -43,7 +43,11 @@ class Model(Section):
     that no token has are left out of losses and sampling. With an adapter (lora and its relatives) these rows are
     trained next to it, as PEFT's `trainable_token_indices` are."""
     chat_template: Annotated[str | None, OF_TOKENS] = None
-    """A Jinja file that replaces the tokenizer's own chat template."""
+    """A Jinja file, or the name of a template that comes with danlu (`danlu recipes templates` lists them), in the
+    place of the tokenizer's own chat template."""
+    chat_template_kwargs: Annotated[dict[str, Any], OF_TOKENS] = {}
+    """Further variables of the chat template, such as {enable_thinking: false}, wherever it renders rows, prompts and
+    samples of this run."""
     chat_template_date: Annotated[str | None, OF_TOKENS] = None
     """The day (2026-11-22) that a chat template which writes the date (`strftime_now`) takes for today. By default the
     day on which the run begins, which the run's recipe then holds: a resumed run goes on with it."""
