@@ -159,7 +159,7 @@ def eval(
 
         of_text = {
             "--chat-template": loading.chat_template,
-            "--chat-template-kwargs": loading.chat_template_kwargs,
+            "--template-kwargs": loading.chat_template_kwargs,
             "--base": loading.base,
             "--quantization": loading.quantization,
             "--scores": scores,

@@ -44,7 +44,11 @@ ChatTemplate = Annotated[
 ]
 ChatTemplateKwargs = Annotated[
     str | None,
-    typer.Option(metavar="JSON", help="Variables of the chat template, such as '{\"enable_thinking\": false}'."),
+    typer.Option(
+        "--template-kwargs",
+        metavar="JSON",
+        help="Variables of the chat template, such as '{\"enable_thinking\": false}'.",
+    ),
 ]
 MODEL_HELP = "A model or adapter folder, a finished run, or a hub id."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -149,10 +153,10 @@ class ModelFlags:
         if not isinstance(kwargs, dict):
             given = self.chat_template_kwargs
             raise RecipeError(
-                f"--chat-template-kwargs: {given!r} is no JSON object. Write it as in '{{\"enable_thinking\": false}}'"
+                f"--template-kwargs: {given!r} is no JSON object. Write it as in '{{\"enable_thinking\": false}}'"
             )
         if problems := [problem.message for problem in template_kwargs_are_free(kwargs)]:
-            raise RecipeError([f"--chat-template-kwargs: {problem}" for problem in problems])
+            raise RecipeError([f"--template-kwargs: {problem}" for problem in problems])
         return kwargs
 
     def load(self, resolved: ResolvedModel, tokenizer: ChatTokenizer, *, merged: bool = False) -> LoadedModel:

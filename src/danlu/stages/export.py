@@ -146,7 +146,7 @@ def _exported_template(recipe: Recipe) -> str | None:
     if sources:
         log.warning(
             "the tokenizer has chat templates for tools of their own, so the result does not keep "
-            "model.chat_template_kwargs: give them where you use it, as in --chat-template-kwargs"
+            "model.chat_template_kwargs: give them where you use it, as in --template-kwargs"
         )
     return source
 
