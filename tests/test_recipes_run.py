@@ -14,6 +14,7 @@ import torch
 from builders.digits import digits_folder
 from builders.tiny_world import CONFIG, World, danlu, write_rows
 
+from danlu.core.shipped_files import shipped_folder
 from danlu.data.demo_data import conversations, pretraining_documents
 from danlu.data.tokenizer import load_tokenizer
 from danlu.demo import demo
@@ -111,7 +112,7 @@ def test_a_shipped_recipe_trains(
 ) -> None:
     from transformers import AutoTokenizer
 
-    recipe = library.folder() / f"{name}.yaml"
+    recipe = shipped_folder() / f"{name}.yaml"
     assert danlu("train", recipe, *SIZE, *overrides) == 0
     run = here / "runs" / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -132,7 +133,7 @@ def test_a_shipped_recipe_trains(
 
 
 def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = library.folder() / "lora.yaml"
+    recipe = shipped_folder() / "lora.yaml"
     assert danlu("train", recipe, *SIZE, "batch.sequences=2", "evaluation.every=2", "quantization=nf4") == 0
     capsys.readouterr()
     assert danlu("generate", "runs/lora", "--prompt", PROMPT, "--max-new-tokens", 8, "--temperature", 0) == 0
@@ -146,7 +147,7 @@ def test_the_recipe_of_an_adapter_trains(here: Path, capsys: pytest.CaptureFixtu
 def test_the_recipe_of_a_reward_model_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    recipe = library.folder() / "reward.yaml"
+    recipe = shipped_folder() / "reward.yaml"
     assert danlu("train", recipe, *SIZE, "batch.pairs=4", "evaluation.every=2", "precision=fp32") == 0
     capsys.readouterr()
     command = ("eval", "runs/reward", "--data", "preferences.jsonl", "--json", "--scores", "scores.jsonl")
@@ -175,8 +176,8 @@ def test_the_recipe_of_ppo_trains_with_the_reward_model_of_another(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [*SIZE, "precision=fp32"]
-    assert danlu("train", library.folder() / "reward.yaml", *small, "steps=2", "batch.pairs=4") == 0
-    recipe, own = library.folder() / "ppo.yaml", ["data.eval=4", "evaluation.every=2", *SHORT_ANSWERS]
+    assert danlu("train", shipped_folder() / "reward.yaml", *small, "steps=2", "batch.pairs=4") == 0
+    recipe, own = shipped_folder() / "ppo.yaml", ["data.eval=4", "evaluation.every=2", *SHORT_ANSWERS]
     assert danlu("train", recipe, *small, "batch.prompts=4", *own) == 0
     lines = [json.loads(line) for line in (here / "runs/ppo/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
@@ -191,7 +192,7 @@ def test_the_recipe_of_ppo_trains_with_the_reward_model_of_another(
 
 def test_the_recipe_of_a_classifier_trains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     digits_folder(here / "mnist")
-    recipe = library.folder() / "lenet_mnist.yaml"
+    recipe = shipped_folder() / "lenet_mnist.yaml"
     assert danlu("train", recipe, "batch.sequences=32", "epochs=2", "evaluation=16", "checkpoint.every=16") == 0
     capsys.readouterr()
     assert danlu("eval", "runs/lenet_mnist", "--data", "mnist", "--json") == 0
@@ -216,7 +217,7 @@ def test_the_rank_study_compares_ranks(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner, "launch", Ended)
-    recipe, size = library.folder() / "rank_study.yaml", [*SIZE, "batch={sequences: 2, micro: 2}", "evaluation.every=2"]
+    recipe, size = shipped_folder() / "rank_study.yaml", [*SIZE, "batch={sequences: 2, micro: 2}", "evaluation.every=2"]
     assert danlu("study", recipe, *size, "--vary", "adapter.rank=1,2") == 0
     headings, *rows = (
         [cell.strip() for cell in line.split("  ") if cell] for line in capsys.readouterr().out.splitlines()
@@ -253,7 +254,7 @@ def test_the_recipe_of_a_chain_trains(here: Path, capsys: pytest.CaptureFixture[
         "grpo.rollout.max_new_tokens=8",
         "threads=1",
     ]
-    recipe = library.folder() / "chain.yaml"
+    recipe = shipped_folder() / "chain.yaml"
     assert danlu("train", recipe, *small) == 0
     for name, steps in zip(stages, (2, 1, 2, 2, 2, 2), strict=True):
         assert json.loads((here / "runs/chain" / name / "summary.json").read_text())["steps"] == steps

@@ -140,7 +140,7 @@ def test_the_place_in_danlu_is_named(crashing: Crash, monkeypatch: pytest.Monkey
     from danlu.recipe import library
 
     monkeypatch.setattr(library, "shipped", lambda: {}["x"])
-    monkeypatch.setattr(library, "folder", lambda: 1 / 0)
+    monkeypatch.setattr(library, "shipped_folder", lambda: 1 / 0)
     try:
         library.copy("sft", Path("x"))
     except Exception as error:

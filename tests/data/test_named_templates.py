@@ -21,6 +21,7 @@ from builders.chat_tokenizers import make_tokenizer
 
 from danlu.cli.main import main
 from danlu.core.errors import DataError, RecipeError
+from danlu.core.shipped_files import templates
 from danlu.data.chat_template import ChatTemplate, with_defaults
 from danlu.data.tokenizer import load_tokenizer
 from danlu.data.tokenizer_folder import read_chat_template, tokenizer_fingerprint
@@ -163,8 +164,8 @@ def named(name: str, **kwargs: Any) -> ChatTemplate:
 
 
 def test_every_name_has_a_published_text() -> None:
-    assert library.templates().keys() == PUBLISHED.keys()
-    assert all(about and "{" not in about for about in library.templates().values())
+    assert templates().keys() == PUBLISHED.keys()
+    assert all(about and "{" not in about for about in templates().values())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

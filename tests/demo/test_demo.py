@@ -22,11 +22,12 @@ from builders.tiny_world import danlu, differences
 from danlu import recipe
 from danlu.cli import demo as verb
 from danlu.core.errors import CheckpointError, DataError, ResourceError
+from danlu.core.shipped_files import shipped_folder
 from danlu.data.demo_data import Question, every_question, questions
 from danlu.demo import demo
 from danlu.demo.demo import Answered, AnsweredSum, Result, Tally
 from danlu.demo.demo_recipes import Place, Size
-from danlu.recipe import Chain, library, load_recipe_or_chain
+from danlu.recipe import Chain, load_recipe_or_chain
 from danlu.run.train import Outcome
 
 SMALL = Size(
@@ -136,7 +137,7 @@ def test_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert danlu("demo", "--data-only") == 0
     told = capsys.readouterr().out
     assert "danlu recipes copy chain" in told and "Right answers" not in told
-    loaded = load_recipe_or_chain(library.folder() / "chain.yaml")
+    loaded = load_recipe_or_chain(shipped_folder() / "chain.yaml")
     assert isinstance(loaded, Chain) and len(loaded.stages) == 6  # whose files are checked
 
 

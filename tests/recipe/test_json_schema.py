@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
+from danlu.core.shipped_files import shipped_folder
 from danlu.recipe import Recipe, library, resolved_yaml
 from danlu.recipe.json_schema import schema
 from danlu.recipe.yaml_reader import parse
@@ -83,7 +84,7 @@ output: x
 
 @pytest.mark.parametrize("name", library.shipped())
 def test_the_recipes_that_come_with_danlu(name: str) -> None:
-    assert admits(SCHEMA, plain((library.folder() / f"{name}.yaml").read_text(encoding="utf-8")))
+    assert admits(SCHEMA, plain((shipped_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

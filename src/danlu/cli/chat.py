@@ -71,7 +71,7 @@ def chat(
     chat_tokenizer = loading.load_tokenizer(resolved)
     chat_tokenizer.require_chat_template()
     loaded = loading.load(resolved, chat_tokenizer)
-    chat_adapters = ChatAdapters(resolved, loaded, loading.chat_template, loading.template_kwargs)
+    chat_adapters = ChatAdapters(resolved, loaded, *loading.template)
     active = chat_adapters.switch(chat_adapters.active_name)
     chat_format = active.chat_format(sampling.stops, max_new_tokens, context)
     conversation = Conversation(engine_of(loaded, engine_options), chat_format, options, system=system)

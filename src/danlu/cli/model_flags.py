@@ -138,8 +138,12 @@ class ModelFlags:
         """The model's tokenizer with the chat template that was asked for."""
         from danlu.inference.load_model import load_chat_tokenizer
 
-        kwargs = self.template_kwargs
-        return load_chat_tokenizer(resolved.tokenizer_folder, self.chat_template, kwargs, model=resolved.folder)
+        return load_chat_tokenizer(resolved.tokenizer_folder, *self.template, model=resolved.folder)
+
+    @property
+    def template(self) -> tuple[Path | None, dict[str, Any]]:
+        """The chat template that was asked for, and its variables."""
+        return self.chat_template, self.template_kwargs
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from danlu.core import shipped_files
 from danlu.core.terminal import echo, wrap_to_terminal
 from danlu.recipe import library
 from danlu.recipe.json_schema import schema
@@ -48,7 +49,7 @@ def templates(
 ) -> None:
     """Chat templates for `model.chat_template`, by name; with NAME, copy one here."""
     if name is None:
-        _list(library.templates())
+        _list(shipped_files.templates())
         return
     target = library.copy_template(name, to)
     echo(f"{target}: edit it, then name it in the recipe: model.chat_template: {target}")

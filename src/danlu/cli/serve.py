@@ -92,14 +92,7 @@ def serve(
 
     limits.check(read_config(resolved.folder).context_length)
     loaded = loading.load(resolved, loading.load_tokenizer(resolved))
-    models = served_models(
-        resolved,
-        loaded,
-        name,
-        loading.chat_template,
-        loading.template_kwargs,
-        reasoning=reasoning_parser == "auto",
-    )
+    models = served_models(resolved, loaded, name, *loading.template, reasoning=reasoning_parser == "auto")
     for note in models.notes:
         print_status(note)
     settings = engine_flags.options(exact=numerics == "exact", routes=rollouts)

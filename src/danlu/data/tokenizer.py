@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from danlu.core.errors import DataError
+from danlu.core.shipped_files import template_path, templates
 from danlu.data.byte_level_bpe import PRINTABLE, ByteLevelEncoder, byte_level_encoder
 from danlu.data.chat_template import ChatTemplate
 from danlu.data.column_values import abbreviate
 from danlu.data.tokenizer_folder import broken_json, fast_tokenizer_folder, read_chat_template
-from danlu.recipe.library import template_path, templates
 
 _PROBE = (
     " two  spaces\n\n\tand tabs, it's I'LL 1234567 3.14 naïve 你好，世界 Привет ﬁ ① e\u0301 😀 def f(x):\n    return x "

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import DataError
+from danlu.core.shipped_files import template_path
 from danlu.core.small_files import check_regular, parse_json, read_small_text
 from danlu.core.tokenizer_files import NAMED_TEMPLATES, TOKENIZER_FILES, VOCABULARY_FILES
-from danlu.recipe.library import template_path
 
 MAX_FILE_BYTES = 512 << 20
 """The largest size of one file of a tokenizer: the largest known, a tokenizer.json of 256,000 words, has 33 MiB."""

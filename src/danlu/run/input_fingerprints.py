@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from danlu.assembly.recipe_adapters import named_stack, tokenizer_path
 from danlu.core.errors import CheckpointError, DanluError, DataError, ModelError, RecipeError
 from danlu.core.safetensors_format import TensorLocation, read_header
+from danlu.core.shipped_files import template_path
 from danlu.data import sources
 from danlu.data.tokenizer_folder import READ_FILES, resolve_tokenizer_folder
 from danlu.models.hf_folder import CONFIG, read_json, read_tensors, resolve_folder
 from danlu.parallel.comm import Group
 from danlu.recipe import Recipe, sections
-from danlu.recipe.library import template_path
 from danlu.recipe.sections.data import Columns
 from danlu.recipe.value import value_section
 from danlu.stages.protocols import ModelSpec, Stage

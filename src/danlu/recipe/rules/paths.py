@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from danlu.core.shipped_files import templates
 from danlu.core.spelling import did_you_mean
-from danlu.recipe.library import templates
 from danlu.recipe.messages import format_value
 from danlu.recipe.sections import Data, EnvironmentSection, FunctionReward, Recipe, Source
 from danlu.recipe.yaml_tree import Problem
