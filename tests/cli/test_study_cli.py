@@ -67,8 +67,8 @@ def test_a_study(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[1] == "[1/2] learning_rate-1e-2: training"
     assert re.fullmatch(r"\[1/2\] learning_rate-1e-2: finished, evaluation loss \d\.\d{4}, 0:00:0\d", lines[2])
     assert lines[-1] == (
-        f"written to {folder}: study.md, study.csv, evaluation_loss.png, evaluation_loss.svg, cost.png, cost.svg, "
-        "loss_curves.png, loss_curves.svg"
+        f"written to {folder}: study.html, study.md, study.csv, evaluation_loss.png, evaluation_loss.svg, cost.png, "
+        "cost.svg, loss_curves.png, loss_curves.svg"
     )
     rows = cells(out.out)
     assert [row["learning_rate"] for row in rows] == ["1e-2", "2e-2"]
@@ -83,7 +83,7 @@ def test_a_study(tiny_world: World, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row["tokens/s"] == f"{median(line['tokens_per_second'] for line in steps):,.0f}"
         assert float(row["peak memory, MiB"]) >= round(max(line["memory_bytes"] for line in steps) / 2**20)
         assert row["result, KiB"] == f"{(run / 'model' / 'model.safetensors').stat().st_size / 2**10:.0f}"
-    names = {"study.json", "study.md", "study.csv", ".lock"}
+    names = {"study.json", "study.html", "study.md", "study.csv", ".lock"}
     names |= {f"{name}.{kind}" for name in ("evaluation_loss", "cost", "loss_curves") for kind in ("png", "svg")}
     names |= {f"learning_rate-{rate}{end}" for rate in ("1e-2", "2e-2") for end in ("", ".yaml", ".log")}
     assert {entry.name for entry in folder.iterdir()} == names

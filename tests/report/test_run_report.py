@@ -232,6 +232,16 @@ def test_without_finite_values_there_is_no_chart() -> None:
     assert charts(record_of({1: math.nan})) == []
 
 
+def test_steps_are_whole_and_curves_that_never_change_are_flat() -> None:
+    (chart,) = charts(record_of({step: float(step) for step in range(1, 2 * MAX_POINTS + 2)}))
+    assert [label for _, label in chart.x_ticks] == ["step 1", f"{MAX_POINTS + 1:,}", f"{2 * MAX_POINTS + 1:,}"]
+    assert not chart.flat
+    (chart,) = charts(record_of({1: 0.5, 2: 0.5}))
+    assert chart.flat and [label for _, label in chart.x_ticks] == ["step 1", "2"]
+    (chart,) = charts(record_of({1: 0.5}))
+    assert not chart.flat  # one step says nothing of the next
+
+
 def test_the_table_says_how_each_metric_went(run: Path) -> None:
     rows = {row[0]: row[1:] for row in table(report_of(run, "stopped"))}
     assert rows["reward"] == ["1", "5", "1", "5"]

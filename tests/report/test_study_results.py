@@ -11,6 +11,7 @@ import pytest
 from builders.study_folders import write_run, write_study
 
 from danlu.core.errors import ResourceError
+from danlu.report import study_page
 from danlu.report.study_results import RunSummary, Study, read_study
 from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 
@@ -162,3 +163,12 @@ def test_markdown(ranks: Path) -> None:
 
 def test_an_empty_study_has_no_groups() -> None:
     assert Study(("seed",), ()).groups == []
+
+
+def test_a_page_has_the_table_and_the_curves(ranks: Path) -> None:
+    study = read_study(ranks)
+    text = study_page.page(study, "study <b>")
+    assert text.startswith("<!doctype html>\n<!-- danlu study -->\n") and "Study study &lt;b&gt;" in text
+    assert "4 of 6 runs finished" in text and all(cell in text for line in table(study) for cell in line)
+    assert [title for title in ("Evaluation loss", "Training loss") if text.count(title) != 2] == []
+    assert text.count("<polyline") == 4 + 5

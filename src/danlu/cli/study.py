@@ -73,6 +73,7 @@ def _report(results: Study, folder: Path) -> None:
     """Prints the table, and writes it, every number and the plots to the study's folder."""
     # matplotlib takes a second, for which nobody should wait before a mistake in the recipe is reported.
     from danlu.core.atomic_write import write_atomically
+    from danlu.report import study_page
     from danlu.report.study_plots import draw
     from danlu.report.study_table import aligned, as_csv, markdown, remarks, table
 
@@ -84,13 +85,15 @@ def _report(results: Study, folder: Path) -> None:
         pictures = draw(results, folder)
         drawn = [path.name for path in pictures if path.suffix == ".png"]
         write_atomically(folder / "study.csv", as_csv(results).encode())
-        write_atomically(folder / "study.md", markdown(results, folder.resolve().name, drawn).encode())
+        name = folder.resolve().name
+        write_atomically(folder / "study.md", markdown(results, name, drawn).encode())
+        write_atomically(folder / "study.html", study_page.page(results, name).encode())
     except OSError as error:
         raise ResourceError(
             f"{folder}: the table and the plots cannot be written: {error.strerror}. Free some space; the same command "
             "writes them again."
         ) from error
-    print_status(f"written to {folder}: study.md, study.csv, {', '.join(path.name for path in pictures)}")
+    print_status(f"written to {folder}: study.html, study.md, study.csv, {', '.join(path.name for path in pictures)}")
 
 
 @contextmanager

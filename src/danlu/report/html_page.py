@@ -17,7 +17,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class HtmlPage:
-    """A kind of page, "preview", "verification" or "report", with the template `templates/KIND.html.j2`."""
+    """A kind of page, "preview", "verification", "report" or "study", with the template `templates/KIND.html.j2`."""
 
     kind: str
     flag: str = "--html"

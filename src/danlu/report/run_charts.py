@@ -1,13 +1,13 @@
 """The curves of a run as charts: which metrics share one, and where its lines lie.
 
-`templates/report.html.j2` draws them.
+`templates/charts.html.j2` draws them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from danlu.report.run_record import Curve, RunRecord
@@ -15,6 +15,8 @@ from danlu.report.run_record import Curve, RunRecord
 WIDTH, HEIGHT = 400, 210
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 10, 24
 """Margins of the plot in the chart."""
+PLOT = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
+"""The measures of a chart for its template."""
 MAX_POINTS = 400
 """The most points of a line; more of them are drawn as means over several steps."""
 MAX_LINES = 8
@@ -90,17 +92,21 @@ class Chart:
     x_ticks: Sequence[tuple[str, str]]
     """Ticks as (coordinate, label)."""
     y_ticks: Sequence[tuple[str, str]]
+    flat: bool
+    """Whether each line has the same value at all of its steps, of which there are several."""
 
 
 def charts(record: RunRecord) -> list[Chart]:
     """Charts of all metrics of a run: first those of stage rl if it is one, then those of all runs, then others."""
     kinds = [*REINFORCEMENT, *COMMON] if "reward" in record.steps else [*COMMON, *REINFORCEMENT]
+    if record.recipe is not None and record.recipe.stage in ("pretrain", "sft"):
+        kinds = [replace(kind, unit="nats per token") if kind.metrics == ("loss",) else kind for kind in kinds]
     drawn, shown = [], set(UNSHOWN)
     for kind in (*kinds, *_others(record, kinds)):
         curves = [(name, curve, dashed) for name, curve, dashed in _curves(record, kind) if name not in shown]
         shown |= {name for name, _, _ in curves}
         for start in range(0, len(curves), MAX_LINES):
-            if (chart := _chart(kind, curves[start : start + MAX_LINES])) is not None:
+            if (chart := chart_of(kind, curves[start : start + MAX_LINES])) is not None:
                 drawn.append(chart)
     return drawn
 
@@ -130,14 +136,15 @@ def _curves(record: RunRecord, kind: ChartKind) -> Iterator[tuple[str, Curve, bo
                     yield f"eval_{name}" if dashed else name, curve, dashed
 
 
-def _chart(kind: ChartKind, curves: Sequence[tuple[str, Curve, bool]]) -> Chart | None:
-    """The chart of some curves; None where no value of theirs is finite."""
+def chart_of(kind: ChartKind, curves: Sequence[tuple[str, Curve, bool]]) -> Chart | None:
+    """The chart of some curves (name, curve, whether it is of evaluations); None where no value of theirs is finite."""
     thinned = [(name, *_means(curve), dashed, curve) for name, curve, dashed in curves]
     heights = [height for _, points, _, _, _ in thinned for _, height in points if math.isfinite(height)]
     if not heights:
         return None
-    steps = [step for _, points, _, _, _ in thinned for step, _ in points]
+    steps = [step for _, curve, _ in curves for step in curve]
     x_range = (min(steps), max(max(steps), min(steps) + 1))
+    values = [list(curve.values()) for _, curve, _ in curves]
     y_ticks = _ticks(min(heights), max(heights))
     y_range = (min(y_ticks[0], min(heights)), max(y_ticks[-1], max(heights)))
 
@@ -158,9 +165,16 @@ def _chart(kind: ChartKind, curves: Sequence[tuple[str, Curve, bool]]) -> Chart 
         kind.title,
         kind.unit,
         lines,
-        [(f"{_x(step, x_range):.1f}", f"{step:,}") for step in sorted({x_range[0], sum(x_range) // 2, x_range[1]})],
+        [(f"{_x(step, x_range):.1f}", label) for step, label in _step_labels(*x_range)],
         [(f"{_y(height, y_range):.1f}", format_value(height)) for height in y_ticks],
+        max(map(len, values)) > 1 and all(len(set(of_line)) == 1 for of_line in values),
     )
+
+
+def _step_labels(first: int, last: int) -> list[tuple[int, str]]:
+    """The steps that the axis names, whole ones, with their labels."""
+    steps = sorted({first, (first + last) // 2, last})
+    return [(step, f"step {step:,}" if step == first else f"{step:,}") for step in steps]
 
 
 def _means(curve: Curve) -> tuple[list[tuple[float, float]], int]:

@@ -6,7 +6,7 @@ from danlu import __version__
 from danlu.core.terminal import printable
 from danlu.report.html_page import HtmlPage
 from danlu.report.rollout_samples import shortened
-from danlu.report.run_charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, charts, format_value
+from danlu.report.run_charts import PLOT, charts, format_value
 from danlu.report.run_report import RunReport, table
 
 PAGE = HtmlPage("report", flag="--out")
@@ -26,7 +26,7 @@ def page(report: RunReport) -> str:
         headings=headings,
         rows=rows,
         charts=charts(record),
-        plot={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        plot=PLOT,
         samples=report.samples,
         reasons=report.reasons,
         failed=report.samples.failures.total(),

@@ -1,0 +1,137 @@
+"""Pages as a browser lays them out, on a phone and on a wide screen, light and dark; skipped where there is none."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from builders.study_folders import write_run, write_study
+from PIL import Image
+
+from danlu.report import study_page
+from danlu.report.run_page import page
+from danlu.report.run_report import report_of
+from danlu.report.study_results import read_study
+
+pytestmark = pytest.mark.slow
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+BROWSER = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+WIDTHS = (390, 1440)
+SCHEMES = {"dark": 0, "light": 1}
+"""Blink's numbers of preferred colour schemes."""
+MEASURE = """
+<script>
+const box = element => element.getBoundingClientRect();
+const lines = cell => {
+  const range = document.createRange(); range.selectNodeContents(cell);
+  return new Set([...range.getClientRects()].map(each => Math.round(each.bottom))).size;
+};
+const cells = [...document.querySelectorAll("td")].filter(cell => /^[-\\d.,e±%/ ]+$/.test(cell.textContent.trim()));
+const pre = document.createElement("pre");
+const figures = [...document.querySelectorAll("figure")];
+const folded = [...document.querySelectorAll("details")];
+const measured = {
+  width: document.documentElement.clientWidth,
+  overflow: document.documentElement.scrollWidth,
+  numbers: cells.length,
+  stacked: cells.filter(cell => lines(cell) > 1).map(cell => cell.textContent),
+  charts: figures.filter(each => box(each).width > 0).length,
+  narrowest: Math.min(9999, ...[...document.querySelectorAll("svg")].map(each => box(each).width).filter(each => each)),
+  untitled: figures.filter(each => !each.querySelector("figcaption").textContent).length,
+  steps: [...document.querySelectorAll("svg text:not([dy])")].map(each => each.textContent),
+  folded: folded.map(each => each.querySelectorAll("figure").length),
+};
+pre.id = "measured"; pre.textContent = JSON.stringify(measured); document.body.append(pre);
+</script>
+"""
+
+
+def run_page(folder: Path) -> str:
+    """The report of a run with numbers of all sizes, long names, and curves that never change."""
+    folder.mkdir()
+    recipe = {"stage": "rl", "model": "gone", "data": {"train": "gone.jsonl"}, "output": "run"}
+    rewards = [{"kind": "length", "most": 5}]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "rewards": rewards}))
+    (folder / "environment.json").write_text("{}")
+    lines = [
+        {"step": step, "loss": -1e-7 * step, "reward": step / 7, "kl/k3": 1.2345e-05 * step, "no_signal": 0.125,
+         "tokens_per_second": 123456.789 + step, "grad_norm": 1 / step, "loss/a_long_name_of_a_file.jsonl": 1 / step}
+        for step in range(1, 1000)
+    ]  # fmt: skip
+    event = {"step": 3, "event": "spike", "reason": "grad" * 60}
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, event]))
+    return page(report_of(folder, "stopped"))
+
+
+def study(folder: Path) -> str:
+    """The page of a study of two keys with long values."""
+    names = {
+        f"rank-{rank}": {"adapter.rank": str(rank), "data.train": f"rows-{rank}-of-a-long-name.jsonl"}
+        for rank in (4, 64)
+    }
+    write_study(folder, names)
+    for number, name in enumerate(names):
+        losses = {step: 4 / step + number for step in range(1, 30)}
+        write_run(folder / name, losses, {10: 2.0, 20: 1.5 + number}, trained_parameters=123456789, seconds=6000.0)
+    return study_page.page(read_study(folder), folder.name)
+
+
+PAGES: dict[str, Callable[[Path], str]] = {"report": run_page, "study": study}
+
+
+def browse(*arguments: str) -> str:
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def measured(text: str, folder: Path, width: int) -> dict[str, Any]:
+    """The measures of a page by a script, which the page itself forbids."""
+    file = folder / "measured.html"
+    file.write_text(
+        re.sub(r"<meta http-equiv[^>]*>", "", text).replace("</body>", f"{MEASURE}</body>"), encoding="utf-8"
+    )
+    dumped = browse(f"--window-size={width},900", "--dump-dom", file.as_uri())
+    values: dict[str, Any] = json.loads(html.unescape(dumped.split('<pre id="measured">')[1].split("</pre>")[0]))
+    return values
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here: apt-get install chromium-headless-shell, or CHROMIUM=PATH"
+)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_fit_their_screen(name: str, width: int, tmp_path: Path) -> None:
+    text = PAGES[name](tmp_path / name)
+    found = measured(text, tmp_path, width)
+    assert found["width"] == width and found["overflow"] <= width
+    assert found["numbers"] > 10 and found["stacked"] == []
+    assert found["charts"] >= 2 and found["untitled"] == 0 and found["narrowest"] >= 300
+    assert found["steps"] and all(re.fullmatch(r"(step )?[\d,]+", label) for label in found["steps"])
+    assert found["folded"] == ([1] if name == "report" else [])
+    if width == WIDTHS[0]:  # control
+        broken = text.replace(".scroll th, .scroll td { white-space: nowrap }", "td { overflow-wrap: anywhere }")
+        broken = broken.replace(".scroll { overflow-x: auto }", "")
+        found = measured(broken, tmp_path, width)
+        assert found["stacked"] or found["overflow"] > width
+    for scheme, number in SCHEMES.items():
+        picture = tmp_path / f"{name}-{width}-{scheme}.png"
+        file = tmp_path / "page.html"
+        file.write_text(text, encoding="utf-8")
+        size = [f"--window-size={width},1600", f"--blink-settings=preferredColorScheme={number}"]
+        browse(*size, f"--screenshot={picture}", file.as_uri())
+        pixels = np.asarray(Image.open(picture).convert("L"))
+        assert pixels.shape == (1600, width)
+        ground = np.bincount(pixels.ravel()).argmax()
+        assert (ground < 60) if scheme == "dark" else (ground > 200)
+        assert (np.abs(pixels.astype(int) - int(ground)) > 60).mean() > 0.005  # something is drawn on it
