@@ -23,6 +23,7 @@ from danlu.inference.engine import EngineOptions
 from danlu.inference.load_engine import engine_of
 from danlu.inference.load_model import LoadedModel, load_chat_tokenizer, load_model
 from danlu.inference.resolve_model import ResolvedModel, resolve_model
+from danlu.serving.adapter_endpoints import AdapterLoader
 from danlu.serving.served_models import ServedModels, served_models
 from danlu.serving.served_weights import ServedWeights, served_weights
 from danlu.serving.server import Server, ServerOptions, bind, url_of
@@ -97,12 +98,14 @@ def serving(
     engine: EmbeddedEngine,
     *,
     weights: ServedWeights | None = None,
+    adapters: AdapterLoader | None = None,
     port: int = 0,
     **options: Any,
 ) -> Iterator[Served]:
     """Serves until the block ends."""
     listener = bind("127.0.0.1", port)
-    server = Server(models, engine, listener, ServerOptions(**{"seed": 0, "quiet": True, **options}), weights)
+    settings = ServerOptions(**{"seed": 0, "quiet": True, **options})
+    server = Server(models, engine, listener, settings, weights, adapters)
     served = Served(server, url_of(listener))
 
     def listen() -> None:

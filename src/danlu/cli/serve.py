@@ -28,14 +28,6 @@ def serve(
         list[str] | None,
         typer.Option(help="An adapter folder or run, which requests choose by its name; may be given several times."),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all networks.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="DANLU_API_KEY", help="What clients have to send; none: anyone may ask, but with --rollouts."
-        ),
-    ] = None,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: its folder's name.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of requests that bring none. Default: another one each time.")
@@ -55,9 +47,9 @@ def serve(
         Literal["auto", "none"], typer.Option(help="none: thoughts (<think>) stay in the text of chat answers.")
     ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", help="No line for each request.")] = False,
+    web: WebFlags,
     engine_flags: EngineFlags,
     limits: LimitFlags,
-    web: WebFlags,
     loading: ModelFlags,
 ) -> None:
     """Answer over HTTP as OpenAI's API does: completions and chat, streamed, by a model and its adapters.
@@ -65,28 +57,23 @@ def serve(
     Any OpenAI client works with base_url http://127.0.0.1:8000/v1. Ctrl-C ends.
     """
     loading.check({}, seed or 0, [])
-    if api_key == "":
-        raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
-    if weights_root is not None and not (rollouts and weights_root.is_dir()):
-        why = "there is no such folder" if rollouts else "weights are read with --rollouts only; leave it out"
-        raise RecipeError(f"--weights-root {weights_root}: {why}")
-    if rollouts and adapter:
-        raise RecipeError("--adapter: a trainer brings its adapter itself; leave it out with --rollouts")
-    if rollouts and engine_flags.draft_tokens and numerics == "exact":
-        raise RecipeError("--draft-tokens: drafts change the random numbers of a draw; leave it out with exact")
-    certificate = web.certificate()
+    if rollouts or weights_root is not None:
+        _check_rollouts(weights_root, engine_flags, rollouts=rollouts, adapters=bool(adapter), numerics=numerics)
+    engine_flags.check()
+    certificate, api_key = web.certificate(), web.checked_key
     server = _server_module()
     # numpy, a tenth of a second, and below torch, more than one: for this verb, not for its --help.
     from danlu.inference.resolve_model import resolve_model
 
     resolved = resolve_model(model, loading.base, adapter or [])
-    listener = server.bind(host, port)
+    listener = server.bind(web.host, web.port)
     makes_key = rollouts and api_key is None
     if api_key is None and not makes_key and not server.is_loopback(listener):
-        print_status(f"warning: anyone who can reach {host} can use this server: --api-key says who may")
+        print_status(f"warning: anyone who can reach {web.host} can use this server: --api-key says who may")
     print_status_early(f"reading {resolved.given_path}")
-    from danlu.inference.load_engine import engine_of
+    from danlu.inference.load_engine import engine_of, loadable_adapters
     from danlu.models.hf_folder import read_config
+    from danlu.serving.adapter_endpoints import AdapterLoader
     from danlu.serving.served_models import served_models
     from danlu.serving.served_weights import served_weights
 
@@ -97,7 +84,13 @@ def serve(
         print_status(note)
     settings = engine_flags.options(exact=numerics == "exact", routes=rollouts)
     weights = served_weights(loaded, settings) if rollouts else None
-    engine = engine_of(loaded, settings) if weights is None else weights.engine
+    adapters = None if engine_flags.adapters_root is None else loadable_adapters(loaded)
+    engine = engine_of(loaded, settings, adapters) if weights is None else weights.engine
+    root, reasoning = engine_flags.adapters_root, reasoning_parser == "auto"
+    loader = None
+    if adapters is not None and root is not None:
+        chat_tokenizer = loaded.chat_tokenizer
+        loader = AdapterLoader(resolved, engine, adapters, chat_tokenizer, root, loading.chat_template, reasoning)
     if makes_key:
         api_key = _new_key(listener.getsockname()[1])
     options = server.ServerOptions(
@@ -110,7 +103,21 @@ def serve(
         leaves_key=makes_key,
         weights_root=weights_root or Path.cwd(),
     )
-    server.Server(models, engine, listener, options, weights).listen()
+    server.Server(models, engine, listener, options, weights, loader).listen()
+
+
+def _check_rollouts(
+    weights_root: Path | None, flags: EngineFlags, *, rollouts: bool, adapters: bool, numerics: str
+) -> None:
+    """Raises RecipeError for flags that a server for a trainer does not have, and for those that only it has."""
+    if weights_root is not None and not (rollouts and weights_root.is_dir()):
+        why = "there is no such folder" if rollouts else "weights are read with --rollouts only; leave it out"
+        raise RecipeError(f"--weights-root {weights_root}: {why}")
+    if adapters or flags.adapters_root is not None:
+        flag = "--adapter" if adapters else "--adapters-root"
+        raise RecipeError(f"{flag}: a trainer brings its adapter itself; leave it out with --rollouts")
+    if flags.draft_tokens and numerics == "exact":
+        raise RecipeError("--draft-tokens: drafts change the random numbers of a draw; leave it out with exact")
 
 
 def _server_module() -> ModuleType:

@@ -21,10 +21,19 @@ class EngineFlags:
 
     cache_gib: Annotated[float, typer.Option(min=0.001, help="Memory for keys and values, in GiB.")] = 2.0
     sequences: Annotated[int, typer.Option(min=1, help="Most answers that grow at a time.")] = 256
+    adapters_root: Annotated[
+        Path | None,
+        typer.Option(help="Let requests load adapters below this folder, and drop them (/v1/load_lora_adapter)."),
+    ] = None
     draft_tokens: Annotated[
         int,
         typer.Option(min=0, help="Tokens that are guessed from the text so far and checked in one pass; 0: none."),
     ] = 0
+
+    def check(self) -> None:
+        """Raises RecipeError for a folder of adapters that is not there."""
+        if self.adapters_root is not None and not self.adapters_root.is_dir():
+            raise RecipeError(f"--adapters-root {self.adapters_root}: there is no such folder")
 
     def options(self, *, exact: bool, routes: bool) -> EngineOptions:
         """The engine's options. exact, routes: as there."""
@@ -67,14 +76,29 @@ class LimitFlags:
 
 @dataclass(frozen=True)
 class WebFlags:
-    """The pages that may ask, and the certificate."""
+    """Where the server listens, who may ask, and its certificate."""
 
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all networks.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="DANLU_API_KEY", help="What clients have to send; none: anyone may ask, but with --rollouts."
+        ),
+    ] = None
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(help="The origin of a web page that may ask (CORS), or *; may be given several times."),
     ] = None
     ssl_certfile: Annotated[Path | None, typer.Option(help="The TLS certificate; with --ssl-keyfile: https.")] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="The certificate's key, without a password.")] = None
+
+    @property
+    def checked_key(self) -> str | None:
+        """The API key. Raises RecipeError for an empty one."""
+        if self.api_key == "":
+            raise RecipeError("--api-key: an empty key would let everybody in; leave the option out, or give a key")
+        return self.api_key
 
     def certificate(self) -> tuple[Path, Path] | None:
         """The files of the TLS certificate and its key; None for plain HTTP.

@@ -29,6 +29,7 @@ from danlu.inference.scheduler import Counters, Scheduler
 from danlu.inference.sequence_state import SequenceState
 from danlu.inference.stepwise import StepwiseEngine
 from danlu.inference.stopping import Decode
+from danlu.models.config import ModelConfig
 from danlu.models.decoder import Decoder
 from danlu.models.rope import rotated_by_length
 
@@ -139,6 +140,15 @@ class EmbeddedEngine(StepwiseEngine):
         super().submit(request, on_token, decode=decode, grammars=grammars)
         if on_error is not None:
             self._on_error[request.number] = on_error
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return self._config
+
+    def uses(self, adapter: str) -> bool:
+        """Whether an unfinished answer is of an adapter."""
+        return any(answer.request.adapter == adapter for answer in self._answers())
 
     def abort(self, number: int) -> None:
         """Ends the unfinished answers of a request as they are; the next step returns them."""

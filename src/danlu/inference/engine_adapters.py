@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it brings pydantic, half a second that a plain model need not wait
@@ -56,6 +57,49 @@ class StackedAdapters(EngineAdapters):
 
     def _stack(self, name: str | None) -> tuple[str, ...]:
         return self._stacks.names[0 if name is None else self.names.index(name)]
+
+
+class LoadableAdapters(EngineAdapters):
+    """The stacks of a model, and further adapters that are loaded and dropped while the engine runs.
+
+    stacks: the names in the set of each stack's adapters, by its own name; the first is active at first.
+    """
+
+    def __init__(self, adapters: AdapterSet, stacks: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__(adapters)
+        self._stacks = dict(stacks)
+        self._first = next(iter(self._stacks.values()), ())
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of all that are there now."""
+        return tuple(self._stacks)
+
+    def put(self, name: str, folder: AdapterFolder) -> None:
+        """Loads an adapter of a new name. Raises ModelError for one that does not fit the base."""
+        from danlu.adapters.peft_folder import add_adapter
+
+        assert name not in self._stacks, "each has its own name"
+        name_in_set = re.sub(r"\W", "-", f"loaded-{name}")
+        self._adapters.activate()
+        try:
+            add_adapter(self._adapters, name_in_set, folder)
+        except Exception:
+            if name_in_set in self._adapters.added:
+                self._adapters.remove(name_in_set)
+            raise
+        finally:
+            self._adapters.activate(*self._first)
+        self._stacks[name] = (name_in_set,)
+
+    def drop(self, name: str) -> None:
+        """Gives the memory of a loaded adapter back."""
+        (name_in_set,) = self._stacks.pop(name)
+        self._adapters.activate(*self._first)
+        self._adapters.remove(name_in_set)
+
+    def _stack(self, name: str | None) -> tuple[str, ...]:
+        return self._first if name is None else self._stacks[name]
 
 
 class ReplaceableAdapters(EngineAdapters):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from danlu.assembly.frozen_base import adapters_of
 from danlu.inference.cache_size import cache_gib
 from danlu.inference.embedded import EmbeddedEngine
 from danlu.inference.engine import EngineOptions
-from danlu.inference.engine_adapters import EngineAdapters
+from danlu.inference.engine_adapters import EngineAdapters, LoadableAdapters
 from danlu.inference.grammar import Grammars
 from danlu.inference.load_model import LoadedModel, load_model
 from danlu.inference.request import Request
@@ -39,6 +40,14 @@ def engine_of(
         draft_model=draft,
         grammars=Grammars(loaded.chat_tokenizer.tokenizer, loaded.model.config.vocab_size, loaded.stop_ids),
     )
+
+
+def loadable_adapters(loaded: LoadedModel) -> LoadableAdapters:
+    """The adapters of a model, to which others may come while its engine runs."""
+    if loaded.stacks is not None:
+        names = dict(zip(loaded.adapter_names, loaded.stacks.names, strict=True))
+        return LoadableAdapters(loaded.stacks.adapters, names)
+    return LoadableAdapters(adapters_of(loaded.model, device=loaded.model.embed_tokens.weight.device), {})
 
 
 def with_room_for(loaded: LoadedModel, requests: Sequence[Request], options: EngineOptions) -> EngineOptions:

@@ -64,6 +64,14 @@ class ServedModels:
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
+    def put(self, model: ServedModel) -> None:
+        """Takes one more model, in the place of one of its name."""
+        self._by_name[model.name] = model
+
+    def remove(self, name: str) -> None:
+        """Has requests find a model no more."""
+        del self._by_name[name]
+
     def find(self, name: str | None) -> ServedModel:
         """Raises ApiError, 404, for a name that is not there."""
         if name is None:
@@ -106,21 +114,46 @@ def served_models(
         except DataError:  # a text can be continued without a chat template; a request to chat is refused
             active = chat_adapters.tokenizer_of(adapter, chat=False)
         models.append(
-            ServedModel(
-                name=(name or base_name(resolved.folder, adapters)) if adapter == BASE else adapter,
-                adapter=adapter if adapters else None,
-                chat_tokenizer=active.chat_tokenizer,
-                stop_ids=active.stop_ids,
-                virtual_tokens=active.virtual_tokens,
-                advised=sampling_defaults(resolved.tokenizer_folder) or sampling_defaults(resolved.folder),
-                grammars=Grammars(active.chat_tokenizer.tokenizer, loaded.model.config.vocab_size, active.stop_ids),
-                reads_thoughts=reasoning and writes_thoughts(active.chat_tokenizer.tokenizer),
-                **_calls(active.chat_tokenizer.tokenizer),
+            served_model(
+                (name or base_name(resolved.folder, adapters)) if adapter == BASE else adapter,
+                adapter if adapters else None,
+                active.chat_tokenizer,
+                active.stop_ids,
+                active.virtual_tokens,
+                loaded.model.config,
+                (resolved.tokenizer_folder, resolved.folder),
+                reasoning=reasoning,
             )
         )
     if resolved.given_path != resolved.folder:  # an adapter was given as the model
         models.insert(0, models.pop(1))
     return ServedModels(models, loaded.model.config)
+
+
+def served_model(
+    name: str,
+    adapter: str | None,
+    chat_tokenizer: ChatTokenizer,
+    stop_ids: frozenset[int],
+    virtual_tokens: int,
+    config: ModelConfig,
+    folders: Sequence[Path],
+    *,
+    reasoning: bool,
+) -> ServedModel:
+    """One model of a server; see `ServedModel`. folders: of generation_config.json, of which the first counts."""
+    tokenizer = chat_tokenizer.tokenizer
+    return ServedModel(
+        name=name,
+        adapter=adapter,
+        chat_tokenizer=chat_tokenizer,
+        stop_ids=stop_ids,
+        virtual_tokens=virtual_tokens,
+        advised=next(filter(None, map(sampling_defaults, folders)), {}),
+        grammars=Grammars(tokenizer, config.vocab_size, stop_ids),
+        reads_thoughts=reasoning and writes_thoughts(tokenizer),
+        **_calls(tokenizer),
+    )
 
 
 def writes_thoughts(tokenizer: Tokenizer) -> bool:

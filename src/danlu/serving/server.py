@@ -37,6 +37,7 @@ from danlu.serving.served_models import ServedModels
 
 if TYPE_CHECKING:  # they bring torch
     from danlu.inference.embedded import EmbeddedEngine
+    from danlu.serving.adapter_endpoints import AdapterEndpoints, AdapterLoader
     from danlu.serving.served_weights import ServedWeights
 
 OPEN_PATHS = ("/health", "/metrics")
@@ -221,6 +222,7 @@ class Server(uvicorn.Server):
         listener: socket.socket,
         options: ServerOptions,
         rollouts: ServedWeights | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         limits = options.limits
         self.engine = EngineThread(engine, on_failure=self._leave, longest=limits.longest, queue_limit=limits.queue)
@@ -233,6 +235,12 @@ class Server(uvicorn.Server):
             decode = models.find(None).chat_tokenizer.decode
             self._rollouts = RolloutEndpoints(rollouts, self.engine, decode, options.weights_root)
             routes += self._rollouts.routes
+        self._adapters: AdapterEndpoints | None = None
+        if adapters is not None:
+            from danlu.serving.adapter_endpoints import AdapterEndpoints  # here, since it brings torch
+
+            self._adapters = AdapterEndpoints(models, self.engine, adapters)
+            routes += self._adapters.routes
         app: ASGIApp = Guard(build_app(routes), options, local=is_loopback(listener))
         if options.allowed_origins:  # outside: a browser asks first whether it may, without the key
             app = CORSMiddleware(
@@ -308,8 +316,9 @@ class Server(uvicorn.Server):
             await asyncio.wait((stopping,), timeout=0.1)
         await super().shutdown(sockets)
         self._api.close()
-        if self._rollouts is not None:
-            self._rollouts.close()
+        for endpoints in (self._rollouts, self._adapters):
+            if endpoints is not None:
+                endpoints.close()
         if cut_off := len(self.server_state.tasks):
             why = "Ctrl-C came again" if self.force_exit else f"their answers were not read within {GRACE_S} s"
             print_status(f"requests cut off: {cut_off} ({why})")
