@@ -40,6 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
+    "cohere2": {"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 2, "attention_bias": True},
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "rotary_pct": 0.5},
     "gemma2": {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
 }
 ADAPTERS: dict[str, Any] = {

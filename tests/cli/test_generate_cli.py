@@ -312,9 +312,9 @@ UNUSABLE: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "run": (unfinished_run, 4, "{folder}: this run has not written its model yet (no model/ folder). Finish it with "),
     "config": (lambda f: (f / "config.json").write_text("{"), 4, "config.json:1:2: broken JSON: "),
     "architecture": (
-        lambda f: edit_json(f / "config.json", model_type="gpt_neox"),
+        lambda f: edit_json(f / "config.json", model_type="gptj"),
         4,
-        "model_type 'gpt_neox' is not supported; supported: deepseek_v2, deepseek_v3, gemma2, gemma3_text, ",
+        "model_type 'gptj' is not supported; supported: cohere2, deepseek_v2, deepseek_v3, ",
     ),
     "tokenizer": (
         no_tokenizer,

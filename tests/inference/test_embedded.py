@@ -70,6 +70,8 @@ TWINS = {
         "query_pre_attn_scalar": 12,
         "rope_local_base_freq": 100.0,
     },
+    "parallel": {"model_type": "gpt_neox", "num_key_value_heads": 4, "rotary_pct": 0.5},
+    "parallel-windows": {"model_type": "cohere2", "sliding_window": 6, "sliding_window_pattern": 2, "eos_token_id": 2},
     "rotated-pairs": {"model_type": "glm4", "eos_token_id": None, "pad_token_id": None},
     "norms-behind": {"model_type": "olmo3", "sliding_window": 6},
     "unrotated": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "pad_token_id": None},

@@ -44,9 +44,9 @@ def test_a_folder_a_run_and_what_they_lack(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=f"{folder}: this model folder has no tokenizer.* Copy its tokenizer's files"):
         find_model(str(folder))
-    write(folder / "config.json", CONFIG | {"model_type": "gpt_neox"})
+    write(folder / "config.json", CONFIG | {"model_type": "gptj"})
     with pytest.raises(
-        ModelError, match=r"model_type 'gpt_neox' is not supported; supported: deepseek_v2, deepseek_v3, gemma2"
+        ModelError, match=r"model_type 'gptj' is not supported; supported: cohere2, deepseek_v2, deepseek_v3"
     ):
         find_model(str(folder))
     (folder / "config.json").unlink()

@@ -78,8 +78,8 @@ def test_an_adapter_of_another_base(base: Path, tmp_path: Path) -> None:
 
 def test_what_is_missing(base: Path, tmp_path: Path) -> None:
     folder = adapter_folder(base, tmp_path / "adapter", sections.Lora())
-    changed(base, "config.json", model_type="gpt_neox")
-    with pytest.raises(ModelError, match="model_type 'gpt_neox' is not supported"):
+    changed(base, "config.json", model_type="gptj")
+    with pytest.raises(ModelError, match="model_type 'gptj' is not supported"):
         resolve_model(str(folder))
     changed(base, "config.json", model_type="llama")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -420,6 +420,57 @@ CASES |= {
     },
 }
 """Families with rotated pairs of neighbours, or with gelu in a name for something else."""
+CASES |= {
+    "glm4-moe-lite": {
+        "model_type": "glm4_moe_lite",
+        **LATENT,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_theta": 1000.0,
+    },
+    "glm4-moe-lite-pattern": {
+        "model_type": "glm4_moe_lite",
+        **LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_interleave": False,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "gpt-neox": {"model_type": "gpt_neox", "num_key_value_heads": 4, "rotary_pct": 0.34, "rotary_emb_base": 500.0},
+    "gpt-neox-sequential": {
+        "model_type": "gpt_neox",
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-3,
+        "rotary_pct": 1.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "use_parallel_residual": False,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "sliding_window": 6,
+        "logit_scale": 0.3,
+        "rope_theta": 700.0,
+    },
+    "cohere2-biased": {
+        "model_type": "cohere2",
+        "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 9,
+        "logit_scale": 0.7,
+        "tie_word_embeddings": False,
+    },
+}
+"""Families with latent attention behind other keys, LayerNorms, a parallel residual, or a network without a gate."""
 
 
 @pytest.fixture(scope="session")

@@ -193,6 +193,15 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {"rope_theta": 100.0}),
     ("glm", {"partial_rotary_factor": 0.25}),
     ("glm4", {"rms_norm_eps": 1e-1}),
+    ("cohere2", {"logit_scale": 0.0625}),
+    ("cohere2", {"sliding_window_pattern": 3}),
+    ("cohere2-biased", {"layer_norm_eps": 1e-1}),
+    ("glm4-moe-lite", {"routed_scaling_factor": 1.0}),
+    ("glm4-moe-lite-pattern", {"rope_interleave": True}),
+    ("gpt-neox", {"hidden_act": "silu"}),
+    ("gpt-neox", {"rotary_emb_base": 10000.0}),
+    ("gpt-neox", {"rotary_pct": 0.5}),
+    ("gpt-neox", {"use_parallel_residual": False}),
     ("mixtral", {"num_experts_per_tok": 3}),
     ("mixtral-windows", {"rope_theta": 1e6}),
     ("qwen3-moe", {"norm_topk_prob": False}),
@@ -255,7 +264,7 @@ def test_configs_of_real_models_count_their_parameters(shared_data: Path) -> Non
         else:
             with pytest.raises(ModelError, match=f"model_type '{row['model_type']}' is not supported[:;] "):
                 read_config(folder)
-    assert counted == 24
+    assert counted == 25
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED_TYPES))
@@ -353,6 +362,14 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers: expected a 0 or 1 for each of 4 layers"),
     ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0 is no number of layers"),
     ("ministral3", {"rope_parameters": YARN}, "rope_parameters: llama_4_scaling_beta and original_max_position"),
+    ("cohere2", {"logit_scale": 0}, "logit_scale: logits cannot be multiplied by 0"),
+    ("cohere2", {"use_qk_norm": True}, "use_qk_norm: True is not supported: transformers builds the model with False"),
+    ("cohere2", {"head_dim": 16}, "head_dim: transformers takes 48 / 4 for this family"),
+    ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace: transformers does not read it for this"),
+    ("glm4-moe-lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected a list with one entry for each of 3"),
+    ("glm4-moe-lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: all of qk_rope_head_dim is rotated"),
+    ("gpt-neox-sequential", {"head_dim": 16}, "head_dim: transformers takes 48 / 4 for this family"),
+    ("gpt-neox", {"num_key_value_heads": 2}, "num_key_value_heads: transformers does not read it for this family"),
     ("granite", {"logits_scaling": 0}, "logits_scaling: logits cannot be divided by 0"),
     ("granite-4", {"layer_types": ["mamba", "mamba", "attention"]}, "layer_types: 2 layers of 3 are no attention but"),
     ("granite-4", {"layer_types": None}, "layer_types: missing, which stands for layers that are all state-space mod"),

@@ -35,7 +35,7 @@ FOLDERS += ("mistralai__Mixtral-8x7B-v0.1", "openai__gpt-oss-20b")
 """Whole published files; the others of that folder hold some of the keys (params.csv is compared with all of them)."""
 DEPTH = 8
 """Layers of the models that are built: a multiple of 4, and enough for Gemma 3's first layer that sees everything."""
-DERIVED = ("Gemma-2-2b", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "phi-4")
+DERIVED = ("Gemma-2-2b", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "phi-4", "pythia-160m")
 NAMES = sorted(PUBLISHED)
 
 
@@ -67,7 +67,7 @@ def their_model(values: dict[str, Any]) -> Any:
 
 
 def language_part(model: Any) -> Any:
-    return getattr(model.model, "language_model", model.model)
+    return getattr(model.base_model, "language_model", model.base_model)
 
 
 def their_rotation(model: Any, layer_type: str | None, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,6 +80,8 @@ def their_rotation(model: Any, layer_type: str | None, positions: torch.Tensor) 
         return rotated[0].real, rotated[0].imag
     half = rotated[0].shape[-1] // 2 if rotated[0].shape[-1] == rotated[1].shape[-1] else 0
     cos, sin = rotated[0][0], rotated[1][0]
+    if half and torch.equal(cos[:, ::2], cos[:, 1::2]) and not torch.equal(cos[:, 0], cos[:, 2]):  # of neighbours
+        return cos[:, ::2], sin[:, ::2]
     is_doubled = cos.shape[-1] % 2 == 0 and torch.equal(cos[:, :half], cos[:, half:])
     return (cos[:, :half], sin[:, :half]) if is_doubled else (cos, sin)
 
@@ -102,7 +104,7 @@ def their_layers(model: Any) -> list[dict[str, Any]]:
     config = language_part(model).config
     layers = []
     for layer in language_part(model).layers:
-        attention = getattr(layer, "self_attn", None)
+        attention = getattr(layer, "self_attn", getattr(layer, "attention", None))
         facts: dict[str, Any] = {"linear": attention is None}
         if attention is not None:
             facts |= {
@@ -126,6 +128,8 @@ def their_window(attention: Any, config: Any) -> int | None:
 def is_rotated(attention: Any, config: Any) -> bool:
     if config.model_type == "exaone4":
         return config.sliding_window is None or attention.is_sliding
+    if config.model_type == "cohere2":
+        return attention.sliding_window is not None
     if config.model_type == "granitemoehybrid":
         return bool(config.position_embedding_type == "rope")
     return bool(getattr(attention, "use_rope", True))
@@ -178,11 +182,11 @@ def check(values: dict[str, Any]) -> ModelConfig:
         assert [own_type(layer) for layer in whole.layers] == types
     config, model = read_config_values(shallow(values)), their_model(shallow(values))
     check_parameters(config, model)
-    assert config.rms_norm_eps == language.rms_norm_eps
+    assert config.rms_norm_eps == getattr(language, "rms_norm_eps", getattr(language, "layer_norm_eps", None))
     assert config.max_position_embeddings == language.max_position_embeddings
     assert config.embedding_multiplier == pytest.approx(their_embedding_multiplier(language))
     assert config.residual_multiplier == getattr(language, "residual_multiplier", 1.0)
-    assert config.logits_divisor == getattr(language, "logits_scaling", 1.0)
+    assert config.logits_divisor == getattr(language, "logits_scaling", 1 / getattr(language, "logit_scale", 1.0))
     assert config.final_softcap == getattr(language, "final_logit_softcapping", None)
     layers = their_layers(model)
     assert [own_layer(own, each) for own, each in zip(config.layers, layers, strict=True)] == layers
@@ -213,7 +217,8 @@ def check_parameters(config: ModelConfig, model: Any) -> None:
     tensors = hf_tensors(config, stacked=config.has_experts)
     if config.multimodal is not None and MULTIMODAL[config.multimodal].transposed_experts:  # in folders alone
         tensors = [tensor.transposed if ".experts." in tensor.name else tensor for tensor in tensors]
-    assert {tensor.name: tensor.shape for tensor in tensors} == theirs
+    own = {tensor.name.replace("embed_out.", "lm_head."): tensor.shape for tensor in tensors}  # as in GPT-NeoX' folders
+    assert own == theirs
 
 
 def their_embedding_multiplier(config: Any) -> float:

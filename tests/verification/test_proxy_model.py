@@ -41,6 +41,23 @@ from danlu.verification.proxy_recipe import EPS, LEAST_RATE, proxy_optimizer, pr
 from danlu.verification.role_proxies import write_model
 
 LARGE: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "model_type": "cohere2",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 256000,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 50432,
+    },
     "gemma": {
         "model_type": "gemma",
         "hidden_size": 2048,

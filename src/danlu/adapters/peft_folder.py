@@ -204,7 +204,7 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
     section, values, fully_trained, untrained, token_ids = _contents(adapters, folder)
     for key, tensor in untrained.items():
         _check_base(adapters, key, tensor, where)
-    if any(_base_parameter(key) == "model.embed_tokens.weight" for key in fully_trained):
+    if any(_base_parameter(key) == adapters.hf_name("embed_tokens.weight") for key in fully_trained):
         adapters.head_as_linear()  # PEFT leaves a tied head at the base's embedding
     adapters.add(name, section, token_ids=token_ids, check_ranks=False)
     added = adapters.added[name]
@@ -311,9 +311,8 @@ def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> N
     """Raises ModelError unless a tensor that PEFT wrote with an adapter of the embedding equals the model's own."""
     name = _base_parameter(key)
     parameters = {adapters.hf_name(own): parameter for own, parameter in adapters.base_parameters().items()}
-    base: Tensor | None = parameters.get(
-        name, parameters["model.embed_tokens.weight"] if name == "lm_head.weight" else None
-    )
+    embedding = adapters.hf_name("embed_tokens.weight")
+    base: Tensor | None = parameters.get(name, parameters[embedding] if name == "lm_head.weight" else None)
     if base is not None and token_rows.is_base_of_rows(
         key
     ):  # PEFT resized it: rows behind its own are in other tensors

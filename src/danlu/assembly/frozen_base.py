@@ -74,7 +74,8 @@ def adapters_of(
     return AdapterSet(
         model,
         adapter_sites(model),
-        lambda name: hf_name(name, model.config),
+        # transformers' classes call the head lm_head in every family, whatever its folders call it.
+        lambda name: name if name.startswith("lm_head") else hf_name(name, model.config),
         build_context,
         head_as_linear=model.head_as_linear,
         quantize_dequantize=rounded,

@@ -318,7 +318,7 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
     values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     stored, problems = with_scaled(own_tensors(folder, config), fp8_block(values, str(folder / CONFIG)))
     expected = expected_tensors(config, stored)
-    embedding = hf_name(EMBEDDING, config)
+    embedding, head = hf_name(EMBEDDING, config), hf_name(HEAD, config)
     four_bit = {tensor.name for tensor in expected if tensor.name in stored and stored[tensor.name].dtype == FOUR_BIT}
     if four_bit and not quantized:
         raise ModelError(f"{folder}: its weights are stored in 4 bits; here the original weights are needed")
@@ -327,7 +327,7 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
     for tensor in expected:
         location = stored.get(tensor.name)
         if location is None and config.tie_word_embeddings and tensor.name == embedding:
-            location = stored.get(HEAD)  # some tools keep a tied matrix under its other name
+            location = stored.get(head)  # some tools keep a tied matrix under its other name
         if location is None:
             problems.append(f"{tensor.name}: missing; expected shape {list(tensor.shape)}")
         elif location.shape != tensor.shape:
@@ -335,16 +335,16 @@ def check_headers(folder: Path, config: ModelConfig, *, quantized: bool) -> dict
             problems.append(f"{tensor.name} in {location.file.name}: {shapes}")
         elif location.dtype not in FLOAT_DTYPES:
             problems.append(f"{tensor.name} in {location.file.name}: expected floating point, found {location.dtype}")
-    may_hold = names | ({HEAD} if config.tie_word_embeddings else set())
+    may_hold = names | ({head} if config.tie_word_embeddings else set())
     if config.task != "causal-lm":  # its own head is read by `models.score_head`
-        may_hold |= {HEAD, SCORE, SCORE_BIAS}
+        may_hold |= {head, SCORE, SCORE_BIAS}
     for name, location in stored.items():
         is_constant = any(name == weight or name.startswith(f"{weight}.") for weight in four_bit)
         if name not in may_hold and not is_constant and not IGNORED.search(name):
             problems.append(f"{name} in {location.file.name}: not a tensor of this {config.family} model")
     if not problems:
         return stored
-    if len(problems) == 1 and problems[0].startswith(f"{HEAD}: missing"):
+    if len(problems) == 1 and problems[0].startswith(f"{head}: missing"):
         problems.append('if its head is the embedding, set "tie_word_embeddings": true in config.json')
     more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
     raise ModelError("\n  ".join([f"{folder}: the weights do not fit config.json:", *problems[:_MAX_SHOWN], *more]))

@@ -263,7 +263,7 @@ def config_sites(config: ModelConfig) -> list[Site]:
             sites.append(Site(name, hf_name(name, config), rest[1], index, outputs_inputs, None, turns))
     if config.task != "causal-lm":
         return sites
-    return [*sites, Site("lm_head", hf_name("lm_head", config), "head", None, shape, None)]
+    return [*sites, Site("lm_head", "lm_head", "head", None, shape, None)]
 
 
 def _experts_site(name: str, sides: Sequence[int], config: ModelConfig) -> Site:
@@ -286,8 +286,7 @@ def _prefix(config: ModelConfig) -> str:
 
 
 def hf_name(parameter: str, config: ModelConfig, *, stacked: bool | None = None) -> str:
-    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, as transformers' class of a
-    model has it.
+    """`layers.3.attention.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`, as a model's folder has it.
 
     Of stacked experts with a tensor each, the number stays open: `model.layers.3.mlp.experts.*.gate_proj.weight`.
     stacked: as in `hf_tensors`.

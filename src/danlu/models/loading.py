@@ -288,12 +288,12 @@ def _locate(folder: Path, config: ModelConfig, *, quantized: bool) -> list[Locat
     direction.
     """
     stored = check_headers(folder, config, quantized=quantized)
-    embedding = hf_name(EMBEDDING, config)
+    embedding, head_name = hf_name(EMBEDDING, config), hf_name(HEAD, config)
     if config.task == "causal-lm" and config.tie_word_embeddings:
-        matrix, head = stored.get(embedding), stored.get(HEAD)
+        matrix, head = stored.get(embedding), stored.get(head_name)
         if isinstance(matrix, TensorLocation) and isinstance(head, TensorLocation):
-            _check_same(embedding, matrix, head)
-    located = [(tensor, stored.get(tensor.name) or stored[HEAD]) for tensor in expected_tensors(config, stored)]
+            _check_same(embedding, head_name, matrix, head)
+    located = [(tensor, stored.get(tensor.name) or stored[head_name]) for tensor in expected_tensors(config, stored)]
     _check_quantized_alike(located)
     return sorted(located, key=lambda pair: (pair[1].file, pair[1].offset))
 
@@ -351,7 +351,7 @@ def _with_constants(name: str, stored: Mapping[str, TensorLocation], max_bytes: 
     return tensors
 
 
-def _check_same(name: str, embedding: TensorLocation, head: TensorLocation) -> None:
+def _check_same(name: str, head_name: str, embedding: TensorLocation, head: TensorLocation) -> None:
     """A tied matrix that is stored twice must be stored alike, or one of the two would silently be lost."""
     same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
     with FileIO(embedding.file) as left, FileIO(head.file) as right:
@@ -361,6 +361,6 @@ def _check_same(name: str, embedding: TensorLocation, head: TensorLocation) -> N
             same = same and left.read(end - start) == right.read(end - start)
     if not same:
         raise ModelError(
-            f"{embedding.file.parent}: config.json ties the head to the embedding, but {HEAD} and {name} differ. "
+            f"{embedding.file.parent}: config.json ties the head to the embedding, but {head_name} and {name} differ. "
             'Set "tie_word_embeddings": false to keep both'
         )

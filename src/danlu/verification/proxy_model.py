@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from danlu.core.types import Pack
 from danlu.models.config import ModelConfig
+from danlu.models.families import FAMILIES
 from danlu.models.layer_spec import Dense, Feed, LayerSpec, Mixer
 from danlu.models.mixer_spec import Delta, Factorized, Heads, Latent
 from danlu.models.rope_config import DynamicScaling, LongRopeScaling, Rope
@@ -50,8 +51,11 @@ def proxy_config(
     large = _sample_layers(config.layers, max(least_layers, 4 if deep or len(config.kinds) > 1 else 2))
     mixers = [_small_mixer(layer.mixer, tensor, quantized=quantized) for layer in large]
     unit = BLOCK * tensor if quantized else 8
-    hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, unit)
-    hidden += unit if hidden == other_width else 0
+    splits_width = FAMILIES[config.family].heads_split_width
+    step = math.lcm(unit, mixers[0].query_width) if splits_width else unit
+    hidden = _round_to(mixers[0].query_width * config.hidden_size / large[0].mixer.query_width, step)
+    hidden += step if hidden == other_width else 0
+    mixers = [_splitting(mixer, hidden) for mixer in mixers] if splits_width else mixers
     inner_unit = unit if quantized else 4 * tensor
     feeds = [_small_feed(layer.feed, hidden / config.hidden_size, inner_unit, layout.expert) for layer in large]
     multiplier = config.embedding_multiplier
@@ -196,6 +200,15 @@ def _small_heads(large: Heads, tensor: int, *, quantized: bool) -> Heads:
         scale=None if large.scale is None else _as_one_over_a_root(large.scale * math.sqrt(large.head_dim / head_dim)),
         window=None if large.window is None else WINDOW,
     )
+
+
+def _splitting(mixer: Mixer, width: int) -> Mixer:
+    """The mixer with heads that share a width, a multiple of theirs, among them."""
+    assert isinstance(mixer, Heads), "families with another mixer say how wide a head is"
+    head_dim = width // mixer.heads
+    rope = mixer.rope
+    rope = None if rope is None else _small_rope(rope, rope.dim * head_dim // mixer.head_dim)
+    return replace(mixer, head_dim=head_dim, rope=rope)
 
 
 def _small_rope(large: Rope, dim: int) -> Rope:

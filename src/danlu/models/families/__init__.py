@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from danlu.models.families.family import Family
 
 _FILES: Final = {
+    "cohere": ("cohere2",),
     "deepseek": ("deepseek_v2", "deepseek_v3"),
     "exaone": ("exaone4",),
     "gemma": ("gemma", "gemma2", "gemma3_text"),
-    "glm": ("glm", "glm4", "glm4_moe"),
+    "glm": ("glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+    "gpt_neox": ("gpt_neox",),
     "gpt_oss": ("gpt_oss",),
     "granite": ("granite", "granitemoe", "granitemoehybrid"),
     "hunyuan": ("hunyuan_v1_dense",),

@@ -33,7 +33,7 @@ def read_deepseek_v2(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, A
     if has_experts and hf.flag("mlp_bias"):
         raise hf.error("mlp_bias", "experts with biases are not supported for this family")
     assert isinstance(plain.feed, Dense)
-    plain = replace(plain, mixer=_latent(hf, interleaved=True), feed=replace(plain.feed, bias=hf.flag("mlp_bias")))
+    plain = replace(plain, mixer=read_latent(hf, interleaved=True), feed=replace(plain.feed, bias=hf.flag("mlp_bias")))
     if not has_experts:
         return {"layers": (plain,) * layers}
     return {"layers": with_feeds([plain] * layers, deepseek_feeds(hf, plain, deepseek_v2_router(hf), layers))}
@@ -43,14 +43,14 @@ def write_deepseek_v2(config: ModelConfig) -> dict[str, Any]:
     feed = config.layers[-1].feed
     groups = feed.router.groups if isinstance(feed, Experts) else 1
     return {
-        **_write_latent(config),
+        **write_latent(config),
         "mlp_bias": isinstance(feed, Dense) and feed.bias,
         "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
     }
 
 
 def read_deepseek_v3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
-    plain = replace(plain, mixer=_latent(hf, interleaved=hf.flag("rope_interleave")))
+    plain = replace(plain, mixer=read_latent(hf, interleaved=hf.flag("rope_interleave")))
     if hf.integer("first_k_dense_replace") >= layers:
         return {"layers": (plain,) * layers}
     return {"layers": with_feeds([plain] * layers, deepseek_feeds(hf, plain, deepseek_v3_router(hf), layers))}
@@ -58,10 +58,10 @@ def read_deepseek_v3(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, A
 
 def write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
     mixer = config.layers[0].mixer
-    return {**_write_latent(config), "rope_interleave": isinstance(mixer, Latent) and mixer.interleaved}
+    return {**write_latent(config), "rope_interleave": isinstance(mixer, Latent) and mixer.interleaved}
 
 
-def _latent(hf: HFValues, *, interleaved: bool) -> Latent:
+def read_latent(hf: HFValues, *, interleaved: bool) -> Latent:
     return Latent(
         heads=hf.integer("num_attention_heads"),
         kv_lora_rank=hf.integer("kv_lora_rank"),
@@ -74,7 +74,7 @@ def _latent(hf: HFValues, *, interleaved: bool) -> Latent:
     )
 
 
-def _write_latent(config: ModelConfig) -> dict[str, Any]:
+def write_latent(config: ModelConfig) -> dict[str, Any]:
     mixer = config.layers[0].mixer
     assert isinstance(mixer, Latent), "the family has latent attention"
     return {
@@ -114,19 +114,22 @@ def deepseek_v2_router(hf: HFValues) -> Router:
 
 def deepseek_feeds(hf: HFValues, plain: LayerSpec, router: Router, layers: int) -> list[Dense | Experts]:
     """The feed-forward network of each layer: experts, and shared ones, behind the first `first_k_dense_replace`."""
-    assert isinstance(plain.feed, Dense)
-    dense, width = plain.feed, hf.integer("moe_intermediate_size")
-    shared = hf.optional_integer("n_shared_experts") or 0
-    experts = Experts(
+    first, experts = hf.integer("first_k_dense_replace"), deepseek_experts(hf, plain, router)
+    return [plain.feed if layer < first else experts for layer in range(layers)]
+
+
+def deepseek_experts(hf: HFValues, plain: LayerSpec, router: Router) -> Experts:
+    """The experts of a layer, routed and shared."""
+    width, shared = hf.integer("moe_intermediate_size"), hf.optional_integer("n_shared_experts") or 0
+    activation = plain.feed.activation
+    return Experts(
         num_experts=hf.integer("n_routed_experts"),
         top_k=hf.integer("num_experts_per_tok"),
         intermediate_size=width,
-        activation=dense.activation,
+        activation=activation,
         router=router,
-        shared=Dense(shared * width, dense.activation) if shared else None,
+        shared=Dense(shared * width, activation) if shared else None,
     )
-    first = hf.integer("first_k_dense_replace")
-    return [dense if layer < first else experts for layer in range(layers)]
 
 
 def deepseek_keys(config: ModelConfig) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class Family:
     """The modules outside of layers, here -> on disk, where the names differ: embed_tokens, norm, lm_head."""
     norm_eps_key: str = "rms_norm_eps"
     """The key of the epsilon of norms."""
+    heads_split_width: bool = False
+    """Whether the heads share the model's width among them: a config.json has no key for the width of one."""
     activations: Mapping[str, Activation] = field(default_factory=dict)
     """Values of `hidden_act` that mean another activation in this family than in others."""
     rope: RopeRules = field(default_factory=RopeRules)

@@ -1,4 +1,6 @@
-"""GLM-4: the dense models of 2024 (glm) and of April 2025 (glm4), and GLM-4 MoE with the experts of DeepSeek-V3."""
+"""GLM-4: the dense models of 2024 (glm) and of April 2025 (glm4), GLM-4 MoE with the experts of DeepSeek-V3, and GLM-4
+MoE Lite (GLM-4.7-Flash), which has DeepSeek-V3's latent attention too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from danlu.models.config import ModelConfig
-from danlu.models.families.deepseek import DEEPSEEK_MOE_MODULES, deepseek_feeds, deepseek_keys, deepseek_v3_router
+from danlu.models.families.deepseek import (
+    DEEPSEEK_MODULES,
+    DEEPSEEK_MOE_MODULES,
+    deepseek_experts,
+    deepseek_feeds,
+    deepseek_keys,
+    deepseek_v3_router,
+    read_latent,
+    write_deepseek_v3,
+)
 from danlu.models.families.family import GENERATION_ONLY, LLAMA_MODULES, Family
-from danlu.models.families.layer_keys import STACKED_MODULES, with_feeds, with_windows
+from danlu.models.families.layer_keys import STACKED_MODULES, layer_types, with_feeds, with_windows
 from danlu.models.hf_rope import RopeRules
 from danlu.models.hf_values import HFValues
-from danlu.models.layer_spec import LayerSpec
+from danlu.models.layer_spec import Dense, LayerSpec
 
 GLM_MODULES: dict[str, str] = {
     **LLAMA_MODULES,
@@ -58,6 +69,27 @@ def write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
     return {**deepseek_keys(config), "attention_bias": first.qkv_bias, "use_qk_norm": first.qk_norm is not None}
 
 
+def read_glm4_moe_lite(hf: HFValues, plain: LayerSpec, layers: int) -> dict[str, Any]:
+    if "partial_rotary_factor" in hf and hf.number("partial_rotary_factor") != 1:
+        raise hf.error("partial_rotary_factor", "all of qk_rope_head_dim is rotated: only 1 is supported")
+    if "mlp_layer_types" in hf:
+        types = layer_types(hf, layers, ("dense", "sparse"), key="mlp_layer_types")
+    elif "first_k_dense_replace" in hf and hf.integer("first_k_dense_replace") != 1:
+        raise hf.error("first_k_dense_replace", "transformers does not read it for this family: give mlp_layer_types")
+    else:
+        types = ["dense", *["sparse"] * (layers - 1)]
+    plain = replace(plain, mixer=read_latent(hf, interleaved=hf.flag("rope_interleave")))
+    if "sparse" not in types:
+        return {"layers": (plain,) * layers}
+    experts = deepseek_experts(hf, plain, deepseek_v3_router(hf))
+    return {"layers": with_feeds([plain] * layers, [plain.feed if kind == "dense" else experts for kind in types])}
+
+
+def write_glm4_moe_lite(config: ModelConfig) -> dict[str, Any]:
+    kinds = ["dense" if isinstance(layer.feed, Dense) else "sparse" for layer in config.layers]
+    return {**write_deepseek_v3(config), "mlp_layer_types": kinds}
+
+
 FAMILIES: dict[str, Family] = {
     "glm": Family(
         architecture="Glm",
@@ -97,6 +129,41 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "routed_scaling_factor": 1.0,
             "topk_group": 1,
+        },
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLite",
+        aliases={"num_local_experts": "n_routed_experts"},
+        architectures=GENERATION_ONLY,
+        has_experts=True,
+        has_mtp=True,
+        mtp_keys=("num_nextn_predict_layers",),
+        read=read_glm4_moe_lite,
+        write=write_glm4_moe_lite,
+        modules=DEEPSEEK_MODULES,
+        stacked_modules=STACKED_MODULES,
+        ropes_differ=True,
+        defaults={
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "head_dim": 64,
+            "kv_lora_rank": 512,
+            "max_position_embeddings": 202752,
+            "moe_intermediate_size": 1536,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": None,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": True,
+            "routed_scaling_factor": 1.8,
+            "topk_group": 1,
+            "v_head_dim": 256,
         },
     ),
 }

@@ -35,6 +35,8 @@ def plain_layer(hf: HFValues, family: Family) -> LayerSpec:
         )
     head_dim = hf.integer("head_dim") if "head_dim" in hf else width // heads
     check_sizes({"heads": heads, "head_dim": head_dim})
+    if family.heads_split_width and head_dim * heads != width:
+        raise hf.error("head_dim", f"transformers takes {width} / {heads} for this family, whatever is given")
     mixer = Heads(
         heads=heads,
         kv_heads=kv_heads_of(hf, heads),
@@ -73,13 +75,13 @@ def interval_of(hf: HFValues, key: str) -> int:
     return every
 
 
-def layer_types(hf: HFValues, layers: int, known: Collection[str]) -> list[str]:
-    """`layer_types`. Raises ModelError where it has not one of the known ones for each layer."""
-    types = hf.raw("layer_types")
+def layer_types(hf: HFValues, layers: int, known: Collection[str], key: str = "layer_types") -> list[str]:
+    """The list of `key`. Raises ModelError where it has not one of the known types for each layer."""
+    types = hf.raw(key)
     if not isinstance(types, list) or len(types) != layers:
-        raise hf.error("layer_types", f"expected a list with one entry for each of {layers} layers, found {types!r}")
+        raise hf.error(key, f"expected a list with one entry for each of {layers} layers, found {types!r}")
     if wrong := sorted({str(kind) for kind in types} - set(known)):
-        raise hf.error("layer_types", f"not supported: {', '.join(wrong)}")
+        raise hf.error(key, f"not supported: {', '.join(wrong)}")
     return types
 
 
