@@ -13,7 +13,7 @@ from danlu.models.hf_values import HFValues
 from danlu.models.layer_spec import Dense, LayerSpec
 
 _FUSED = Stored("attention.query_key_value", turns=lambda layer: layer.attention.heads)
-"""Of each head its query, key and value, one under the other."""
+"""The query, key and value of each head, one under the other, then those of the next head."""
 GPT_NEOX_MODULES: dict[str, str | Stored] = {
     "attention.q_proj": _FUSED,
     "attention.k_proj": _FUSED,
