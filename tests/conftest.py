@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import builders.tiny_world
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import settings
 
 from danlu.numerics import batch_invariant
 
+gc.disable()  # until tests are collected: see `pytest_collection`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -62,10 +64,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(f"{item.nodeid}: a run of tier {tier} misses it: its file lacks {pattern}")
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
     """Libraries and collected tests live until the end, so that the garbage collector need not walk over them."""
-    gc.collect()
-    gc.freeze()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

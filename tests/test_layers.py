@@ -55,8 +55,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"line {child.lineno}: relative imports are not used"
                 yield from ((child.lineno, f"{child.module}.{alias.name}", at_import) for alias in child.names)
-            else:
-                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            elif not isinstance(child, ast.expr):  # which have no imports
+                inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 checking = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
                 yield from walk(child, at_import and not inside and not checking)
 

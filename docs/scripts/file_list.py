@@ -6,6 +6,8 @@ A test fails when the page and the files differ.
 from __future__ import annotations
 
 import ast
+import inspect
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +23,20 @@ Every file of `src/danlu` with the first sentence of its docstring, written by `
 
 def first_sentence(file: Path) -> str:
     """The first sentence of a module's docstring, on one line; "" where it has none."""
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    paragraph = " ".join(text.split("\n\n")[0].split())
+    paragraph = " ".join(inspect.cleandoc(docstring(file)).split("\n\n")[0].split())
     end = paragraph.find(". ")
     return paragraph if end < 0 else paragraph[: end + 1]
+
+
+def docstring(file: Path) -> str:
+    """The string that a module begins with; "" where there is none. The rest of the file is not read."""
+    with tokenize.open(file) as lines:
+        for token in tokenize.generate_tokens(lines.readline):
+            if token.type == tokenize.STRING:
+                return str(ast.literal_eval(token.string))
+            if token.type not in (tokenize.COMMENT, tokenize.NL):
+                break
+    return ""
 
 
 def written() -> str:

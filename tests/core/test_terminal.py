@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -136,6 +137,8 @@ OWN_COLOURS = {("cli/demo.py", "print")}
 
 def raw_writes(source: str, name: str) -> list[str]:
     """Calls of print and typer.echo, which show text as it is."""
+    if not re.search(r"\b(print|echo|secho)\(", source):
+        return []
     return [
         f"{name}:{node.lineno}: {ast.unparse(node.func)}"
         for node in ast.walk(ast.parse(source))

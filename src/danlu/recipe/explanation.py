@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from danlu.core.errors import RecipeError
@@ -83,9 +84,10 @@ def _of_chain(key: str) -> Explanation:
     return Explanation(key, takes, {"": default}, (), CHAIN_KEYS[key], None, children, value=None, origin=None)
 
 
-def keys() -> list[str]:
+@cache
+def keys() -> tuple[str, ...]:
     """Every dotted key a recipe can have, entries of lists without their index."""
-    return list(dict.fromkeys(field.key for field in walk_fields()))
+    return tuple(dict.fromkeys(field.key for field in walk_fields()))
 
 
 def _by_stage(key: str) -> dict[str, str]:
@@ -120,11 +122,7 @@ def _as_yaml(value: Any) -> str:
 
 def _as_value(word: str) -> str | None:
     """Names the keys that take a word as their value, and the other keys of the section that it chooses."""
-    variants: dict[str, type[Section] | None] = {}  # by key; None where the word is no `kind`
-    for field in [field for key in keys() for field in fields_at(key)]:
-        if word in (*variants_of(field.hint), *literal_values(field.hint)):
-            variants.setdefault(field.key.removesuffix(".kind"), variants_of(field.hint).get(word))
-    if not variants:
+    if not (variants := _sections_by_value().get(word)):
         return None
     variants = dict(sorted(variants.items(), key=lambda item: item[0].count(".")))  # the recipe's own keys first
     key, variant = next(iter(variants.items()))
@@ -133,13 +131,25 @@ def _as_value(word: str) -> str | None:
     return f"is a value of {' and of '.join(variants)}: set {key} to {word}.{more}"
 
 
+@cache
+def _sections_by_value() -> dict[str, dict[str, type[Section] | None]]:
+    """The keys that take a word as their value, by word; with the section that it chooses, None for no `kind`."""
+    sections: dict[str, dict[str, type[Section] | None]] = {}
+    for field in (field for key in keys() for field in fields_at(key)):
+        variants = variants_of(field.hint)
+        for word in (*variants, *literal_values(field.hint)):
+            if isinstance(word, str):
+                sections.setdefault(word, {}).setdefault(field.key.removesuffix(".kind"), variants.get(word))
+    return sections
+
+
 def _unknown(key: str) -> str:
     """The message for a key that no recipe has: a value, a verb of danlu, a key of another tool, or a misspelling."""
     if (value := _as_value(key.lower())) is not None:
         return f"{key!r} {value}"
     if (verb := suggested_verb(key)) is not None:
         return f"{key!r} is no key of a recipe but a thing to do: {verb}"
-    known = keys()
+    known = list(keys())
     name = key.rpartition(".")[2]
     if (advice := other_tools.advice(key)) is not None:
         return f"{key!r} is a key of another tool: {advice}"
