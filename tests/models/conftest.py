@@ -349,6 +349,7 @@ CASES |= {
 }
 
 CASES |= {
+    "ernie": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
     "exaone4": {
         "model_type": "exaone4",
         "num_hidden_layers": 4,

@@ -213,6 +213,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gpt-oss", {"swiglu_limit": 7.0}),
     ("gpt-oss", {"swiglu_alpha": 1.0}),
     ("gpt-oss", {"sliding_window": 9}),
+    ("ernie", {"rope_theta": 10000.0}),
     ("exaone4", {"sliding_window_pattern": 2}),
     ("exaone4-full", {"sliding_window": 64}),
     ("granite-moe", {"num_experts_per_tok": 2}),

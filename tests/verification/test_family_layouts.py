@@ -27,6 +27,7 @@ _GRANITE_4 = {
     "shared_intermediate_size": 64,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "ernie": {"model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": True},
     "exaone4": {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": 2},
     "granite-moe": {**_GRANITE, **_EXPERTS, "model_type": "granitemoe"},
     "granite-4": {**_GRANITE_4, "num_local_experts": 0},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FILES: Final = {
     "cohere": ("cohere2",),
     "deepseek": ("deepseek_v2", "deepseek_v3"),
+    "ernie": ("ernie4_5",),
     "exaone": ("exaone4",),
     "gemma": ("gemma", "gemma2", "gemma3_text"),
     "glm": ("glm", "glm4", "glm4_moe", "glm4_moe_lite"),
