@@ -12,7 +12,6 @@ from builders.tiny_world import World
 from danlu.core.errors import ModelError
 from danlu.data.tokenizing import TokenizerInfo
 from danlu.models.config import parameter_shapes
-from danlu.models.families import FAMILIES
 from danlu.recipe import load
 from danlu.run.memory_preview import preview_lines
 from danlu.run.meta_model import config_of, preview_parameters
@@ -41,16 +40,13 @@ ACCEPTED: dict[str, int] = {
     "mistralai__Mixtral-8x7B-v0.1": 32768,
     "openai__gpt-oss-20b": 131072,
     "phi-4": 16384,
+    "pythia-160m": 2048,
     "tiny-llama-1.1b": 2048,
 }
 """Folder -> positions of its model."""
 REFUSED: dict[str, str] = {
-    "pythia-160m": "model_type 'gpt_neox' is not supported; supported: ",
     "zai-org__GLM-5.1": "model_type 'glm_moe_dsa' is not supported: its attention is sparse: an indexer chooses which",
 }
-if "gpt_neox" in FAMILIES:
-    ACCEPTED["pythia-160m"] = 2048
-    del REFUSED["pythia-160m"]
 PREVIEWED = {
     "SmolLM2-135M": "134.5M parameters, all trained",
     "Qwen2.5-0.5B": "494.0M parameters, all trained",
