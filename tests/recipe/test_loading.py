@@ -136,6 +136,15 @@ def test_missing_keys_say_where_to_add_them(write: Write) -> None:
     ]
 
 
+def test_a_key_of_the_recipe_in_a_section_and_a_kind_of_another_tool(write: Write) -> None:
+    text = "stage: sft\nmodel: {path: base, quantization: nf4}\ndata: rows.jsonl\noutput: out\nadapter: qlora\n"
+    assert problems(write(text)) == [
+        "recipe.yaml:2:21 model.quantization: unknown key in Model. quantization is a key of the recipe itself, not of "
+        "model",
+        "recipe.yaml:5:10 adapter.kind: unknown kind 'qlora'. Write adapter: lora and quantization: nf4",
+    ]
+
+
 def test_a_key_with_the_name_of_its_kind_is_told_from_the_kind(write: Write) -> None:
     rl = 'stage: rl\nmodel: base\ndata: {train: rows.jsonl, prompt: "{q}"}\noutput: out\n'
     assert problems(write(rl + 'rewards: [{kind: function, function: "letters.py:letters"}]\n')) == [

@@ -29,6 +29,7 @@ from danlu.recipe.other_tools import (
     ForeignKey,
     advice,
     find,
+    kind_lines,
     of_tool,
     rows,
 )
@@ -225,6 +226,21 @@ def test_accumulated_batches_are_a_product() -> None:
 def test_advice(name: str, value: Any, stage: str, said: str | None) -> None:
     given = advice(name, value, stage)
     assert given is None if said is None else given is not None and given.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "lines"),
+    [
+        ("adapter", "qlora", "adapter: lora and quantization: nf4"),
+        ("optimizer", "adamw_torch", "optimizer.kind: adamw"),
+        ("optimizer", "adamw_8bit", "optimizer.kind: adamw8bit"),
+        ("adapter", "lora", None),
+        ("adapter", "oft", None),
+        ("optimizer", "nothing", None),
+    ],
+)
+def test_kinds_of_other_tools(key: str, value: str, lines: str | None) -> None:
+    assert kind_lines(key, value) == lines
 
 
 def test_tools_inherit_only_from_tools() -> None:

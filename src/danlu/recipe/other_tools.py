@@ -42,6 +42,8 @@ BASES = {
 """The tools with keys that another one takes too: it inherits their classes of arguments."""
 SAME, NOTHING, REFUSED = "same", "-", "!"
 """Results of a value: itself, nothing to write (danlu does so anyway), and a value that danlu does not have."""
+KINDS = {"optimizer": "optim"}
+"""Another name under which tools have the kind of a section."""
 LIST, SUM, PRODUCT = "@list", "@sum", "@product"
 """A text with commas becomes a list; several keys of the tool together give the value."""
 
@@ -213,6 +215,19 @@ def advice(name: str, value: Any = None, stage: str = "") -> str | None:
     return f"danlu's key for it is {row.target}{how}" + (f". {row.note}" if row.note and ": write" not in how else "")
 
 
+def kind_lines(key: str, value: str) -> str | None:
+    """The lines that a recipe has for a kind that other tools take: `adapter: qlora`, `optimizer: adamw_torch`.
+
+    key: danlu's key of the section. Returns None for a value that no tool has, or that danlu has nothing for.
+    """
+    for tool in TITLES:
+        for row in rows(tool):
+            names_kind = row.name in (key, KINDS.get(key)) and row.target in (key, f"{key}.kind")
+            if names_kind and (keys := row.convert(value)) and keys != {row.target: value}:
+                return _assignments(keys)
+    return None
+
+
 def _listed(keys: list[ForeignKey]) -> str:
     """Several keys, each with the stage in which it holds, or the tool that calls it so."""
     unstaged = sum(not row.stage for row in keys)
@@ -228,14 +243,18 @@ def _how(row: ForeignKey, value: Any) -> str:
         return f": {(' x ' if kind == PRODUCT else ' + ').join(names)}"
     if value is None or isinstance(value, dict):
         return ""
-    written = row.convert(value)
-    if written is None:
+    keys = row.convert(value)
+    if keys is None:
         return f", which takes other values than {_as_text(value)!r}"
-    if not written:
+    if not keys:
         return f", and {_as_text(value)} is what it does anyway: leave it out"
-    if written == {row.target: value}:
+    if keys == {row.target: value}:
         return ""
-    return f": write {' and '.join(f'{key}: {_as_yaml(each)}' for key, each in written.items())}"
+    return f": write {_assignments(keys)}"
+
+
+def _assignments(keys: Mapping[str, Any]) -> str:
+    return " and ".join(f"{key}: {_as_yaml(value)}" for key, value in keys.items())
 
 
 def _as_yaml(value: Any) -> str:

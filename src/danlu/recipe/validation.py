@@ -64,7 +64,13 @@ def _problem(key: str, kind: str, tree: Node) -> Problem:
         return Problem(key, _unknown(key, section, node.plain if exact else None, _stage(tree)), origin)
     kind_node = node.child("kind") if variants_of(hint) else None
     if kind_node is not None:
-        return Problem(f"{key}.kind", unexpected(node.plain, hint), kind_node.origin)
+        from danlu.recipe import other_tools  # here: see `_unknown`
+
+        kind = kind_node.plain
+        is_unknown = isinstance(kind, str) and kind not in variants_of(hint)
+        written = other_tools.kind_lines(key, kind) if is_unknown else None
+        message = f"unknown kind {format_value(kind)}. Write {written}" if written else unexpected(node.plain, hint)
+        return Problem(f"{key}.kind", message, kind_node.origin)
     return Problem(key, unexpected(node.plain, hint), node.origin)
 
 
@@ -88,6 +94,8 @@ def _unknown(key: str, section: type[Section] | None, value: Any, stage: str) ->
         return f"{message}. {advice}"
     if hint:
         return f"{message}.{hint}"
+    if name in Recipe.model_fields and section is not Recipe:
+        return f"{message}. {name} is a key of the recipe itself, not of {key.rpartition('.')[0]}"
     inner = (field for top in fields_of(Recipe) if section_types(top.hint) for field in fields_of(top.hint, top.key))
     elsewhere = next((field.key for field in inner if field.name == name and field.key != key), None)
     if elsewhere is not None:
