@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from builders.train_worker import train
 from builders.worst_errors import worst_relative_error
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from danlu.core.errors import ModelError
 from danlu.inference.load_adapted import load_adapted_model
 from danlu.inference.resolve_model import resolve_model
 from danlu.models.decoder import Decoder
@@ -74,10 +78,9 @@ def ids(folder: Path) -> Tensor:
     return torch.tensor(AutoTokenizer.from_pretrained(folder).encode(TEXT, add_special_tokens=False))
 
 
-def ours(folder: Path) -> tuple[Decoder, Tensor]:
-    model, _ = load_adapted_model(
-        resolve_model(str(folder)), dtype=torch.float32, device="cpu", quantization=None, merged=False
-    )
+def ours(folder: Path, base: Path | None = None) -> tuple[Decoder, Tensor]:
+    resolved = resolve_model(str(folder), None if base is None else str(base))
+    model, _ = load_adapted_model(resolved, dtype=torch.float32, device="cpu", quantization=None, merged=False)
     with torch.no_grad():
         return model, logits(model, ids(folder)[:16])
 
@@ -175,6 +178,7 @@ def test_rows_of_the_tokens_are_trained_and_those_that_no_token_has_are_not(
         file, key = "model/model.safetensors", "{}.weight"
         config = read_config(tmp_path / "run" / "model")
         assert (config.vocab_size, config.vocab_padding) == (402, 6)
+        assert ids(tmp_path / "run" / "model").max() == 401
     weights = load_file(tmp_path / "run" / file)
     head, embedding = weights[key.format("lm_head")], weights[key.format("model.embed_tokens")]
     act_head, act = head[-1 if len(head) == 2 else 401], embedding[-1 if len(embedding) == 2 else 401]
@@ -281,3 +285,68 @@ def test_preview_shows_old_and_new_ids(tiny_world: World, tmp_path: Path, capsys
     ]
     assert danlu("preview", file, "--rows", "1") == 0
     assert f"<act>: 401, before {' '.join(map(str, shown[1]['before']))}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_small_model_learns_where_two_new_tokens_belong(tiny_world: World, shared_data: Path, tmp_path: Path) -> None:
+    """LoRA on stories260K and 200 rows: both tokens are drawn in their places, the end token too, and PEFT computes the
+    same logits."""
+    names, things = ["Tom", "Lily", "Ben", "Mia", "Sam"], ["ball", "cat", "dog", "car", "tree", "cake", "hat", "book"]
+    rows = [
+        {
+            "prompt": f"{name} wanted a {thing}.",
+            "completion": f" <plan> {name} will look for the {thing}. <act> {name} got the {thing}.",
+        }
+        for name, thing, _ in product(names, things, range(5))
+    ]
+    file = recipe(
+        tiny_world,
+        tmp_path / "run",
+        model={"path": str(shared_data / "weights/stories260K-hf"), "tokens": ["<plan>", "<act>"]},
+        data={"train": str(write_rows(tmp_path / "rows.jsonl", rows))},
+        adapter={"kind": "lora", "rank": 8, "trainable_tokens": ["</s>"]},
+        batch={"sequences": 16, "micro": 16},
+        steps=60,
+    )
+    assert danlu("train", file) == 0
+    folder = tmp_path / "run" / "adapter"
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    right = 0
+    for name, thing in product(names, things):
+        prompt = torch.tensor([[1, *tokenizer.encode(f"{name} wanted a {thing}.", add_special_tokens=False)]])
+        answer = theirs.generate(prompt, max_new_tokens=48, do_sample=False)[0, prompt.shape[1] :].tolist()
+        text = tokenizer.decode(answer)
+        parts = re.fullmatch(r"\s*<plan>(.*)<act>(.*)</s>", text)
+        right += parts is not None and name in parts[1] and name in parts[2] and thing in parts[2]
+    assert right >= 36
+    model, _ = load_adapted_model(
+        resolve_model(str(folder)), dtype=torch.float32, device="cpu", quantization=None, merged=False
+    )
+    text = torch.tensor(tokenizer.encode(rows[0]["prompt"] + rows[0]["completion"]))[:16]
+    with torch.no_grad():
+        wanted = torch.cat([theirs(piece.unsqueeze(0)).logits[0] for piece in (text[:5], text[5:12], text[12:])])
+        assert torch.allclose(logits(model, text), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_that_peft_trained_on_a_resized_base_is_read(tiny_world: World, tmp_path: Path) -> None:
+    """PEFT writes the base's resized matrices with the rows; which texts they are the tokenizer in the folder says."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_world.tokenizer)
+    tokenizer.add_tokens(["<plan>", "<act>"])
+    model = AutoModelForCausalLM.from_pretrained(tiny_world.base)
+    model.resize_token_embeddings(len(tokenizer))
+    both = {"embed_tokens": [3, 400, 401], "lm_head": [3, 400, 401]}
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, trainable_token_indices=both, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    adapted.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ModelError, match="has 401, and this base has 400 rows"):
+        ours(shutil.copytree(tmp_path / "theirs", tmp_path / "without"), tiny_world.base)
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    text = ids(tmp_path / "theirs")[:16]
+    with torch.no_grad():
+        wanted = torch.cat([adapted(piece.unsqueeze(0)).logits[0] for piece in (text[:5], text[5:12], text[12:])])
+    _, computed = ours(tmp_path / "theirs", tiny_world.base)
+    assert torch.allclose(computed, wanted, rtol=1e-5, atol=1e-5)

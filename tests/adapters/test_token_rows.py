@@ -27,7 +27,7 @@ from danlu.models.loading import load
 from danlu.models.saving import save
 from danlu.recipe import sections
 
-IDS = [int(TOKENS[3]), int(TOKENS[9]), 60]
+IDS = sorted({int(TOKENS[3]), int(TOKENS[9]), 60}, reverse=True)
 BASES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {},

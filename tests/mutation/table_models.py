@@ -222,4 +222,47 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/test_attend.py",
         only="in_turn",
     ),
+    # -- new tokens
+    Mutation(
+        "models/decoder.py",
+        "return rows.narrow(dim, 0, min(rows.shape[dim], self.config.vocab_size - start))",
+        "return rows",
+        "assembly/test_extended_base.py",
+        only="padding",
+    ),
+    Mutation(
+        "assembly/extended_base.py",
+        "of_base = rows[: min(token.id for token in tokens)]",
+        "of_base = rows",
+        "assembly/test_extended_base.py",
+        only="spare",
+    ),
+    Mutation(
+        "adapters/token_rows.py",
+        "modules[site.name], shared = embedding, embedding.token_rows if tied else None",
+        "modules[site.name] = embedding",
+        "adapters/test_token_rows.py",
+        only="tied",
+    ),
+    Mutation(
+        "adapters/token_rows.py",
+        ")[order]",
+        ")",
+        "adapters/test_token_rows.py",
+        only="peft_s_folder",
+    ),
+    Mutation(
+        "models/hf_folder.py",
+        "if weight_map.get(name, shard) == shard}",
+        "}",
+        "assembly/test_extended_base.py",
+        only="rows_start",
+    ),
+    Mutation(
+        "assembly/token_notes.py",
+        "alike - itself.long() >= _FEWEST_ALIKE",
+        "alike >= 1",
+        "assembly/test_token_notes.py",
+        only="never_trained",
+    ),
 )

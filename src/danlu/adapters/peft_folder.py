@@ -203,7 +203,7 @@ def add_adapter(adapters: AdapterSet, name: str, folder: AdapterFolder) -> None:
     where = str(folder.path / WEIGHTS)
     section, values, fully_trained, untrained, token_ids = _contents(adapters, folder)
     for key, tensor in untrained.items():
-        _check_base(adapters, key, tensor, where)
+        _check_base(adapters, key, tensor, where, {each for ids in token_ids.values() for each in ids})
     if any(_base_parameter(key) == adapters.hf_name("embed_tokens.weight") for key in fully_trained):
         adapters.head_as_linear()  # PEFT leaves a tied head at the base's embedding
     adapters.add(name, section, token_ids=token_ids, check_ranks=False)
@@ -307,17 +307,18 @@ def _trained_copies(adapters: AdapterSet, added: AddedAdapter) -> tuple[list[str
     return sorted(modules), tensors
 
 
-def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str) -> None:
-    """Raises ModelError unless a tensor that PEFT wrote with an adapter of the embedding equals the model's own."""
+def _check_base(adapters: AdapterSet, key: str, tensor: Tensor, where: str, trained: set[int]) -> None:
+    """Raises ModelError unless a tensor that PEFT wrote with an adapter of the embedding equals the model's own.
+
+    trained: tokens with rows that the adapter trains, and that PEFT's base may have been resized for.
+    """
     name = _base_parameter(key)
     parameters = {adapters.hf_name(own): parameter for own, parameter in adapters.base_parameters().items()}
     embedding = adapters.hf_name("embed_tokens.weight")
     base: Tensor | None = parameters.get(name, parameters[embedding] if name == "lm_head.weight" else None)
-    if base is not None and token_rows.is_base_of_rows(
-        key
-    ):  # PEFT resized it: rows behind its own are in other tensors
-        rows = min(len(base), len(tensor))
-        base, tensor = base[:rows], tensor[:rows]
+    if base is not None and token_rows.is_base_of_rows(key):
+        rows = [row for row in range(min(len(base), len(tensor))) if row not in trained]
+        base, tensor = base[rows], tensor[rows]
     if base is None or base.shape != tensor.shape or not torch.allclose(base.float(), tensor.float(), atol=1e-6):
         raise ModelError(
             f"{where}: {key} is not the base's own {name}: the vocabulary was changed while it was trained. "

@@ -152,10 +152,10 @@ def from_peft(
     given = reader.values.get(KEY)
     if given is None:
         return {}, {}
-    by_name = given if isinstance(given, dict) else {"embed_tokens": given}
     ids: dict[str, list[int]] = {}
     rows: dict[str, Tensor] = {}
     places = {site.group: site for site in sites if site.group in ("embedding", "head")}
+    by_name = given if isinstance(given, dict) else {places["embedding"].hf_name: given}
     for name, asked in by_name.items():
         site = next((site for site in places.values() if f".{site.hf_name}".endswith(f".{name}")), None)
         if site is None:

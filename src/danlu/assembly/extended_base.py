@@ -89,16 +89,16 @@ def _write(fresh: Path, folder: Path, tokens: Sequence[AddedToken]) -> None:
     config, stored = read_config(folder), read_tensors(folder)
     wider = extended_config(config, tokens)
     named = {own_name(name, config): name for name in stored}
-    embedding = hf_name(EMBEDDING, config)
-    matrices = [named.get(embedding) or named.get(HEAD)]  # some tools keep a tied matrix as the head
+    embedding, head = hf_name(EMBEDDING, config), hf_name(HEAD, config)
+    matrices = [named.get(embedding) or named.get(head)]  # some tools keep a tied matrix as the head
     if config.has_own_head:
-        matrices.append(named.get(HEAD))
+        matrices.append(named.get(head))
     shards: dict[str, str] = {}  # by tensor
     for name, location in stored.items():
         shards[name] = _SINGLE_FILE_LINK if location.file.name == SINGLE_FILE else location.file.name
         if not (link := fresh / shards[name]).exists():
             link.symlink_to(location.file.resolve())
-    shards = {name: shard for name, shard in shards.items() if name not in (named.get(embedding), named.get(HEAD))}
+    shards = {name: shard for name, shard in shards.items() if name not in (named.get(embedding), named.get(head))}
     total = sum(stored[name].bytes for name in shards)
     written = _write_matrices(fresh / _SHARD, folder, matrices, wider, tokens)
     write_index(fresh, shards | dict.fromkeys(written, _SHARD), total + sum(written.values()))
@@ -118,7 +118,8 @@ def _write_matrices(
     with TensorStream(file, [name for name in names if name is not None]) as stream:
         for name in names:
             if name is None:
-                raise ModelError(f"{folder}: holds no {hf_name(EMBEDDING, config)}, or no {HEAD}, to add rows to")
+                names = f"{hf_name(EMBEDDING, config)}, or no {hf_name(HEAD, config)}"
+                raise ModelError(f"{folder}: holds no {names}, to add rows to")
             rows = _rows(folder, name, config.vocab_rows, tokens)
             stream.add(name, rows)
             written[name] = rows.nbytes

@@ -81,7 +81,7 @@ def untrained_tokens(folder: Path, tokens: Sequence[int]) -> list[int]:
     """
     config = read_config(folder)
     stored = own_tensors(folder, config)
-    name = HEAD if config.has_own_head else hf_name(EMBEDDING, config)
+    name = hf_name(HEAD if config.has_own_head else EMBEDDING, config)
     location = stored.get(name)
     count = config.vocab_size
     tokens = [token for token in tokens if token < count]
