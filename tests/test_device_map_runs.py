@@ -204,7 +204,7 @@ def test_teachers_of_other_shapes_are_dealt_their_own_layers(
 
 def test_a_head_that_scores_is_where_the_last_norm_is(tiny_world: World, tmp_path: Path, moves: list[Any]) -> None:
     for where, layout in (("one", {}), ("several", MAP)):
-        changes = {"stage": "reward", "objective": "bradley-terry", "batch": {"sequences": None, "pairs": 4}}
+        changes = {"stage": "reward", "objective": "bradley-terry", "batch": {"sequences": None, "rows": 4}}
         file = tiny_world.recipe(
             tmp_path / where, model={"config": DEEP}, **changes, **SHORT, data={"eval": 5}, **layout
         )

@@ -99,7 +99,7 @@ def size_of(stage: str) -> list[str]:
     if stage == "rl":
         return [*SIZE, "steps=8", "data.max_length=192", "batch.prompts=4", *ROLLOUT]
     if stage == "preference":
-        return [*SIZE, "steps=8", "data.max_length=192", "batch.pairs=4"]
+        return [*SIZE, "steps=8", "data.max_length=192", "batch.rows=4"]
     whole = [*SIZE, "steps=8", "data.max_length=192", "data.packing=none", "batch.sequences=16"]
     return whole if stage == "sft" else [*whole, "rollout.max_new_tokens=8"]
 
@@ -126,7 +126,7 @@ def test_a_documented_recipe_trains_without_a_rising_loss(place: str, here: Path
         reward = {**values, "stage": "reward", "data": {"train": "pairs.jsonl"}, "output": "reward"}
         for key in ("rewards", "objective", "rollout"):
             reward.pop(key, None)
-        assert danlu("train", written(reward), *SIZE, "steps=1", "data.max_length=192", "batch.pairs=4") == 0
+        assert danlu("train", written(reward), *SIZE, "steps=1", "data.max_length=192", "batch.rows=4") == 0
     recipe, size = written(values), size_of(values["stage"])
     assert danlu("train", recipe, *size, "--dry-run") == 0
     assert not Path("run").exists()

@@ -155,7 +155,7 @@ def test_it_is_trained_on(lora: Path, tiny_world: World, tmp_path: Path) -> None
     assert not any(torch.equal(old[key], new[key]) for key in old if "token_adapter" in key)
 
 
-PAIRS = {"pairs": 4, "sequences": None, "micro": 2}
+PAIRS = {"rows": 4, "sequences": None, "micro": 2}
 STAGES: dict[str, dict[str, Any]] = {
     "full": {},
     "packing": {"adapter": LORA, "data": {"packing": "none"}},

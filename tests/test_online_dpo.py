@@ -90,7 +90,7 @@ def test_a_run_is_one_of_offline_dpo_on_the_pairs_that_were_drawn(
     assert len(drawn) == 16 and sum(pairs) > 0
     turned = [exchanged(item) if number == pairs.index(True) else item for number, item in enumerate(drawn)]
     for folder, given in (("offline", drawn), ("turned", turned)):
-        more = {"data": {"eval": None, "prompt": None}, "batch": {"pairs": 4, "prompts": None}}
+        more = {"data": {"eval": None, "prompt": None}, "batch": {"rows": 4, "prompts": None}}
         more |= {"rollout": None, "rewards": None, "evaluation": None}
         given_file = recipe_file(tiny_world, tmp_path / folder, stage="dpo", steps=4, **shared, **more)
         stage = replace(STAGES["preference"], reader=lambda recipe, given=given: GivenPairs(recipe, given))  # type: ignore[misc]

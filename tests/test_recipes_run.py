@@ -99,9 +99,9 @@ def logits(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]
         ("pretrain", ["batch.tokens=256", "evaluation.every=2", "evaluation.samples.max_new_tokens=8"]),
         ("sft", ["batch.sequences=2", "evaluation.every=2"]),
         ("continue", ["batch.tokens=256", "evaluation.every=2"]),
-        ("dpo", ["batch.pairs=4", "evaluation.every=2"]),
-        ("kto", ["batch.pairs=4", "evaluation.every=2"]),
-        ("orpo", ["batch.pairs=4", "evaluation.every=2"]),
+        ("dpo", ["batch.rows=4", "evaluation.every=2"]),
+        ("kto", ["batch.rows=4", "evaluation.every=2"]),
+        ("orpo", ["batch.rows=4", "evaluation.every=2"]),
         ("distill", ["batch.sequences=2", "evaluation.every=2"]),
         ("gkd", ["batch.sequences=2", "evaluation.every=2", "rollout.max_new_tokens=8"]),
         ("grpo", ["batch.prompts=4", "evaluation.every=2", "data.eval=4", *SHORT_ANSWERS]),
@@ -148,7 +148,7 @@ def test_the_recipe_of_a_reward_model_trains(here: Path, capsys: pytest.CaptureF
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     recipe = shipped_folder() / "reward.yaml"
-    assert danlu("train", recipe, *SIZE, "batch.pairs=4", "evaluation.every=2", "precision=fp32") == 0
+    assert danlu("train", recipe, *SIZE, "batch.rows=4", "evaluation.every=2", "precision=fp32") == 0
     capsys.readouterr()
     command = ("eval", "runs/reward", "--data", "preferences.jsonl", "--json", "--scores", "scores.jsonl")
     assert danlu(*command) == 0
@@ -176,7 +176,7 @@ def test_the_recipe_of_ppo_trains_with_the_reward_model_of_another(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [*SIZE, "precision=fp32"]
-    assert danlu("train", shipped_folder() / "reward.yaml", *small, "steps=2", "batch.pairs=4") == 0
+    assert danlu("train", shipped_folder() / "reward.yaml", *small, "steps=2", "batch.rows=4") == 0
     recipe, own = shipped_folder() / "ppo.yaml", ["data.eval=4", "evaluation.every=2", *SHORT_ANSWERS]
     assert danlu("train", recipe, *small, "batch.prompts=4", *own) == 0
     lines = [json.loads(line) for line in (here / "runs/ppo/metrics.jsonl").read_text().splitlines()]

@@ -52,7 +52,7 @@ def recipe(world: World, folder: Path, name: str, parallel: Mapping[str, Any] | 
         "stage": "reward",
         "objective": {"kind": "bradley-terry", "centring": 0.01},
         "steps": 4,
-        "batch": {"sequences": None, "pairs": 6, "micro": 1},
+        "batch": {"sequences": None, "rows": 6, "micro": 1},
         "data": {"eval": 5},
         "evaluation": {"every": 2},
         "checkpoint": {"every": 2},
@@ -160,7 +160,7 @@ def test_a_process_reward_model_is_a_token_classifier(tiny_world: World, tmp_pat
 
 
 def test_micro_batches_change_nothing(tiny_world: World, tmp_path: Path, outcome: Path) -> None:
-    assert train([recipe(tiny_world, tmp_path, "run", batch={"pairs": 6, "micro": 8, "sequences": None})]) == [0]
+    assert train([recipe(tiny_world, tmp_path, "run", batch={"rows": 6, "micro": 8, "sequences": None})]) == [0]
     assert losses(tmp_path / "run") == pytest.approx(losses(outcome), rel=1e-5)
     assert worst_relative_error(trained_tensors(tmp_path / "run"), trained_tensors(outcome)) < 2e-5
 

@@ -347,7 +347,7 @@ def test_two_answers_of_full_length_are_expected_where_they_are_one_item(
     tiny_world: World, tmp_path: Path, wide_base: Path
 ) -> None:
     model = {"path": str(wide_base), "config": None, "tokenizer": None}
-    batch = {"sequences": None, "pairs": 2, "micro": 1}
+    batch = {"sequences": None, "rows": 2, "micro": 1}
     changes = {"stage": "orpo", "data": {"max_length": LENGTH}, "precision": "bf16", "batch": batch, "model": model}
     recipe = load(tiny_world.recipe(tmp_path / "run", **changes)).recipe
     placed = placed_of(recipe)
@@ -373,7 +373,7 @@ def test_two_answers_of_full_length_are_expected_where_they_are_one_item(
 
 
 def test_a_reward_model_is_expected_without_a_head_over_the_vocabulary(tiny_world: World, tmp_path: Path) -> None:
-    changes = {"stage": "reward", "batch": {"sequences": None, "pairs": 2, "micro": 1}}
+    changes = {"stage": "reward", "batch": {"sequences": None, "rows": 2, "micro": 1}}
     recipe = recipe_of(tiny_world, tmp_path, changes)
     told = TokenizerInfo(400, None, None, None, ())
     config = meta_model.config_of(recipe, told)

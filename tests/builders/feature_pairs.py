@@ -36,8 +36,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     # -- stages and objectives
     "sft": {"stage": "sft"},
     "pretrain": {"stage": "pretrain"},
-    "dpo": {"stage": "dpo", "batch": {"pairs": 4}},
-    "reward": {"stage": "reward", "batch": {"pairs": 4}},
+    "dpo": {"stage": "dpo", "batch": {"rows": 4}},
+    "reward": {"stage": "reward", "batch": {"rows": 4}},
     "distill": {"stage": "distill", "teacher": ["base"]},
     "grpo": {"stage": "grpo", "rewards": ["my.py:short"]},
     "ppo": {"stage": "ppo", "rewards": ["my.py:short"]},

@@ -132,7 +132,7 @@ def recipe_file(world: World, folder: Path, name: str, **changes: Any) -> str:
         evaluation={"every": 3},
         checkpoint={"every": 3},
     )
-    values |= {"model": {"path": str(world.base)}, "batch": {"pairs": 4, "micro": 1}}
+    values |= {"model": {"path": str(world.base)}, "batch": {"rows": 4, "micro": 1}}
     for key, change in changes.items():
         values[key] = {**values[key], **change} if key in ("model", "data", "batch") else change
     file = folder / f"{name}.yaml"

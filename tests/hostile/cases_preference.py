@@ -21,7 +21,7 @@ def stage(name: str, *lines: object, **changes: Any) -> Arrange:
 
     def arrange(place: Place) -> None:
         place.rows(*lines)
-        values: dict[str, Any] = {"model": FINISHED, "batch": {"sequences": None, "micro": None, "pairs": 2}}
+        values: dict[str, Any] = {"model": FINISHED, "batch": {"sequences": None, "micro": None, "rows": 2}}
         values |= {"data": {"train": "@/rows.jsonl", "cache": "@/cache"}, **changes}
         values["batch"] = {key: value for key, value in values["batch"].items() if value is not None}
         place.recipe(stage=name, **values)
@@ -196,7 +196,7 @@ CASES = [
         "sequences in a step of pairs",
         TRAIN,
         2,
-        ("error: r.yaml:", "batch.sequences: a step of stage preference is counted in rows. Give batch.pairs instead"),
+        ("error: r.yaml:", "batch.sequences: a step of stage preference is counted in rows. Give batch.rows instead"),
         stage("dpo", GOOD, batch={"sequences": 4, "micro": 2}),
     ),
     Case(
@@ -205,9 +205,9 @@ CASES = [
         2,
         (
             "error: r.yaml:",
-            "batch.pairs: only stages preference and reward count rows; stage sft takes batch.sequences",
+            "batch.rows: only stages preference and reward count rows; stage sft takes batch.sequences",
         ),
-        lambda place: place.recipe(batch={"sequences": None, "micro": "auto", "pairs": 4}),
+        lambda place: place.recipe(batch={"sequences": None, "micro": "auto", "rows": 4}),
     ),
     Case(
         "reference without the adapter that is off",

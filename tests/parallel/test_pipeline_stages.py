@@ -88,7 +88,7 @@ def files(tiny_world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         common = {
             "model": {"path": str(folder / "base"), "config": None, "tokenizer": None},
             "optimizer": {"kind": "sgd", "learning_rate": 0.1, "momentum": 0.9},
-            "batch": {"sequences": None, "sequences" if changes["stage"] == "distill" else "pairs": 7, "micro": 1},
+            "batch": {"sequences": None, "sequences" if changes["stage"] == "distill" else "rows": 7, "micro": 1},
             "data": {"max_length": 32},
         }
         named = json.loads(re.sub('"([A-Z]+)"', lambda match: json.dumps(models[match[1]]), json.dumps(changes)))

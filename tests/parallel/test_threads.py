@@ -154,7 +154,7 @@ def test_what_replicas_do_not_have_is_refused_before_rows_are_read(
     changes |= {"model": {"path": str(tiny_world.base), "config": None, "tokenizer": None}}
 
     def check(parallel: dict[str, Any]) -> None:
-        batch = {} if changes["stage"] == "distill" else {"batch": {"sequences": None, "pairs": 4, "micro": 1}}
+        batch = {} if changes["stage"] == "distill" else {"batch": {"sequences": None, "rows": 4, "micro": 1}}
         recipe = load(tiny_world.recipe(tmp_path / "run", parallel=parallel, **changes, **batch)).recipe
         stage = STAGES[recipe.stage]
         stage.builder(recipe, stage).check(None)

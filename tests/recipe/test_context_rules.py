@@ -54,8 +54,8 @@ def test_what_context_ranks_cannot_do_is_refused(write: Write, changes: dict[str
 
 def test_every_stage_of_language_goes_on_context_ranks(write: Write) -> None:
     for changes in (
-        {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
-        {"stage": "reward", "batch": "{pairs: 4}"},
+        {"stage": "dpo", "reference": "frozen", "batch": "{rows: 4}"},
+        {"stage": "reward", "batch": "{rows: 4}"},
         {"stage": "distill", "teacher": "teacher"},
         {"stage": "grpo", "batch": "{prompts: 4}", "rewards": "{kind: length, most: 9}"},
     ):
@@ -72,7 +72,7 @@ def test_every_stage_of_language_goes_on_context_ranks(write: Write) -> None:
     ],
 )
 def test_what_rows_that_are_trees_cannot_do_is_refused(write: Write, changes: dict[str, str], message: str) -> None:
-    pairs = {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"}
+    pairs = {"stage": "dpo", "reference": "frozen", "batch": "{rows: 4}"}
     with pytest.raises(RecipeError) as caught:
         load(write(text(**pairs, **changes)))
     assert [problem for problem in caught.value.problems if message in problem], caught.value.problems

@@ -10,6 +10,9 @@ import pytest
 
 from danlu.core.errors import ModelError, RecipeError
 from danlu.recipe import load
+from danlu.recipe.explanation import explain
+from danlu.recipe.loading import load_resolved
+from danlu.recipe.resolved_yaml import resolved_yaml
 from danlu.recipe.sections import Adafactor, EarlyStop, Ema, Lion, Ngram, Samples, Source
 
 Write = Callable[..., str]
@@ -304,3 +307,21 @@ def test_a_recipe_in_the_words_of_another_tool(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         load(write("stage: sft\ndataset: rows.json\noutput_dir: runs/x\nlora_rank: 8\n"))
     assert any("model: missing: add 'model: ...'" in line for line in caught.value.problems)
+
+
+def test_the_earlier_name_of_a_key_is_read(write: Write) -> None:
+    """`batch.pairs` is `batch.rows` now: in a file, as an override, in a run's own recipe, and in `explain`."""
+    recipe = "stage: dpo\nmodel: base\ndata: rows.json\noutput: runs/x\n"
+    present = load(write(f"{recipe}batch: {{rows: 4, micro: 2}}\n")).recipe
+    earlier = load(write(f"{recipe}batch: {{pairs: 4, micro: 2}}\n"))
+    assert earlier.recipe == present and earlier.is_written("batch.rows")
+    assert earlier.origin("batch.rows") == "recipe.yaml:5:16"
+    assert load(write(f"{recipe}batch: {{rows: 9, micro: 2}}\n"), ["batch.pairs=4"]).recipe == present
+    assert load(write(f"{recipe}batch: {{pairs: 9, micro: 2}}\n"), ["batch.rows=4"]).recipe == present
+    assert load(write(f"{recipe}batch: {{pairs: 5, micro: 2}}\n")).recipe != present
+    resolved = resolved_yaml(present)
+    assert "rows: 4" in resolved and "pairs" not in resolved
+    assert load_resolved(write(resolved.replace("rows: 4", "pairs: 4"))) == present
+    assert explain("batch.pairs") == explain("batch.rows")
+    with pytest.raises(RecipeError, match="batch.pairs: unknown key in BatchSize: it is the earlier name of rows"):
+        load(write(f"{recipe}batch: {{pairs: 4, rows: 4}}\n"))

@@ -197,7 +197,7 @@ def test_accumulated_batches_are_a_product() -> None:
     assert row.convert(8, others) == {"batch.sequences": 32}
     assert row.convert(8, {**others, "num_processes": 2}) == {"batch.sequences": 64}
     of_pairs = of_tool("trl", "gradient_accumulation_steps", "preference")
-    assert of_pairs is not None and of_pairs.convert(8, others) == {"batch.pairs": 32}
+    assert of_pairs is not None and of_pairs.convert(8, others) == {"batch.rows": 32}
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_config_may_be_changed_inside(write: Write) -> None:
 def test_the_only_entry_of_a_list_needs_no_number(write: Write) -> None:
     text = TEXT.replace("stage: sft", "stage: dpo")
     for key in ("objective.beta", "objective.0.beta"):
-        objective = changed(write, f"{key}=0.3", "batch={pairs: 4}", "data={train: rows.json}", text=text).objective
+        objective = changed(write, f"{key}=0.3", "batch={rows: 4}", "data={train: rows.json}", text=text).objective
         assert objective is not None and [term.model_dump()["beta"] for term in objective] == [0.3]
 
 

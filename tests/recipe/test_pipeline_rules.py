@@ -94,7 +94,7 @@ PIPEDREAM = "{data: 2, pipeline: {stages: 2, schedule: pipedream}}"
             "batch.micro: pipedream's step is one micro-batch on each of 2 data ranks, and 8 sequences are more than 2 "
             "in each. Use 4 or auto",
         ),
-        ({"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"}, "stage: pipedream begins steps before"),
+        ({"stage": "dpo", "reference": "frozen", "batch": "{rows: 4}"}, "stage: pipedream begins steps before"),
     ],
 )
 def test_what_pipedream_cannot_do_is_refused(write: Write, changes: dict[str, str], message: str) -> None:
@@ -116,10 +116,10 @@ def test_pipedream_has_a_step_in_each_micro_batch(write: Write) -> None:
 
 DISTILL = {"stage": "distill", "teacher": "other", "objective": "forward"}
 STAGES: dict[str, dict[str, str]] = {
-    "reward": {"stage": "reward", "batch": "{pairs: 4}"},
-    "dpo": {"stage": "dpo", "batch": "{pairs: 4}"},
-    "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{pairs: 4}"},
-    "simpo": {"stage": "simpo", "batch": "{pairs: 4}"},
+    "reward": {"stage": "reward", "batch": "{rows: 4}"},
+    "dpo": {"stage": "dpo", "batch": "{rows: 4}"},
+    "dpo, frozen": {"stage": "dpo", "reference": "frozen", "batch": "{rows: 4}"},
+    "simpo": {"stage": "simpo", "batch": "{rows: 4}"},
     "distill": DISTILL,
     "distill, on_policy": {**DISTILL, "on_policy": "0.5"},
     "grpo": {"stage": "grpo", "rewards": "[{kind: length, most: 9}]", "batch": "{prompts: 4}"},

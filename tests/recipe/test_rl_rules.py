@@ -309,7 +309,7 @@ BROKEN = [
     ({"data": "{train: rows.json, append_eos: false}"}, "data.append_eos: not read with stage rl: answers end where"),
     ({"loss": "{z_loss: 0.1}"}, "loss: additions to a cross-entropy, which stage rl has none of. Leave it out, or see"),
     ({"batch": "8"}, "batch.sequences: a step of stage rl is counted in prompts. Give batch.prompts instead"),
-    ({"batch": "{pairs: 8}"}, "batch.pairs: a step of stage rl is counted in prompts. Give batch.prompts instead"),
+    ({"batch": "{rows: 8}"}, "batch.rows: a step of stage rl is counted in prompts. Give batch.prompts instead"),
     (
         {"batch": "{prompts: 16, updates: 5}"},
         "batch.updates: 5 does not divide the 16 prompts of a rollout. Use 4 or 8",

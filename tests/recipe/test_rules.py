@@ -44,7 +44,7 @@ PATHS = {
     "data.cache": text(data="{{train: rows.json, cache: {}}}"),
     "memory.folder": text(memory="{{offload: [optimizer], folder: {}}}"),
     "optimizer.folder": text(optimizer="{{kind: paged-adamw, folder: {}}}"),
-    "reference.model": text(stage="dpo", batch="{{pairs: 4}}", reference="{{kind: frozen, model: {}}}"),
+    "reference.model": text(stage="dpo", batch="{{rows: 4}}", reference="{{kind: frozen, model: {}}}"),
     "rewards.0.path": text(stage="grpo", rewards="{{kind: model, path: {}}}"),
     "rollout.draft.model": text(
         evaluation="{{every: 9, samples: hi}}", rollout="{{draft: {{kind: model, model: {}}}}}"

@@ -64,7 +64,7 @@ def test_the_defaults_of_pretraining_are_those_of_the_sections(write: Write) -> 
 
 def test_schedule_and_batch_follow_the_stage_too(write: Write) -> None:
     dpo, grpo, sft = (read(write, stage) for stage in ("dpo", "grpo", "sft"))
-    assert (dpo.schedule.kind, dpo.schedule.warmup, dpo.batch.pairs) == ("linear", 0.1, 32)
+    assert (dpo.schedule.kind, dpo.schedule.warmup, dpo.batch.rows) == ("linear", 0.1, 32)
     assert (grpo.schedule.kind, grpo.batch.prompts) == ("constant", 16)
     assert (sft.schedule.kind, sft.schedule.warmup, sft.batch.sequences) == ("cosine", 0.03, 16)
 
@@ -76,25 +76,25 @@ def test_other_optimizers_keep_their_ratio_to_adamw(write: Write) -> None:
 
 
 def test_what_is_written_stays(write: Write) -> None:
-    recipe = read(write, "dpo", "optimizer: {learning_rate: 1e-4}", "schedule: cosine", "batch: {pairs: 4}")
+    recipe = read(write, "dpo", "optimizer: {learning_rate: 1e-4}", "schedule: cosine", "batch: {rows: 4}")
     assert (recipe.optimizer.learning_rate, recipe.optimizer.weight_decay) == (1e-4, 0.0)
-    assert (recipe.schedule.kind, recipe.schedule.warmup, recipe.batch.pairs) == ("cosine", 0.1, 4)
+    assert (recipe.schedule.kind, recipe.schedule.warmup, recipe.batch.rows) == ("cosine", 0.1, 4)
     assert read(write, "sft", "batch: {tokens: 2048}").batch.sequences is None
 
 
 def test_overrides_change_which_defaults_hold(write: Write) -> None:
     recipe = read(write, "sft", overrides=("stage=dpo", "adapter=lora", "batch.micro=2"))
     assert recipe.optimizer.learning_rate == 5e-6
-    assert (recipe.batch.pairs, recipe.batch.sequences, recipe.batch.micro) == (32, None, 2)
+    assert (recipe.batch.rows, recipe.batch.sequences, recipe.batch.micro) == (32, None, 2)
     assert read(write, "sft", overrides=("optimizer.learning_rate=null",)).optimizer.learning_rate == 2e-5
 
 
 def test_where_a_default_is_from_is_said(write: Write) -> None:
-    loaded = load(write(four_lines("dpo", "batch: {pairs: 4}")))
+    loaded = load(write(four_lines("dpo", "batch: {rows: 4}")))
     assert explain("optimizer.learning_rate", loaded).origin == (
         "default of stage preference, all weights trained (recipe.yaml:1:8)"
     )
-    assert not loaded.is_written("optimizer.learning_rate") and loaded.is_written("batch.pairs")
+    assert not loaded.is_written("optimizer.learning_rate") and loaded.is_written("batch.rows")
     said = explain("optimizer.learning_rate").defaults
     assert said["sft"] == "2e-05, of an adapter 0.0002" and said["pretrain"] == "0.0003"
 
@@ -111,7 +111,7 @@ def test_former_defaults() -> None:
         "optimizer.weight_decay": 0.1,
         "schedule.kind": "cosine",
         "schedule.warmup": 0.05,
-        "batch.pairs": 8,
+        "batch.rows": 8,
     }
     assert former_values("sft", "lion")["optimizer.learning_rate"] == 3e-5
 

@@ -86,7 +86,7 @@ def test_a_stage_imports_what_it_needs(tiny_world: World, tmp_path: Path) -> Non
     files = [
         tiny_world.recipe(tmp_path / "sft", **small),
         tiny_world.recipe(
-            tmp_path / "dpo", **small | {"stage": "dpo", "data": {"train": str(pairs)}, "batch": {"pairs": 2}}
+            tmp_path / "dpo", **small | {"stage": "dpo", "data": {"train": str(pairs)}, "batch": {"rows": 2}}
         ),
         tiny_world.recipe(
             tmp_path / "grpo",

@@ -18,6 +18,7 @@ from danlu.recipe.type_hints import (
     fields_at,
     fields_of,
     literal_values,
+    present_name,
     subsection_types,
     variants_of,
     walk_fields,
@@ -45,6 +46,7 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
 
     Raises RecipeError for a key that no recipe has, with the nearest that one has.
     """
+    key = present_name(key)
     if key in CHAIN_KEYS:
         return _of_chain(key)
     fields = fields_at(".".join(part for part in key.split(".") if not part.isdecimal()))

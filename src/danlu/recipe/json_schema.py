@@ -17,6 +17,8 @@ def schema() -> dict[str, Any]:
     definitions: dict[str, Any] = recipe_schema.pop("$defs")
     for name, definition in list(definitions.items()):
         section = getattr(sections, name)
+        for old, present in section.old_names.items():
+            definition["properties"][old] = {**definition["properties"][present], "deprecated": True}
         definition["properties"] = _admit_short_values(section, definition["properties"])
         definitions[name] = _admit_short_form(section, definition)
     properties = recipe_schema["properties"] = _admit_short_values(Recipe, recipe_schema["properties"])

@@ -84,7 +84,8 @@ def merge(node: Node, over: Node, hint: Hint = Recipe, default: Any = None) -> N
         _change_kind(node, kind.value)
     section = matching_variant(hint, over if over.child("kind") is not None else node) or _class_of(hint, default)
     fields = field_types(section) if section is not None else {}
-    for key, child in over.value.items():
+    for name, child in over.value.items():
+        key = section.old_names.get(name, name) if section is not None else name
         if section is not None and key in section.one_of and child.value is not None:
             _drop(node.value, [name for name in section.one_of if name != key])
         key_default = section.model_fields[key].default if section is not None and key in fields else None
@@ -121,6 +122,7 @@ def _put(node: Node, hint: Hint, parts: Sequence[str], value: Node, default: Any
     if not isinstance(node.value, dict):
         node.value, node.origin = _from_default(default, value.origin), value.origin
     section = (matching_variant(hint, node) or _class_of(hint, default)) if hint is not None else None
+    part = section.old_names.get(part, part) if section is not None else part
     if section is not None and part in section.one_of and (rest or value.value is not None):
         _drop(node.value, [name for name in section.one_of if name != part])
     if hint is not None and variants_of(hint) and part == "kind" and not rest:

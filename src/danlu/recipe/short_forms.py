@@ -8,6 +8,7 @@ its short form by naming one field.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from danlu.recipe.sections import Section
@@ -78,10 +79,17 @@ def _expand_section(node: Node, hint: Hint, default: Any) -> Node:
             entries = {"kind": Node(vars(default)["kind"], node.origin), **entries}
         section = matching_variant(hint, Node(entries, node.origin)) or section
     known = field_types(section)
+    entries = {_present_name(key, section, entries): child for key, child in entries.items()}
     for key, child in entries.items():
         if key in known:
             entries[key] = expand(child, known[key], section.model_fields[key].default)
     return Node(entries, node.origin, node.key_origin)
+
+
+def _present_name(key: str, section: type[Section], entries: Mapping[str, Node]) -> str:
+    """The name of a field now; where the section has both, the old one stays for validation to report."""
+    name = section.old_names.get(key, key)
+    return key if name in entries else name
 
 
 def _variant_of_text(hint: Hint, value: Any) -> type[Section] | None:

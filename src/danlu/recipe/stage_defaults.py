@@ -26,7 +26,7 @@ class StageDefaults:
     adapter_rate: float
     schedule: Literal["cosine", "linear", "constant"]
     warmup: float  # share of the run
-    batch_unit: Literal["sequences", "pairs", "prompts"]
+    batch_unit: Literal["sequences", "rows", "prompts"]
     batch: int  # of batch_unit, in one optimizer step
     has_weight_decay: bool = False
 
@@ -35,9 +35,9 @@ STAGE_DEFAULTS = {
     "pretrain": StageDefaults(3e-4, 3e-4, "cosine", 0.05, "sequences", 8, has_weight_decay=True),
     "sft": StageDefaults(2e-5, 2e-4, "cosine", 0.03, "sequences", 16),
     "classify": StageDefaults(1e-3, 1e-3, "cosine", 0.05, "sequences", 128),
-    "reward": StageDefaults(1e-5, 1e-4, "cosine", 0.03, "pairs", 32),
-    "preference": StageDefaults(5e-7, 5e-6, "linear", 0.1, "pairs", 32),
-    "orpo": StageDefaults(8e-6, 8e-5, "linear", 0.1, "pairs", 32),
+    "reward": StageDefaults(1e-5, 1e-4, "cosine", 0.03, "rows", 32),
+    "preference": StageDefaults(5e-7, 5e-6, "linear", 0.1, "rows", 32),
+    "orpo": StageDefaults(8e-6, 8e-5, "linear", 0.1, "rows", 32),
     "distill": StageDefaults(2e-5, 2e-4, "cosine", 0.03, "sequences", 16),
     "gkd": StageDefaults(1e-5, 1e-4, "cosine", 0.03, "sequences", 16),
     "rl": StageDefaults(1e-6, 1e-5, "constant", 0.05, "prompts", 16),

@@ -121,6 +121,13 @@ def fields_at(key: str, *, through_lists: bool = True) -> list[RecipeField]:
     return [field for field in fields_below(parent, through_lists=through_lists) if field.name == name]
 
 
+def present_name(key: str) -> str:
+    """A dotted key with the name that its field has now, where an earlier version called it otherwise."""
+    parent, _, name = key.rpartition(".")
+    names = {field.section.old_names[name] for field in fields_below(parent) if name in field.section.old_names}
+    return f"{parent}.{names.pop()}" if names else key
+
+
 @cache
 def fields_below(key: str, *, through_lists: bool = True) -> tuple[RecipeField, ...]:
     """The fields directly below a dotted key; those of the recipe itself below "".

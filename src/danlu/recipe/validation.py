@@ -88,6 +88,8 @@ def _unknown(key: str, section: type[Section] | None, value: Any, stage: str) ->
     section = section or Recipe
     message = "unknown key" if section is Recipe else f"unknown key in {section.__name__}"
     known, name = list(section.model_fields), key.rpartition(".")[2]
+    if name in section.old_names:
+        return f"{message}: it is the earlier name of {section.old_names[name]}, which is given too. Leave it out"
     advice = other_tools.advice(key, value, stage)
     hint = did_you_mean(name, known)
     if advice is not None and not any(row.target == key for row in other_tools.find(key, stage)):

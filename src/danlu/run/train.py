@@ -422,7 +422,7 @@ def _micro_batch_size(
         most = share if pipeline is None or is_one else max(1, share // (2 * ranks.pipeline.size))
         micro = ranks.world.from_first(lambda: budget.micro(optimizer, most if recipe.batch.micro == "auto" else share))
     micro_batches = -(-per_step // (ranks.data.size * micro))
-    is_dealt_by_tokens = recipe.batch.pairs is not None  # how many micro-batches follows from the rows of each step
+    is_dealt_by_tokens = recipe.batch.rows is not None  # how many micro-batches follows from the rows of each step
     unfit = [] if pipeline is None else pipeline.problems(micro_batches)
     if unfit and not is_dealt_by_tokens:
         raise RecipeError([f"parallel.pipeline: micro-batches of a step: {message}" for message in unfit])

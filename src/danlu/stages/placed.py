@@ -146,7 +146,7 @@ class PlacedDecoder:
         forward = forward_of(model, compiled=compiled)
         batch = self.recipe.batch
         parallel = self.parallel if self.parallel.alone else data.replicated_step(self.parallel, self.recipe.parallel)
-        counts_trees = batch.pairs is not None or batch.prompts is not None
+        counts_trees = batch.rows is not None or batch.prompts is not None
         learner = DecoderLearner(
             model,
             forward,

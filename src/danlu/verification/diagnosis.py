@@ -71,7 +71,7 @@ class Case:
     def _dealt(self, items: Sequence[Item], data: Group) -> Sequence[Sequence[int]]:
         """The numbers of the items in each micro-batch of a data rank, as its learner deals them."""
         recipe, micro = self.recipe, self.task.micro
-        if recipe.batch.pairs is None:
+        if recipe.batch.rows is None:
             return shard_in_order(items, ParallelContext(Ranks(data=data)), micro)
         stages = Group("pipeline", tuple(range(self.layout.pipeline)))
         pipeline = None if stages.alone else Pipeline("1f1b", 1, stages)

@@ -202,7 +202,7 @@ def _repeated_rows(recipe: Recipe, ranks: Ranks) -> AbstractContextManager[None]
 
     Where rows are dealt by tokens: the first row of the first rank is given to the last one too.
     """
-    if recipe.batch.pairs is not None:
+    if recipe.batch.rows is not None:
 
         def shard_by_tokens(
             tokens: Sequence[int], data_rank: int, data_ranks: int, capacity: int, *, least: int = 1

@@ -10,7 +10,7 @@ from danlu.recipe.yaml_tree import Problem
 
 MAX_PACKS = 2**24
 """Packed sequences of a step: each is a Python object."""
-UNITS = {"preference": ("pairs", "rows"), "reward": ("pairs", "rows"), "rl": ("prompts", "prompts")}
+UNITS = {"preference": ("rows", "rows"), "reward": ("rows", "rows"), "rl": ("prompts", "prompts")}
 """The key that counts a step and the name of its unit, by stage, where they are not packed sequences."""
 MAX_TRIED = 10_000
 """How many numbers near a `batch.micro` that does not divide the step are tried, to suggest one that does."""
@@ -56,14 +56,14 @@ def batch_size_is_divisible(recipe: Recipe) -> Iterator[Problem]:
     """A step is counted in tokens or sequences, in whole packed sequences and in whole micro-batches."""
     batch, data = recipe.batch, recipe.data
     packed = data.packing.kind != "none"
-    sizes = ("batch.tokens", "batch.sequences", "batch.pairs", "batch.prompts")
+    sizes = ("batch.tokens", "batch.sequences", "batch.rows", "batch.prompts")
     unit, noun = UNITS.get(recipe.stage, ("sequences", "packed sequences"))
     if recipe.stage in UNITS and getattr(batch, unit) is None:
         given = next((name for name in batch.one_of if getattr(batch, name) is not None), unit)
         message = f"a step of stage {recipe.stage} is counted in {noun}. Give batch.{unit} instead"
         yield Problem(f"batch.{given}", message, reads=("stage",))
         return
-    for other, (stages, counted) in {"pairs": ("preference and reward", "rows"), "prompts": ("rl", "prompts")}.items():
+    for other, (stages, counted) in {"rows": ("preference and reward", "rows"), "prompts": ("rl", "prompts")}.items():
         if other != unit and getattr(batch, other) is not None:
             counting = f"only stages {stages} count" if " " in stages else f"only stage {stages} counts"
             message = f"{counting} {counted}; stage {recipe.stage} takes batch.{unit}"

@@ -26,6 +26,8 @@ class Section(BaseModel):
     """The values for `short` that `true` and `false` stand for, where they are allowed."""
     one_of: ClassVar[tuple[str, ...]] = ()
     """Fields that exclude each other; an override of one of them replaces the file's."""
+    old_names: ClassVar[dict[str, str]] = {}
+    """Names that fields had in earlier versions, which recipes may still have, and the names of these fields now."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -75,7 +75,8 @@ class BatchSize(Section):
     """The global batch of one optimizer step, whatever the world size, strategy or micro-batch size."""
 
     short = "sequences"
-    one_of = ("tokens", "sequences", "pairs", "prompts")
+    one_of = ("tokens", "sequences", "rows", "prompts")
+    old_names: ClassVar[dict[str, str]] = {"pairs": "rows"}
 
     tokens: Annotated[
         PositiveInt | None,
@@ -84,8 +85,9 @@ class BatchSize(Section):
     """Tokens in a step; a multiple of data.max_length when packing."""
     sequences: PositiveInt | None = None
     """Packed sequences in a step (rows, without packing; images, with stage classify)."""
-    pairs: PositiveInt | None = None
-    """Rows in a step, for stages preference and reward: pairs of answers, judged answers, or answers in steps."""
+    rows: PositiveInt | None = None
+    """Rows in a step, for stages preference and reward: pairs of answers, judged answers, or answers in steps. Its
+    earlier name `pairs` is read too."""
     prompts: PositiveInt | None = None
     """Prompts of a rollout, for stage rl, each with rollout.samples answers."""
     updates: Annotated[PositiveInt, OF_RL] = 1
@@ -94,18 +96,18 @@ class BatchSize(Section):
     """Stage rl: how many times each answer of a rollout is trained on, in another order each time."""
     micro: PositiveInt | Literal["auto"] = "auto"
     """Micro-batch size: packed sequences that go through the model at once; auto finds the most that fit in `memory`.
-    Where a step is counted in pairs or prompts, as many rows go through at once as fit in this number times
+    Where a step is counted in rows or prompts, as many rows go through at once as fit in this number times
     data.max_length tokens.
     """
     memory: Annotated[Annotated[float, Field(gt=0)] | None, OF_TOKENS] = None
     """Budget in GiB for auto; by default most of the free memory."""
 
     def packs(self, max_length: int) -> int:
-        """Packs in a step (rows, without packing or counted in pairs or prompts), each of `max_length` tokens."""
+        """Packs in a step (rows, without packing or counted in rows or prompts), each of `max_length` tokens."""
         if self.prompts is not None:
             return self.prompts // self.updates
-        if self.pairs is not None:
-            return self.pairs
+        if self.rows is not None:
+            return self.rows
         if self.tokens is not None:
             return max(1, self.tokens // max_length)
         assert self.sequences is not None, "the recipe's rules ask for tokens or sequences"
