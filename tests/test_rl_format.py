@@ -51,3 +51,27 @@ def test_forms_that_are_refused(tiny_world: World, tmp_path: Path, capsys: pytes
         assert danlu("train", recipe_file(tiny_world, folder, rollout={"format": form, "max_new_tokens": 6})) != 0
         assert message in " ".join(capsys.readouterr().err.split()), form
         assert not (folder / "metrics.jsonl").exists()
+
+
+def test_what_a_function_logs_is_in_the_run(tiny_world: World, tmp_path: Path) -> None:
+    """TRL's `log_extra` and `log_metric`, its token ids and its trainer state."""
+    (tmp_path / "reward.py").write_text(
+        "def logs(completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):\n"
+        "    log_extra('ids', [str(ids) for ids in completion_ids])\n"
+        "    log_metric('step', trainer_state.global_step)\n"
+        "    log_metric('steps', trainer_state.max_steps)\n"
+        "    return [float(len(ids)) for ids in completion_ids]\n"
+    )
+    changes = {
+        "evaluation": {"every": 2},
+        "rewards": [f"{tmp_path / 'reward.py'}:logs"],
+        "steps": 2,
+        "rollout": {"samples": 2, "max_new_tokens": 4},
+    }
+    assert danlu("train", recipe_file(tiny_world, tmp_path / "run", **changes)) == 0
+    steps = [row for row in metrics(tmp_path / "run") if "reward/logs/step" in row]
+    assert [(row["reward/logs/step"], row["reward/logs/steps"]) for row in steps] == [(0, 2), (1, 2)]
+    for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines():
+        for answer in json.loads(line)["answers"]:
+            assert answer["extra"] == {"logs": {"ids": str(answer["tokens"])}}
+            assert answer["rewards"]["logs"] == len(answer["tokens"])

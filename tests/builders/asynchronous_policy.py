@@ -36,6 +36,10 @@ class InOrder:
 
     prompts: Sequence[Prompt]
 
+    @property
+    def per_epoch(self) -> int:
+        return len(self.prompts)
+
     def at(self, number: int) -> Prompt:
         return self.prompts[number % len(self.prompts)]
 

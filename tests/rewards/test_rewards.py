@@ -8,7 +8,8 @@ import pytest
 
 from danlu.core.errors import RecipeError
 from danlu.rewards.function import UserFunction
-from danlu.rewards.protocol import JudgedAnswer, StepRewards
+from danlu.rewards.protocol import JudgedAnswer, StepRewards, TrainerState
+from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 
 
@@ -230,3 +231,34 @@ def test_the_policys_answers_win_over_columns_of_their_names(tmp_path):
     answers = [judged("mine", **dict.fromkeys(names, "of the row")) for _ in range(2)]
     for name in ("batched", "each"):
         assert UserFunction.read(f"{path}:{name}")(answers) == [1, 1], name
+
+
+def test_arguments_that_trl_gives_a_function(tmp_path):
+    """As TRL's GRPO trainer calls reward functions: token ids, the trainer's state, and two functions that log."""
+    file = tmp_path / "trl.py"
+    file.write_text(
+        "def both(completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):\n"
+        "    log_extra('length', [len(ids) for ids in completion_ids])\n"
+        "    log_extra('said', completions)\n"
+        "    log_metric('step', trainer_state.global_step)\n"
+        "    return [len(ids) / trainer_state.max_steps + trainer_state.epoch for ids in completion_ids]\n\n"
+        "def one(completion, completion_ids, log_extra, **row):\n"
+        "    log_extra('first', completion_ids[0])\n"
+        "    return float(len(row))\n\n"
+        "def wrong(completions, log_extra):\n"
+        "    log_extra('a', [1])\n"
+        "    return [1.0 for _ in completions]\n"
+    )
+    state, said = TrainerState(6, 10, 0.5), (("a", [7]), ("b", [8, 9]))
+    answers = [JudgedAnswer(text, {"x": 1}, "?", token_ids=ids, state=state) for text, ids in said]
+    parts = [RewardPart(name, UserFunction.read(f"{file}:{name}")) for name in ("both", "one", "wrong")]
+    with RewardRunner(parts, workers=1) as runner:
+        table = runner.score(answers)
+    assert table.values[:, 0].tolist() == pytest.approx([0.6, 0.7]) and table.metrics == {(0, "step"): 6.0}
+    assert [table.logged[place, 0].extra for place in (0, 1)] == [
+        {"length": 1, "said": "a"},
+        {"length": 2, "said": "b"},
+    ]
+    assert [table.logged[place, 1].extra for place in (0, 1)] == [{"first": 7}, {"first": 8}]
+    assert len(set(table.values[:, 1])) == 1 and table.values[0, 1] == 4.0, "a row has no columns of TRL's"
+    assert "log_extra('a', ..) was given 1 values for 2 answers" in str(table.failures[0])

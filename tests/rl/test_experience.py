@@ -65,6 +65,10 @@ class InOrder:
 
     prompts: list
 
+    @property
+    def per_epoch(self):
+        return len(self.prompts)
+
     def at(self, number):
         return self.prompts[number % len(self.prompts)]
 

@@ -33,7 +33,10 @@ from danlu.rewards.runner import RewardPart, RewardRunner
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers
 
-OWN_COLUMNS = ("completion", "prompt", "tokens", "finish", "turns")
+OWN_COLUMNS = (
+    *("completion", "prompt", "tokens", "finish", "turns"),
+    *("completion_ids", "trainer_state", "log_extra", "log_metric"),
+)
 """The arguments of functions in addition to the columns of the row."""
 
 

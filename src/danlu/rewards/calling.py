@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.core.errors import DanluError
-from danlu.rewards.protocol import Explains, JudgedAnswer, Reward, StepRewards, Verdict
+from danlu.rewards.protocol import Explains, JudgedAnswer, Logged, Logs, Reward, StepRewards, Verdict
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 ASYNCIO = str(Path(sysconfig.get_path("stdlib")) / "asyncio")
@@ -35,6 +35,7 @@ class Outcome:
     steps: StepRewards | None = None
     verdict: Verdict | None = None
     """How it came about, of a reward that says so."""
+    logged: Logged | None = None
 
     @property
     def declined(self) -> bool:
@@ -73,6 +74,9 @@ def call_on_batch(reward: Reward, answers: Sequence[JudgedAnswer]) -> list[Outco
         outcomes = [outcome_of(value) for value in given]
         if len(outcomes) != len(answers):
             raise ValueError(f"{len(outcomes)} rewards for {len(answers)} answers")
+        if isinstance(reward, Logs):
+            logged = reward.take_logged(len(answers))
+            outcomes = [replace(outcome, logged=each) for outcome, each in zip(outcomes, logged, strict=True)]
         return outcomes
     except (KeyboardInterrupt, GeneratorExit):
         raise

@@ -1,7 +1,8 @@
 """Rewards that a user writes: `my_rewards.py:short`, a function of an answer and the columns of its row.
 
 `def short(completion, **row) -> float | None` is called with each answer. A function with a parameter `completions` is
-called as TRL calls one: with the answers of many rows at once, their prompts, and a list for each column.
+called as TRL calls one: with the answers of many rows at once, their prompts, and a list for each column, and with
+completion_ids, trainer_state, log_extra and log_metric. A function of one answer has these where it names them.
 
 In the place of a number there may be rewards of steps: a list of numbers, one for each line of the answer that is not
 empty, or of pairs (characters of the answer up to the end of the step, reward).
@@ -23,14 +24,19 @@ from typing import Any
 
 from danlu.core.errors import RecipeError
 from danlu.rewards.calling import awaited, failure_reason
-from danlu.rewards.protocol import JudgedAnswer, StepRewards, lines_of
+from danlu.rewards.protocol import JudgedAnswer, Logged, Logs, StepRewards, TrainerState, lines_of
+
+LOGGED_TYPES = (bool, int, float, str, type(None))
+"""The types of values that a function may log; others are logged as their text."""
 
 
-class FunctionReward:
+class FunctionReward(Logs):
     """A reward out of a Python file."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._extra: dict[str, list[Any]] = {}
+        self._metrics: dict[str, float] = {}
         self._parameters = inspect.signature(function).parameters
         self._takes_all = any(
             parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values()
@@ -42,8 +48,9 @@ class FunctionReward:
         return "completions" in self._parameters
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> list[float | StepRewards | None]:
+        self._extra, self._metrics = {}, {}
         if not self.takes_batch:
-            return [_as_reward(self._call(_columns(answer)), answer) for answer in answers]
+            return [_as_reward(self._call(self._columns_with_asked(answer)), answer) for answer in answers]
         columns = [_columns(answer) for answer in answers]
         names = dict.fromkeys(name for row in columns for name in row)
         lists: dict[str, Any] = {name: [row.get(name) for row in columns] for name in names}
@@ -51,11 +58,45 @@ class FunctionReward:
         lists |= {
             "prompts": [answer.prompt for answer in answers],
             "completions": [_as_in_trl(answer) for answer in answers],
+            "completion_ids": [list(answer.token_ids) for answer in answers],
+            **self._of_trl(answers),
         }
         rewards = list(self._call(lists))
         if len(rewards) != len(answers):
             raise ValueError(f"the function gave {len(rewards)} rewards for {len(answers)} answers")
         return [_as_reward(reward, answer) for reward, answer in zip(rewards, answers, strict=True)]
+
+    def take_logged(self, count: int) -> list[Logged]:
+        """What the function has logged. Raises ValueError for a column with more or fewer values than answers."""
+        for name, values in self._extra.items():
+            if len(values) != count:
+                raise ValueError(f"log_extra({name!r}, ..) was given {len(values)} values for {count} answers")
+        first, self._metrics = self._metrics, {}
+        return [
+            Logged({name: values[place] for name, values in self._extra.items()}, first if place == 0 else {})
+            for place in range(count)
+        ]
+
+    def _of_trl(self, answers: Sequence[JudgedAnswer]) -> dict[str, Any]:
+        """The further arguments that TRL gives to a function."""
+        state = answers[0].state if answers else TrainerState()
+        return {"trainer_state": state, "log_extra": self._log_extra, "log_metric": self._log_metric}
+
+    def _columns_with_asked(self, answer: JudgedAnswer) -> dict[str, Any]:
+        """The columns of an answer, and of TRL's arguments those that the function asks for by name."""
+        further = {"completion_ids": list(answer.token_ids), **self._of_trl([answer])}
+        asked = {name: value for name, value in further.items() if name in self._parameters}
+        return {**_columns(answer), **asked}
+
+    def _log_extra(self, column: str, values: Any) -> None:
+        """Adds a column of values, one for each answer, to rollouts.jsonl; of a call with one answer also its value."""
+        several = list(values) if isinstance(values, list | tuple) else [values]
+        shown = [each if isinstance(each, LOGGED_TYPES) else str(each) for each in several]
+        self._extra.setdefault(str(column), []).extend(shown)
+
+    def _log_metric(self, name: str, value: Any) -> None:
+        """Adds a metric to those of the step."""
+        self._metrics[str(name)] = float(value)
 
     def _call(self, columns: dict[str, Any]) -> Any:
         names = columns if self._takes_all else [name for name in columns if name in self._parameters]

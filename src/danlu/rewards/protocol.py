@@ -5,8 +5,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The state of a training run when an answer was drawn; the names are those of transformers."""
+
+    global_step: int = 0
+    """Updates before."""
+    max_steps: int = 0
+    """Updates of the whole run; 0 where it is no run."""
+    epoch: float = 0.0
+    """How often each prompt has been asked, on average."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,9 @@ class JudgedAnswer:
     """The messages behind the prompt, with an environment; `text` is that of the last one. Empty otherwise."""
     environment_reward: float | None = None
     """The environment's reward; None without an environment."""
+    token_ids: Sequence[int] = ()
+    """The tokens of the answer; empty where its text alone is known."""
+    state: TrainerState = TrainerState()
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,24 @@ class Reward(Protocol):
     """Judges answers, those of a prompt or of many at once. None where it cannot say: counted, and never a 0."""
 
     def __call__(self, answers: Sequence[JudgedAnswer]) -> Sequence[float | StepRewards | None]: ...
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a reward has to say beyond its number."""
+
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Values for this answer, for rollouts.jsonl."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the call that this answer was the first of."""
+
+
+class Logs(ABC):
+    """A `Reward` that logs."""
+
+    @abstractmethod
+    def take_logged(self, count: int) -> list[Logged]:
+        """What the last call logged, for each of its answers; it is forgotten then."""
 
 
 class Explains(ABC):

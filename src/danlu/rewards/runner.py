@@ -21,7 +21,7 @@ from danlu.rewards.calling import Outcome, ThreadedCalls, call_on_batch, call_on
 from danlu.rewards.code import Code
 from danlu.rewards.function import UserFunction
 from danlu.rewards.judge import Judge, prompt_text
-from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards, Verdict
+from danlu.rewards.protocol import JudgedAnswer, Logged, Reward, StepRewards, Verdict
 from danlu.rewards.text import Exact, Length, Mathematical, Numeric, Pattern
 from danlu.rewards.worker_pool import RewardWorkers, Task
 
@@ -66,6 +66,18 @@ class RewardTable:
     """The rewards of steps by (answer, reward); the number is their sum."""
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
     """The verdicts by (answer, reward), for rewards that explain their numbers."""
+
+    logged: dict[tuple[int, int], Logged] = field(default_factory=dict)
+    """What users' functions log, by (answer, reward)."""
+
+    @property
+    def metrics(self) -> dict[tuple[int, str], float]:
+        """The metrics that users' functions log, by (reward, name), each the mean over their calls."""
+        values: dict[tuple[int, str], list[float]] = {}
+        for (_, reward), logged in self.logged.items():
+            for name, value in logged.metrics.items():
+                values.setdefault((reward, name), []).append(value)
+        return {key: sum(several) / len(several) for key, several in values.items()}
 
     @property
     def late(self) -> np.ndarray:
@@ -208,6 +220,8 @@ class RewardRunner:
                     table.steps[answer, number] = outcome.steps
                 if outcome.verdict is not None:
                     table.verdicts[answer, number] = outcome.verdict
+                if outcome.logged is not None and (outcome.logged.extra or outcome.logged.metrics):
+                    table.logged[answer, number] = outcome.logged
         return table
 
 

@@ -11,7 +11,7 @@ from danlu.core.machine import usable_cores
 from danlu.rewards.call_pool import CallPool, Failed, PoolCall
 from danlu.rewards.calling import Outcome, outcome_of
 from danlu.rewards.function import UserFunction
-from danlu.rewards.protocol import JudgedAnswer, Reward, StepRewards, Verdict
+from danlu.rewards.protocol import JudgedAnswer, Logged, Reward, StepRewards, Verdict
 from danlu.rewards.text import LONGEST_COMPARISON_S, Mathematical
 from danlu.rewards.worker import START, Call
 
@@ -82,8 +82,13 @@ class RewardWorkers:
 
 
 def _outcome(
-    value: float, failure: str | None, steps: dict[str, Any] | None, verdict: dict[str, Any] | None
+    value: float,
+    failure: str | None,
+    steps: dict[str, Any] | None,
+    verdict: dict[str, Any] | None,
+    logged: dict[str, Any] | None,
 ) -> Outcome:
     """An outcome out of JSON, which has lists for tuples."""
     own = None if steps is None else StepRewards(tuple(steps["ends"]), tuple(steps["values"]))
-    return Outcome(value, failure, own, None if verdict is None else Verdict(**verdict))
+    said = None if verdict is None else Verdict(**verdict)
+    return Outcome(value, failure, own, said, None if logged is None else Logged(**logged))

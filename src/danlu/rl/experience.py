@@ -26,6 +26,7 @@ from danlu.inference.episode import Episode
 from danlu.inference.stopping import Decode
 from danlu.parallel.phase import PHASE
 from danlu.rewards.environments.user_class import EnvironmentReward
+from danlu.rewards.protocol import TrainerState
 from danlu.rewards.runner import RewardPart
 from danlu.rl.estimators import Estimator, Judged
 from danlu.rl.experience_trees import (
@@ -234,6 +235,10 @@ class Experience:
             self.log.truncate(self._before["log_lines"] if rollout else 0)
             self._refused_lines = 0
             self._before["log_lines"] = self.log.lines
+        settings = self.settings
+        epoch = self.sampler.next_prompt / self.sampler.prompts.per_epoch
+        updates = rollout * settings.updates * settings.passes
+        self.sampler.state = TrainerState(updates, settings.max_steps, epoch)
         try:
             answered, metrics = self.sampler.next_rollout()
             self._check_rewards(answered, rollout)
@@ -363,6 +368,8 @@ class Experience:
                     entry["failures"] = failures
                 if verdicts := self.sampler.verdicts.get((completion.number, completion.sample)):
                     entry["verdicts"] = {name: verdict.as_json() for name, verdict in verdicts.items()}
+                if extra := self.sampler.extra.get((completion.number, completion.sample)):
+                    entry["extra"] = extra
                 if steps := answered.steps[place][len(answers)] if answered.steps else {}:
                     entry["steps"] = {parts[part].name: asdict(of_steps) for part, of_steps in steps.items()}
                 answers.append(entry)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from danlu.inference.support import check_trainable
 from danlu.parallel.comm import Group
 from danlu.parallel.phase import PHASE
 from danlu.parallel.process_group import from_first_untimed
-from danlu.rewards.protocol import JudgedAnswer, StepRewards, Verdict
+from danlu.rewards.protocol import JudgedAnswer, StepRewards, TrainerState, Verdict
 from danlu.rewards.runner import RewardPart, RewardTable
 from danlu.rewards.summary import distinct_failures
 from danlu.rewards.text import Mathematical
@@ -56,6 +56,8 @@ class ExperienceSettings:
     """The largest share of answers that are left out for want of a reward; past it the run ends."""
     vocab_size: int = 0
     seed: int = 0
+    max_steps: int = 0
+    """Updates of the whole run, for rewards."""
     grammar: Callable[[Sequence[int]], str] | None = None
     """Maps a prompt's tokens to the grammar that its answers follow; None: any text."""
     rotary_length: Callable[[int], int] | None = None
@@ -174,6 +176,12 @@ class RolloutSampler:
     """Reasons why rewards were not given in the present rollout, by prompt and sample; on the first process."""
     verdicts: dict[tuple[int, int], dict[str, Verdict]] = field(default_factory=dict)
     """The verdicts of the present rollout, by prompt and sample, on the first process."""
+    extra: dict[tuple[int, int], dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """The values that users' functions logged for an answer, by the name of the reward, likewise."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """The metrics that users' functions logged in the present rollout."""
+    state: TrainerState = field(default_factory=TrainerState)
+    """The state of the run, for rewards."""
     late: np.ndarray | None = None
     """[R] Of the present rollout: answers that took too long to compare; None before the first are judged."""
 
@@ -198,6 +206,7 @@ class RolloutSampler:
     def _begin_rollout(self, published_s: float = 0.0) -> None:
         self.times = Times(rollout=published_s)
         self.failures, self.verdicts, self.late = {}, {}, None
+        self.extra, self.logged = {}, {}
 
     def why_unrewarded(self) -> str:
         """Returns the reasons why rewards were not given, as sentences for a message."""
@@ -261,6 +270,7 @@ class RolloutSampler:
             "prompts_asked": float(asked),
             "no_signal": no_signal,
             **self._late_metrics(),
+            **self.logged,
             **episode_metrics(whole.completions),
         }
 
@@ -372,19 +382,28 @@ class RolloutSampler:
             prompt for request, prompt in zip(requests, prompts, strict=False) for _ in range(request.samples)
         ]
         answers = [
-            judged_answer(completion, prompt) for prompt, completion in zip(of_completions, completions, strict=True)
+            judged_answer(completion, prompt, self.state)
+            for prompt, completion in zip(of_completions, completions, strict=True)
         ]
         PHASE.begin("rewards")
-        rewards, steps, late = from_first_untimed(self.world, lambda: self._rewarded(answers, completions), "rewards")
+        rewards, steps, late, self.logged = from_first_untimed(
+            self.world, lambda: self._rewarded(answers, completions), "rewards"
+        )
         self.late = late if self.late is None else self.late + late
         self.times.reward += time.perf_counter() - start
         return list(completions), rewards, steps
 
     def _rewarded(
         self, answers: Sequence[JudgedAnswer], completions: Sequence[Completion]
-    ) -> tuple[np.ndarray, list[dict[int, StepRewards]], np.ndarray]:
-        """Rewards [completions, R], those of steps, and how many answers each reward was too long about [R]."""
+    ) -> tuple[np.ndarray, list[dict[int, StepRewards]], np.ndarray, dict[str, float]]:
+        """Rewards [completions, R], those of steps, how many answers each reward was too long about [R], and the
+        metrics that were logged."""
         table = self.rewards.score(answers)
+        self.logged = {**self.logged, **self._metrics_of(table)}
+        for (answer, reward), logged in table.logged.items():
+            if logged.extra:
+                key = completions[answer].number, completions[answer].sample
+                self.extra.setdefault(key, {})[self.rewards.parts[reward].name] = dict(logged.extra)
         for (answer, reward), verdict in table.verdicts.items():
             completion = completions[answer]
             of_answer = self.verdicts.setdefault((completion.number, completion.sample), {})
@@ -406,11 +425,16 @@ class RolloutSampler:
         for (answer, reward), of_steps in table.steps.items():
             if not left_out[answer]:
                 steps[answer][reward] = of_steps
-        return values, steps, table.late
+        return values, steps, table.late, self.logged
+
+    def _metrics_of(self, table: RewardTable) -> dict[str, float]:
+        return {
+            f"reward/{self.rewards.parts[reward].name}/{name}": value for (reward, name), value in table.metrics.items()
+        }
 
 
-def judged_answer(completion: Completion, prompt: Prompt) -> JudgedAnswer:
-    """An answer as rewards see it."""
+def judged_answer(completion: Completion, prompt: Prompt, state: TrainerState) -> JudgedAnswer:
+    """An answer as rewards see it. state: of the run in which it was drawn."""
     episode = completion if isinstance(completion, Episode) else None
     return JudgedAnswer(
         completion.text,
@@ -422,4 +446,6 @@ def judged_answer(completion: Completion, prompt: Prompt) -> JudgedAnswer:
         completion.sample,
         turns=() if episode is None else episode.turns,
         environment_reward=None if episode is None else episode.reward,
+        token_ids=completion.tokens,
+        state=state,
     )

@@ -28,6 +28,7 @@ from danlu.rewards.build import check_columns, check_first_tests, check_function
 from danlu.rewards.environments.build import check_environment, check_environment_code, tool_schemas
 from danlu.rl.experience_trees import SUPPORT, answer_tree, with_columns
 from danlu.stages.builder import DecoderBuilder
+from danlu.stages.data_remarks import thought_lines
 from danlu.stages.distillation import check_teachers, with_teacher_notes
 from danlu.stages.policy_objective import estimator_of
 from danlu.stages.protocols import PlacedStage, Prompts, StageData
@@ -82,6 +83,7 @@ class PromptReader:
                 *prompts.lines(),
                 *position_lines(everyone, recipe.data.max_length, spec.max_new_tokens, positions),
                 *calls,
+                *thought_lines(recipe, everyone, tokenizer),
             ],
             tokenizer=tokenizer_info(tokenizer),
             empty=empty_item(recipe),

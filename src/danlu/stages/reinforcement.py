@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,6 +65,8 @@ def experience_items(
     chat = chat_tokenizer_of(recipe, placed.model.config)
     virtual = len(placed.placed.subject.virtual_token_ids)
     settings = _settings(recipe, chat, placed.model.config, virtual)
+    rollouts = _rollouts(recipe, len(prompts.train))
+    settings = replace(settings, max_steps=rollouts * settings.updates * settings.passes)
     longest = max(len(prompt.tokens) for prompt in (*prompts.train, *prompts.held_out))
     answers = settings.prompts * (settings.samples + settings.greedy)
     longest = longest + settings.max_new_tokens if recipe.environment is None else recipe.data.max_length
@@ -90,7 +92,7 @@ def experience_items(
             partial(policy_weights, placed.placed),
             recipe.rollout.staleness,
             ranks.world,
-            _rollouts(recipe, len(prompts.train)),
+            rollouts,
             None if episodes is None else lambda number: prompts.order.at(number % GREEDY_NUMBERS),
         )
     experience = Experience(sampler, estimator_of(recipe), _scorer(recipe, learner), log, through_model, chat.decode)

@@ -18,6 +18,7 @@ from danlu.data.sources import reported_sources
 from danlu.data.statistics import unread_margins
 from danlu.data.trees import longest_path, repeat_stem
 from danlu.recipe import Recipe
+from danlu.stages.data_remarks import balance_lines
 from danlu.stages.protocols import StageData, StoredRows
 from danlu.stages.reader import dataset_spec, prepared_data, prepared_lines
 
@@ -55,6 +56,7 @@ class TreeReader:
                 *prepared_lines(recipe, prepared),
                 *(f"data: {line}" for line in unread_margins(prepared.statistics, recipe.answer_terms)),
                 *self._stem_lines(train, longest_shared),
+                *balance_lines(recipe, train),
             ],
             tokenizer=prepared.tokenizer,
             sources=reported_sources(recipe.data),
