@@ -82,6 +82,23 @@ def test_formats_are_recognised_and_read(format: str, value: dict[str, Any], mea
     assert parse_row(value, format, "row") == row  # type: ignore[arg-type]
 
 
+def test_a_call_behind_a_text_is_the_call_of_its_message() -> None:
+    """ShareGPT rows of agents: the assistant says something and then calls, each as a turn."""
+    call = {"from": "function_call", "value": '{"name": "look", "arguments": {"at": 1}}'}
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "I look."}, call,
+             {"from": "observation", "value": "here"}, {"from": "gpt", "value": "Here."}]  # fmt: skip
+    row = parse_row({"conversations": turns}, "auto", "row")
+    assert said(row) == [("user", "Hi"), ("assistant", "I look."), ("tool", "here"), ("assistant", "Here.")]
+    assert isinstance(row, Conversation) and row.messages[1].tool_calls is not None
+    assert row.messages[1].tool_calls[0]["function"] == {"name": "look", "arguments": {"at": 1}}
+    alone = parse_row({"conversations": [turns[0], *turns[2:]]}, "auto", "row")
+    assert isinstance(alone, Conversation) and alone.messages[1].content == ""
+    with pytest.raises(DataError, match="two assistant turns in a row"):  # of two texts nobody knows which is meant
+        parse_row({"conversations": [*turns[:2], turns[1]]}, "auto", "row")
+    with pytest.raises(DataError, match="two assistant turns in a row"):
+        parse_row({"conversations": [turns[0], {**turns[1], "weight": 0}, {**call, "weight": 1}]}, "auto", "row")
+
+
 def test_given_tokens() -> None:
     for columns, weights in [
         ({}, [1, 1, 1]),

@@ -314,6 +314,56 @@ def test_a_hub_id_when_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
                 ask(name)
 
 
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client would try six times; with a proxy, or where it is offline by itself, it is asked all the same."""
+    tried = list[tuple[str, int]]()
+
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        tried.append(address)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("danlu.data.hub_data.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    with pytest.raises(DataError, match=r"cannot be loaded: huggingface\.co cannot be reached: Name or service not"):
+        read("nobody/nothing-here")
+    assert tried == [("huggingface.co", 443)]
+    import datasets
+    from huggingface_hub import constants
+
+    assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="cannot be loaded: ConnectionError"):
+        read("nobody/nothing-here")
+    assert len(tried) == 1
+
+
+def test_a_set_without_the_split_names_those_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    def load(path: str, split: str) -> None:
+        raise ValueError(f"Unknown split \"{split}\". Should be one of ['test', 'val-1'].")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told = r"a/b: there is no split 'train'; it has test, val-1. Say which in the recipe: {path: a/b, split: test}"
+    with pytest.raises(DataError, match=re.escape(told)):
+        read("a/b")
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"test": rows, "dev": rows.select([1])}).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(DataError, match="both: there is no split 'train'; it has test, dev. Say which in the recipe"):
+        read(tmp_path / "both")
+    assert [row.value for row in read(tmp_path / "both", split="dev")] == ROWS[1:2]
+    assert [row.value for row in read(f"{tmp_path / 'both'}#1", split="test")] == ROWS[:1]
+    prints = {fingerprint(Source(path=str(tmp_path / "both"), split=split)) for split in ("test", "dev")}
+    assert len(prints) == 2
+    (tmp_path / "both" / "dataset_dict.json").write_text("{")
+    with pytest.raises(DataError, match="dataset_dict.json: the names of its splits cannot be read"):
+        read(tmp_path / "both", split="dev")
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,11 +88,34 @@ def parse_turns(turns: Any, value: Mapping[str, Any], where: str, context: int =
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"{where}: a conversation must be a list of messages (objects), not {type_name(turns)}")
     messages = [_message(turn, f"{where} message {n}", is_context=n <= context) for n, turn in enumerate(turns, 1)]
+    messages = _with_calls_joined(messages, turns)
     system = require_string(value.get("system") or "", "system", where)
     if system and messages and messages[0].role != "system":
         messages.insert(0, Message("system", system))
     keys = tuple(sorted({key for turn in turns for key in turn.keys() - _READ_KEYS if turn[key] is not None}))
     return Conversation(check_order(messages, where), parse_tools(value.get("tools"), where), keys)
+
+
+def _with_calls_joined(messages: Sequence[Message], turns: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages in which a `function_call` turn behind a text of the assistant is the call of that text's message.
+
+    turns: those that the messages were made of.
+    """
+    joined = list[Message]()
+    for message, turn in zip(messages, turns, strict=True):
+        before = joined[-1] if joined else None
+        is_call = ROLES.get(turn.get("from") or turn.get("role") or "") == "tool_call"
+        if is_call and before is not None and _takes_call(before, message):
+            joined[-1] = replace(before, tool_calls=message.tool_calls)
+        else:
+            joined.append(message)
+    return joined
+
+
+def _takes_call(text: Message, call: Message) -> bool:
+    """Whether a call can be that of the message before it: of the assistant's, trained alike."""
+    is_text = text.role == "assistant" and not text.tool_calls
+    return is_text and (text.weight, text.is_context) == (call.weight, call.is_context)
 
 
 def turn_of(message: Message) -> dict[str, Any]:

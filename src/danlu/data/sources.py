@@ -24,12 +24,12 @@ from danlu.data.file_formats import (
     READ_BYTES,
     READERS,
     describe_formats,
-    first_line,
     format_of,
     numbered_rows,
     open_decompressed,
     reading_errors,
 )
+from danlu.data.hub_data import hub_rows, split_folder
 from danlu.data.raw_rows import BadRow, LocatedContent, RawRow
 
 if TYPE_CHECKING:  # a quarter of a second at the start of every tokenising process
@@ -238,11 +238,17 @@ def _path_and_row_limit(source: Source) -> tuple[Path, int | None]:
     """`path#N` and `rows: N` mean the same; of both, the smaller."""
     text, number = split_row_limit(source.path)
     if not number or _exists(_path(source.path)):
-        return _path(source.path), source.rows and min(source.rows, sys.maxsize)
+        return _split_path(source.path, source), source.rows and min(source.rows, sys.maxsize)
     if not number.strip("0"):
         raise DataError(f"{source.path}: takes no rows at all; give at least #1")
     limit = int(number) if len(number) < 19 else sys.maxsize  # Python reads 4300 digits, and counts to sys.maxsize
-    return _path(text), min(limit, source.rows or limit)
+    return _split_path(text, source), min(limit, source.rows or limit)
+
+
+def _split_path(text: str, source: Source) -> Path:
+    """The path of a source without its number of rows, or below it the folder of its split."""
+    path = _path(text)
+    return split_folder(path, source.split) if _exists(path) else path
 
 
 def _path(text: str) -> Path:
@@ -309,17 +315,7 @@ def _hub_rows(path: str, split: str) -> Any:
     """
     if not _HUB_ID.fullmatch(path) or Path(path).suffix.lower() in READERS:
         raise DataError(f"{path}: no such file{_did_you_mean(Path(path))}")
-    # Imported here: most of a second, and only hub data sets need it.
-    import datasets
-
-    try:
-        return datasets.load_dataset(path, split=split)
-    except Exception as error:  # the hub client raises a dozen kinds, with none in common
-        raise DataError(
-            f"{path}: no such file{_did_you_mean(Path(path))}, and the hub data set '{path}' (split '{split}') cannot "
-            f"be loaded: {type(error).__name__}: {first_line(error)}. Without network, only sets that were loaded "
-            "before are there"
-        ) from error
+    return hub_rows(path, split, f"no such file{_did_you_mean(Path(path))}")
 
 
 def _did_you_mean(path: Path) -> str:

@@ -47,7 +47,8 @@ class Source(Section):
     columns: Annotated[Columns | None, _OF_TEXTS] = None
     """The columns of this source, as in `data.columns`, and in its place."""
     split: str = "train"
-    """Split of a hub data set; of a folder of images, train or test."""
+    """Split of a hub data set, or of a folder with several splits that `datasets` has written; of a folder of images,
+    train or test."""
 
 
 class Packing(Section):
