@@ -33,6 +33,11 @@ EPISODES: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tokenised_here(module_tokenises_here: None) -> None:
+    """All tests here are whole runs over few rows."""
+
+
 def answers_of(folder: Path) -> list[dict[str, Any]]:
     return [answer for line in lines_of(folder) for answer in line["answers"]]
 

@@ -28,6 +28,11 @@ pytestmark = pytest.mark.distributed
 ASYNCHRONOUS = {"rollout": {"samples": 4, "max_new_tokens": 6, "staleness": 2}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tokenised_here(module_tokenises_here: None) -> None:
+    """All tests here are whole runs over few rows."""
+
+
 def rollouts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
 
@@ -121,7 +126,7 @@ def test_a_rollout_is_replayed_with_the_weights_that_drew_each_token(tiny_world:
     }
     folder = tmp_path / "run"
     # Long ones, one at a time: while they grow there are updates, however fast the machine is.
-    run(tiny_world, folder, **more, rollout={"samples": 4, "max_new_tokens": 48, "staleness": 2, "sequences": 1})
+    run(tiny_world, folder, **more, rollout={"samples": 4, "max_new_tokens": 24, "staleness": 2, "sequences": 1})
     recorded = rollouts(folder)
     assert any(len(answer["versions"]) > 1 for line in recorded[16:] for answer in line["answers"])
     result = replay(folder, 6, log=lambda line: None)

@@ -47,6 +47,11 @@ KEYS = {
 RESULTS = {"kl, adapter-off": ("adapter",), "values of their own": ("model", "model-value")}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tokenised_here(module_tokenises_here: None) -> None:
+    """All tests here are whole runs over few rows."""
+
+
 def model(world: World, name: str) -> dict[str, Any]:
     """Four layers; of a policy that trains an adapter a folder."""
     if RUNS[name].get("adapter") is None:
