@@ -55,7 +55,7 @@ def test_judged_answers_of_which_one_kind_is_rare() -> None:
 def test_a_format_that_asks_for_what_the_prompt_has(prompt: str, pattern: str, is_told: bool) -> None:
     tokenizer = tokenizer_and_oracle("chatml")[0]
     recipe = Recipe.model_construct(rewards=[FormatReward(pattern="x"), FormatReward(pattern=pattern)])
-    prompts = [Prompt(tuple(tokenizer.encode(prompt)), {}, "rows:1", prompt)]
+    prompts = [Prompt(tuple(tokenizer.encode(prompt)), {}, prompt, "rows:1")]
     told = list(thought_lines(recipe, prompts, tokenizer))
     assert len(told) == is_told
     assert not told or told[0].startswith(

@@ -95,7 +95,7 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class Logged:
-    """What a reward has to say beyond its number."""
+    """Values that a reward adds to the logs of a run."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values for this answer, for rollouts.jsonl."""
@@ -108,7 +108,7 @@ class Logs(ABC):
 
     @abstractmethod
     def take_logged(self, count: int) -> list[Logged]:
-        """What the last call logged, for each of its answers; it is forgotten then."""
+        """Takes the values that the last call logged, for each of its answers; they are forgotten then."""
 
 
 class Explains(ABC):

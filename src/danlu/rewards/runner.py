@@ -68,7 +68,7 @@ class RewardTable:
     """The verdicts by (answer, reward), for rewards that explain their numbers."""
 
     logged: dict[tuple[int, int], Logged] = field(default_factory=dict)
-    """What users' functions log, by (answer, reward)."""
+    """The values that users' functions log, by (answer, reward)."""
 
     @property
     def metrics(self) -> dict[tuple[int, str], float]:
