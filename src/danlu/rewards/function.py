@@ -67,7 +67,10 @@ class FunctionReward(Logs):
         return [_as_reward(reward, answer) for reward, answer in zip(rewards, answers, strict=True)]
 
     def take_logged(self, count: int) -> list[Logged]:
-        """Returns what the function has logged, for each answer. Raises ValueError for a column with more or fewer values than answers."""
+        """Returns what the function has logged, for each answer.
+
+        Raises ValueError for a column with more or fewer values than answers.
+        """
         for name, values in self._extra.items():
             if len(values) != count:
                 raise ValueError(f"log_extra({name!r}, ..) was given {len(values)} values for {count} answers")
